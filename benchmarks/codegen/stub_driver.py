@@ -25,7 +25,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
-from fastvit.ops.runtime import launch, plans
+from fastvit.ops.runtime import call, launch
 from fastvit.ops.runtime.registry import LAUNCH_MODULES
 from fastvit.tuning.launches import in_library
 
@@ -110,7 +110,7 @@ def stub_gpu(target: GPUTarget | None = None, *, records: bool = True, compiles:
         stack.enter_context(mock.patch.object(triton.runtime.driver, "_active", gpu))
         if not compiles:
             stack.enter_context(mock.patch.object(triton.compiler, "compile", gpu.compile))
-        stack.enter_context(plans.forgotten())
+        stack.enter_context(call.forgotten())
         for name in ("_compiled", "_refused"):
             stack.enter_context(mock.patch.object(launch, name, {}))
         kernels = {id(value): value for module in modules for value in vars(module).values()}

@@ -31,7 +31,8 @@ from benchmarks.harness.columns import make
 from benchmarks.harness.draw import Draw
 from benchmarks.harness.workloads import Workload, workloads
 from fastvit.kernels import _configs
-from fastvit.ops.runtime import devices, dispatch
+from fastvit.ops.runtime import backend as backends
+from fastvit.ops.runtime import device as devices
 from fastvit.tuning.tuner import using
 
 SMS = 132  # of an H100, whose launch configurations are counted
@@ -43,7 +44,7 @@ def _part_of_gpu(parts: int) -> Iterator[None]:
     configured for the rows of the whole."""
     gemm = _configs.gemm
     with (
-        dispatch.use_backend("triton", strict=True),
+        backends.use_backend("triton", strict=True),
         mock.patch.object(devices, "multiprocessors", return_value=round(SMS / parts)),
         mock.patch.object(_configs, "gemm", lambda m, *rest: gemm(m * parts, *rest)),
         using({}),  # configurations that were looked up before are computed again

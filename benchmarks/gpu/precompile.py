@@ -24,7 +24,7 @@ from benchmarks.gpu.tables import works
 from benchmarks.harness.draw import Draw
 from benchmarks.harness.workloads import Workload, workloads
 from fastvit.kernels import _tuned
-from fastvit.ops.runtime import dispatch
+from fastvit.ops.runtime.device import cache_folder
 from fastvit.tuning.candidates import candidates
 from fastvit.tuning.launches import compile_all
 from fastvit.tuning.tuner import run_candidates, using
@@ -90,7 +90,7 @@ def _recording(machine: Machine) -> Any:
     """Record launches for the GPU and its measured choices: configurations depend on both."""
     (major, minor), multiprocessors, name = machine
     arch = f"sm_{major}{minor}"
-    _tuned.load(arch, name, dispatch.cache_folder())
+    _tuned.load(arch, name, cache_folder())
     return recording(arch, multiprocessors)
 
 

@@ -26,7 +26,7 @@ from benchmarks.gpu.runner import SKIPPED
 from benchmarks.harness.draw import Draw
 from benchmarks.harness.provenance import ROOT
 from benchmarks.harness.workloads import workloads
-from fastvit.ops.runtime import dispatch
+from fastvit.ops.runtime import backend as backends
 
 FINDINGS = 86  # exit status by which the tool says so
 _REFUSALS = ("not supported", "unsupported", "permission", "unable to", "failed to initialize")
@@ -43,7 +43,7 @@ def run(op: str, device: torch.device, *dtypes: torch.dtype) -> None:
     """Run the op's workloads, forward and backward."""
     for workload, dtype in itertools.product(workloads("sanitize", ops=(op,)), dtypes):
         runner = workload.runner("fused", Draw(dtype, device))
-        with dispatch.use_backend("triton", strict=True):
+        with backends.use_backend("triton", strict=True):
             runner.gradients()
     if device.type == "cuda":
         torch.cuda.synchronize()

@@ -25,7 +25,7 @@ from benchmarks.gpu.tables import works
 from benchmarks.harness.provenance import commit, now, sources
 from benchmarks.harness.record import environment
 from fastvit.kernels import _tuned
-from fastvit.ops.runtime import dispatch
+from fastvit.ops.runtime import backend as backends
 from fastvit.tuning.tuner import HostBound, Tuner, timer_of
 
 
@@ -50,7 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
     gpu = "interpreter" if chosen.rehearse else torch.cuda.get_device_name()
     path = chosen.out / _tuned.file_name(gpu)
     host_bound = 0
-    with dispatch.use_backend("triton", strict=True):
+    with backends.use_backend("triton", strict=True):
         state = functools.partial(measured, device)
         tuner = Tuner(device, timer_of(device), path, gpu, state, most=2 if chosen.rehearse else 99)
         for work in works(tiny=chosen.rehearse, headline=chosen.headline):

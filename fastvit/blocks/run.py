@@ -12,7 +12,7 @@ from fastvit import ops
 from fastvit.blocks.spec import AdaptedLinear, AttentionSpec, BlockSpec, HalfSpec, LinearSpec, MlpSpec
 from fastvit.ops import Norm, Rotary
 from fastvit.ops.runtime.activations import GATED
-from fastvit.ops.runtime.dispatch import is_jit_tracing
+from fastvit.ops.runtime.backend import is_jit_tracing
 
 
 def runs_in_steps(branch: AttentionSpec | MlpSpec) -> bool:

@@ -28,9 +28,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def check_triton() -> None:
     """Raise ImportError, with the command to install it, if triton is missing."""
-    from fastvit.ops.runtime import dispatch
+    from fastvit.ops.runtime import backend as backends
 
-    if not dispatch.HAVE_TRITON:
+    if not backends.HAVE_TRITON:
         raise ImportError("this needs triton, which is not installed: pip install 'fastvit[triton]'")
 
 

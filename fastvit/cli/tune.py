@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     step_options.check_triton()
     if os.environ.get("TRITON_INTERPRET", "0") == "1":
         raise ValueError("with TRITON_INTERPRET=1 no kernel runs on a GPU; --rehearse runs all steps without one")
-    from fastvit.ops.runtime import dispatch
+    from fastvit.ops.runtime.device import cache_folder
     from fastvit.tuning.model import gpu_at_hand
 
     try:
@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
             machine = gpu_at_hand()
     except ValueError as error:
         raise ValueError(f"{error}; `fastvit tune --rehearse` runs all steps without one") from None
-    folder = dispatch.cache_folder()
+    folder = cache_folder()
     if folder is None:
         raise ValueError("there is no home folder to keep the table in: set FASTVIT_CACHE_DIR")
     if args.show:
@@ -127,13 +127,13 @@ def _rehearse(args: argparse.Namespace) -> int:
         raise ValueError(f"--rehearse has a tiny model of its own: leave out {args.model}")
     os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
     from fastvit.kernels import _tuned
-    from fastvit.ops.runtime import dispatch
+    from fastvit.ops.runtime import backend as backends
 
     step_options.check_triton()
-    if not dispatch.INTERPRET:
+    if not backends.INTERPRET:
         raise ValueError("--rehearse needs a process of its own: triton is imported already")
     args.batch, args.image_size, args.dtype = 2, None, "fp32"  # bfloat16 is wrong in the interpreter
-    with tempfile.TemporaryDirectory() as temporary, dispatch.use_backend("triton", strict=True):
+    with tempfile.TemporaryDirectory() as temporary, backends.use_backend("triton", strict=True):
         folder = args.out or Path(temporary)
         from fastvit.tuning.model import REHEARSAL, tiny_model
         from fastvit.tuning.tuner import Tuner, timer_of

@@ -28,7 +28,7 @@ from fastvit.graph.rewrites import (
     patch_embed,
     rms_norm,
 )
-from fastvit.ops.runtime.dispatch import HAVE_TRITON
+from fastvit.ops.runtime.backend import HAVE_TRITON
 from fastvit.report import Entry, Report
 
 _log = logging.getLogger("fastvit.graph")

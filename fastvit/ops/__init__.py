@@ -11,7 +11,7 @@ from fastvit.ops.linear.op import linear
 from fastvit.ops.patch_embed.op import patch_embed
 from fastvit.ops.qk_norm.op import qk_norm
 from fastvit.ops.rotary.op import Rotary, rotary, rotary_qkvpacked
-from fastvit.ops.runtime.dispatch import use_backend
+from fastvit.ops.runtime.backend import use_backend
 
 __all__ = [
     "Norm",

@@ -75,10 +75,11 @@ def _versions() -> Iterator[Finding]:
         yield Finding("versions", "torch", f"{torch.__version__}: newer than 2.15, the newest that was tested", NOTE)
     else:
         yield Finding("versions", "torch", torch.__version__)
-    from fastvit.ops.runtime import dispatch, torch_private
+    from fastvit.ops.runtime import backend as backends
+    from fastvit.ops.runtime import torch_private
 
     missing = [name for name, value in vars(torch_private).items() if value is None and not name.startswith("__")]
-    if not dispatch._KNOWS_OBSERVERS:
+    if not backends._KNOWS_OBSERVERS:
         names = ", ".join(sorted(missing))
         yield Finding("versions", "private names", f"torch lacks {names}: every call goes through the dispatcher", NOTE)
 
@@ -138,7 +139,7 @@ def why_no_gpu() -> str:
 
 def _gpu(index: int) -> Iterator[Finding]:
     from fastvit.kernels import _tuned
-    from fastvit.ops.runtime import dispatch
+    from fastvit.ops.runtime.device import cache_folder
 
     gpu = torch.cuda.get_device_properties(index)
     arch = str(gpu.gcnArchName).split(":")[0] if torch.version.hip else f"sm_{gpu.major}{gpu.minor}"
@@ -148,7 +149,7 @@ def _gpu(index: int) -> Iterator[Finding]:
     why = ": older than sm_80, its ops run on ATen" if old else ""
     yield Finding("devices", f"cuda:{index}", f"{gpu.name}, {arch}, {size}{why}", NOTE if old else OK)
     yield _table("tuned table", _tuned.shipped(arch, gpu.name), f"none for {gpu.name}: kernels run as shipped")
-    users = _tuned.users(arch, gpu.name, dispatch.cache_folder())
+    users = _tuned.users(arch, gpu.name, cache_folder())
     yield _table("your table", users, "none; `fastvit tune` measures one")
 
 
@@ -194,11 +195,11 @@ def _folder(name: str, path: Path) -> Finding:
 def _ops() -> Iterator[Finding]:
     """Report the path of every op on the default device: a GPU if there is one."""
     from fastvit.kernels import _configs
-    from fastvit.ops.runtime import dispatch
+    from fastvit.ops.runtime import backend as backends
     from fastvit.study.accuracy import verification
 
-    backend, strict = dispatch.settings()
-    for name, default in dispatch.VARIABLES.items():
+    backend, strict = backends.settings()
+    for name, default in backends.VARIABLES.items():
         value = os.environ.get(name)
         yield Finding("ops", name, f"{value or default}{'' if value else ', the default'}", NOTE if value else OK)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -214,23 +215,24 @@ def _ops() -> Iterator[Finding]:
 
 def _path(device: torch.device, backend: str) -> tuple[str, str]:
     """Return what runs an op on float32 or 16-bit tensors of this device, and why."""
-    from fastvit.ops.runtime import devices, dispatch
+    from fastvit.ops.runtime import backend as backends
+    from fastvit.ops.runtime import device as devices
 
     x = torch.empty(0, device=device)
-    if not dispatch.wants_triton(x):  # raises if Triton is asked for and cannot run
+    if not backends.wants_triton(x):  # raises if Triton is asked for and cannot run
         if backend == "aten":
             return "ATen", "FASTVIT_BACKEND or use_backend says so"
-        if not dispatch.HAVE_TRITON:
+        if not backends.HAVE_TRITON:
             return "ATen", "triton is not installed"
         return "ATen", "no GPU, and on a CPU Triton has only its interpreter"
-    if dispatch.INTERPRET:
+    if backends.INTERPRET:
         return (
             "Triton's interpreter",
             "TRITON_INTERPRET=1; slow, and its bfloat16 matmuls are wrong (tests/ mends them)",
         )
     try:
         return "Triton", f"{device} is {devices.arch(x)}; float64 runs on ATen"
-    except dispatch.KernelUnsupported as reason:
+    except backends.KernelUnsupported as reason:
         return "ATen", str(reason)
 
 

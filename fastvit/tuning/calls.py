@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
-from fastvit.ops.runtime import dispatch, registry
-from fastvit.ops.runtime.dispatch import KernelUnsupported
+from fastvit.ops.runtime import backend as backends
+from fastvit.ops.runtime import registry
+from fastvit.ops.runtime.backend import KernelUnsupported, Path
+from fastvit.ops.runtime.call import UNKEPT
 from fastvit.ops.runtime.launch import launching
 from fastvit.study.memory.allocations import TensorLayout
 from fastvit.study.memory.plan import trace_step
@@ -22,6 +24,9 @@ from fastvit.study.sources.model_source import ModelSource
 from fastvit.tuning.launches import Recorder, in_library, recording
 
 MODES = ("infer", "train")
+
+
+Arguments = tuple[list[Any], dict[str, Any]]  # by position, as in the op's schema, and by keyword
 
 
 @dataclass(frozen=True)
@@ -44,26 +49,28 @@ class OpCall:
         """The op's name, such as "attention_fwd"."""
         return str(self.op._schema.name.partition("::")[2])
 
-    def arguments(self, device: torch.device) -> list[Any]:
+    def arguments(self, device: torch.device) -> Arguments:
         """Return the arguments, with tensors of the recorded layouts: random, or without data on the meta device."""
         names = [argument.name for argument in self.op._schema.arguments]
         made = (_drawn(leaf, device) if isinstance(leaf, TensorLayout) else leaf for leaf in self.leaves)
-        arguments = list(tree_unflatten(list(made), self.nested))
+        given, keywords = tree_unflatten(list(made), self.nested)
+        arguments = list(given)
         if device.type != "meta":
             for i, name in enumerate(names[: len(arguments)]):
                 arguments[i] = _suited(name, arguments[i], arguments)
             if "lse" in names:
                 _attend(self.name, dict(zip(names, arguments, strict=False)))
-        return arguments
+        return arguments, keywords
 
-    def run(self, arguments: Sequence[Any]) -> tuple[Tensor, ...]:
+    def run(self, arguments: Arguments) -> tuple[Tensor, ...]:
         """Launch the op's Triton kernels on these arguments, and return its tensors.
 
         Raises:
             KernelUnsupported: Triton cannot take these arguments.
         """
+        given, keywords = arguments
         with torch.no_grad():
-            out = registry.IMPLEMENTATIONS[self.op](*arguments, backend="triton")
+            out = registry.IMPLEMENTATIONS[self.op](*given, call=UNKEPT[Path.TRITON], **keywords)
         return tuple(t for t in ((out,) if isinstance(out, Tensor) else out) if isinstance(t, Tensor))
 
 
@@ -101,7 +108,7 @@ def on_meta(arch: str, multiprocessors: int) -> Iterator[None]:
     library = in_library(
         wants_triton=lambda x: True, arch=lambda x: arch, multiprocessors=lambda index: multiprocessors
     )
-    with library, launching(lambda *_: None), dispatch.use_backend("auto", strict=True):
+    with library, launching(lambda *_: None), backends.use_backend("auto", strict=True):
         yield
 
 

@@ -28,7 +28,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 
-from fastvit.ops.runtime import autograd, devices, dispatch
+from fastvit.ops.runtime import backend as backends
+from fastvit.ops.runtime import device as devices
+from fastvit.ops.runtime import dtypes
 
 T = TypeVar("T")
 L = TypeVar("L", bound="Launch")
@@ -123,7 +125,7 @@ def in_library(**substitutes: Callable[..., object]) -> Iterator[None]:
     """Within the context, replace functions of `fastvit.ops.runtime` by name, wherever ops use them."""
     with contextlib.ExitStack() as stack:
         for name, substitute in substitutes.items():
-            original = next(getattr(module, name) for module in (dispatch, devices, autograd) if hasattr(module, name))
+            original = next(getattr(module, name) for module in (backends, devices, dtypes) if hasattr(module, name))
             for module in [module for key, module in sys.modules.items() if key.startswith("fastvit.ops")]:
                 if getattr(module, name, None) is original:
                     stack.enter_context(mock.patch.object(module, name, substitute))
@@ -144,7 +146,7 @@ def recording(recorder: Recorder, multiprocessors: int | None = None) -> Iterato
         stack.enter_context(library)
         stack.enter_context(mock.patch.object(triton.knobs.runtime, "jit_cache_hook", recorder.hook))
         stack.enter_context(mock.patch.object(triton.runtime.driver, "_active", recorder))
-        stack.enter_context(dispatch.use_backend("auto", strict=True))
+        stack.enter_context(backends.use_backend("auto", strict=True))
         stack.enter_context(_ToLaunchers())
         yield
 

@@ -14,8 +14,9 @@ import torch
 from torch import nn
 
 from fastvit.kernels import _tuned
-from fastvit.ops.runtime import devices, dispatch
-from fastvit.ops.runtime.dispatch import KernelUnsupported
+from fastvit.ops.runtime import backend as backends
+from fastvit.ops.runtime import device as devices
+from fastvit.ops.runtime.backend import KernelUnsupported
 from fastvit.study.machine import why_no_gpu
 from fastvit.study.sources.model_source import ModelSource
 from fastvit.tuning.calls import OpCall, on_meta, record
@@ -71,7 +72,7 @@ def gpu_at_hand() -> Machine:
     """
     if why := why_no_gpu():
         raise ValueError(f"no GPU: {why}")
-    if not dispatch.HAVE_TRITON:
+    if not backends.HAVE_TRITON:
         raise ValueError("triton is not installed: pip install 'fastvit[triton]'")
     device = torch.device("cuda", torch.cuda.current_device())
     properties = torch.cuda.get_device_properties(device)

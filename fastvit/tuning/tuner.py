@@ -23,7 +23,8 @@ from torch import Tensor
 
 from fastvit._output import write_file
 from fastvit.kernels import _tuned
-from fastvit.ops.runtime import devices, dispatch
+from fastvit.ops.runtime import backend as backends
+from fastvit.ops.runtime import device as devices
 from fastvit.tuning.candidates import FIXED, Choice, candidates
 from fastvit.tuning.clock import HOST_BOUND, Clock, Quantiles
 
@@ -123,7 +124,7 @@ def run_candidates(work: Work, entries: Entries | None = None, most: int = 99) -
         run = work.build(torch.device("meta"))
     for _, key in keys_of(run, work.table, entries or {}):
         for choice in candidates(work.table, key)[:most]:
-            with using(base | {(work.table, key): choice}), contextlib.suppress(dispatch.KernelUnsupported):
+            with using(base | {(work.table, key): choice}), contextlib.suppress(backends.KernelUnsupported):
                 run()
 
 

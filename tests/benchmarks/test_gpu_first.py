@@ -22,7 +22,7 @@ from benchmarks.harness.draw import Draw, Runner
 from benchmarks.harness.providers import OPS
 from benchmarks.harness.workloads import Workload, workloads
 from fastvit import ops
-from fastvit.ops.runtime import dispatch
+from fastvit.ops.runtime import backend as backends
 
 CPU = torch.device("cpu")
 
@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 def test_nothing_is_imported_that_a_bare_machine_lacks():
     missing = "rich", "networkx", "matplotlib", "pytest", "pytest_benchmark"
     modules = ["__main__", "probe", "correct", "headline", "compiled", "sanitize"]
-    modules += ["precompile"] * dispatch.HAVE_TRITON
+    modules += ["precompile"] * backends.HAVE_TRITON
     code = (
         f"import sys; sys.modules.update(dict.fromkeys({missing!r}));"
         f"import {', '.join(f'benchmarks.gpu.{name}' for name in modules)}"

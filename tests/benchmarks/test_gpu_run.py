@@ -21,11 +21,11 @@ from benchmarks.harness.provenance import ROOT
 from benchmarks.harness.workloads import workloads
 from benchmarks.report import results
 from fastvit.kernels import _tuned
-from fastvit.ops.runtime import dispatch
+from fastvit.ops.runtime import backend as backends
 
-needs_triton = pytest.mark.skipif(not dispatch.HAVE_TRITON, reason="triton is not installed")
+needs_triton = pytest.mark.skipif(not backends.HAVE_TRITON, reason="triton is not installed")
 needs_interpreter = pytest.mark.skipif(
-    not (dispatch.INTERPRET and dispatch.HAVE_TRITON), reason="runs in Triton's interpreter"
+    not (backends.INTERPRET and backends.HAVE_TRITON), reason="runs in Triton's interpreter"
 )
 
 

@@ -6,10 +6,10 @@ import pytest
 
 from benchmarks.gpu import runner, sanitize
 from benchmarks.harness import provenance
-from fastvit.ops.runtime import dispatch
+from fastvit.ops.runtime import backend as backends
 
 needs_interpreter = pytest.mark.skipif(
-    not (dispatch.INTERPRET and dispatch.HAVE_TRITON), reason="runs in Triton's interpreter"
+    not (backends.INTERPRET and backends.HAVE_TRITON), reason="runs in Triton's interpreter"
 )
 
 

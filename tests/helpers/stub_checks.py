@@ -1,4 +1,4 @@
-"""Shared by stub_launches.py and stub_plans.py, which run their checks in a process without a GPU."""
+"""Shared by stub_launches.py and stub_calls.py, which run their checks in a process without a GPU."""
 
 import contextlib
 import json

@@ -29,7 +29,8 @@ from triton.runtime.errors import OutOfResources
 from benchmarks.codegen.stub_driver import stub_gpu
 from fastvit import ops
 from fastvit.kernels.layer_norm import layer_norm_fwd_kernel
-from fastvit.ops.runtime import dispatch, plans
+from fastvit.ops.runtime import backend as backends
+from fastvit.ops.runtime import call as runtime_call
 from fastvit.ops.runtime import launch as runtime_launch
 from fastvit.ops.runtime.launch import launching
 
@@ -198,7 +199,7 @@ def a_kernel_that_does_not_fit_runs_on_aten_and_is_not_tried_again():
             assert len(attempts) == 1, attempts
             assert len(warned) == 1, [str(w.message) for w in warned]
             assert "shared memory" in str(warned[0].message)
-            refused = pytest.raises(dispatch.KernelUnsupported, match="layer_norm_fwd_kernel")
+            refused = pytest.raises(backends.KernelUnsupported, match="layer_norm_fwd_kernel")
             with ops.use_backend("auto", strict=True), refused:
                 ops.layer_norm(x, w, w)
 
@@ -296,7 +297,7 @@ def a_kernel_that_is_called_is_held():
         gc.collect()
         assert kernel() is not None
         runtime_launch._compiled.clear()
-        plans._kept.clear()
+        runtime_call._kept.clear()
         gc.collect()
         assert kernel() is None
 

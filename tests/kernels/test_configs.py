@@ -9,7 +9,9 @@ import torch
 
 from fastvit import ops
 from fastvit.kernels import _attention_configs, _configs, _tuned
-from fastvit.ops.runtime import devices, dispatch, registry
+from fastvit.ops.runtime import backend as backends
+from fastvit.ops.runtime import device as devices
+from fastvit.ops.runtime import registry
 
 # a compiled target, and the GPUs with no less shared memory that have its configurations
 LIKE = {
@@ -61,7 +63,7 @@ def test_a_gpu_without_kernels_falls_back_and_says_so(arch, triton_backend, devi
     monkeypatch.setattr(registry, "_warned", set())
     monkeypatch.setattr(devices, "_target", lambda x: arch)
     x, w, b = torch.randn(2, 5, 32, device=device), torch.randn(32, device=device), torch.randn(32, device=device)
-    with pytest.raises(dispatch.KernelUnsupported, match=f"{arch} is older than sm_80"):
+    with pytest.raises(backends.KernelUnsupported, match=f"{arch} is older than sm_80"):
         ops.layer_norm(x, w, b)
     with ops.use_backend("auto", strict=False), pytest.warns(UserWarning, match="older than sm_80"):
         out = ops.layer_norm(x, w, b)

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from fastvit.ops.runtime import dispatch
+from fastvit.ops.runtime import backend as backends
 
-if not (dispatch.INTERPRET and dispatch.HAVE_TRITON):
+if not (backends.INTERPRET and backends.HAVE_TRITON):
     pytest.skip("traffic is counted in Triton's interpreter", allow_module_level=True)
 
 import triton

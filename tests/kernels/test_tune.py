@@ -14,9 +14,10 @@ import torch
 
 from fastvit import ops
 from fastvit.kernels import _attention_configs, _configs, _tuned
-from fastvit.ops.runtime import devices, dispatch
+from fastvit.ops.runtime import backend as backends
+from fastvit.ops.runtime import device as devices
 
-if not (dispatch.INTERPRET and dispatch.HAVE_TRITON):
+if not (backends.INTERPRET and backends.HAVE_TRITON):
     pytest.skip("tuning is tested in Triton's interpreter", allow_module_level=True)
 
 from benchmarks.gpu import tune

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fastvit import ops
 from fastvit.kernels import _attention_configs, _tuned
-from fastvit.ops.runtime import dispatch
+from fastvit.ops.runtime import backend as backends
 from fastvit.study.accuracy.formulas import attention as eager
 from fastvit.study.accuracy.formulas import attention_qkvpacked
 
@@ -195,7 +195,7 @@ def test_scale_that_is_not_positive(scale, backend, device):
     with ops.use_backend(backend, strict=False):
         assert_op_as_accurate(lambda **t: ops.attention(**t, scale=scale), lambda **t: eager(**t, scale=scale), tensors)
     if backend == "triton":
-        with pytest.raises(dispatch.KernelUnsupported, match="positive scale"):
+        with pytest.raises(backends.KernelUnsupported, match="positive scale"):
             ops.attention(**tensors, scale=scale)
 
 

@@ -8,7 +8,8 @@ from oracle import assert_op_as_accurate, inputs
 
 from fastvit import ops
 from fastvit.ops.attention import aten
-from fastvit.ops.runtime import devices, dispatch
+from fastvit.ops.runtime import backend as backends
+from fastvit.ops.runtime import device as devices
 from fastvit.study.accuracy import formulas
 from fastvit.study.accuracy.formulas import attention as eager
 from fastvit.study.accuracy.formulas import attention_qkvpacked
@@ -86,7 +87,7 @@ def test_programs_that_share_a_tile_of_the_gradient(backend, device):
     check(draw_qkv(1, 37, 5, 16, device=device), drawn(1, 1, 1, 37, kind=torch.bfloat16, device=device))
 
 
-@pytest.mark.skipif(not dispatch.HAVE_TRITON, reason="triton is not installed")
+@pytest.mark.skipif(not backends.HAVE_TRITON, reason="triton is not installed")
 @pytest.mark.parametrize(
     ("images", "mask", "parts", "programs"),
     [
@@ -102,6 +103,8 @@ def test_gradients_of_masks_fill_a_gpu(images, mask, parts, programs, monkeypatc
     """The grid on a GPU of 132 multiprocessors, each with room for two programs."""
     from fastvit.ops.attention import mask_launch
     from fastvit.ops.runtime import launch
+    from fastvit.ops.runtime.backend import Path
+    from fastvit.ops.runtime.call import UNKEPT
 
     monkeypatch.setattr(devices, "without_gpu", 132)
     launched = []
@@ -110,7 +113,9 @@ def test_gradients_of_masks_fill_a_gpu(images, mask, parts, programs, monkeypatc
     lse = torch.empty(B, H, 2, N, device="meta")
     with launch.launching(lambda kernel, programs, tensors, *_: launched.append((kernel.__name__, programs, tensors))):
         bias = torch.empty(*mask, N, N, dtype=torch.bfloat16, device="meta")
-        *_, dmask = mask_launch.attention_bwd_with_mask(q, q, q, q, bias, q, lse, None, 0.125, 0.0)
+        *_, dmask = mask_launch.attention_bwd_with_mask(
+            q, q, q, q, bias, q, lse, None, 0.125, 0.0, call=UNKEPT[Path.TRITON]
+        )
     assert (dmask.shape, dmask.dtype) == (bias.shape, bias.dtype)
     (_, grid, tensors), *sums = launched[2:]
     assert grid == programs

@@ -173,8 +173,6 @@ BAD: dict[str, list[tuple[type[Exception], str, dict[str, Any]]]] = {
         (ValueError, "inner_norm.kind must be one of layer, rms, got 'batch'",
          {"inner_norm": ops.Norm(ones(20), kind="batch")}),
         (ValueError, "inner_norm.eps must be finite", {"inner_norm": (ones(20), ones(20), -1.0)}),
-        (ValueError, "inner_norm must be None for the activation 'gelu'",
-         {"inner_norm": (ones(20), ones(20), 1e-6), "activation": "gelu"}),
         (ValueError, "activation must be one of gelu, gelu_tanh, quick_gelu, relu, silu, swiglu, geglu, got 'glu'",
          {"activation": "glu"}),
         (ValueError, "recompute must be one of none, activation, all, got 'some'", {"recompute": "some"}),

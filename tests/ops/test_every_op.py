@@ -22,7 +22,8 @@ from oracle import GRADIENT, assert_as_accurate, inputs
 from torch.utils.checkpoint import checkpoint
 
 from fastvit import ops
-from fastvit.ops.runtime import dispatch, registry
+from fastvit.ops.runtime import backend as backends
+from fastvit.ops.runtime import registry
 from fastvit.study.accuracy import formulas
 
 every_op = pytest.mark.parametrize("name", ROWS)
@@ -327,7 +328,7 @@ def test_other_kinds_of_differentiation_raise(name, device):
 @with_formula
 def test_float64_falls_back_with_one_warning(name, triton_backend, device):
     tensors = {key: t.detach() for key, t in made(name, 2, 18, device, torch.float64).items()}
-    with pytest.raises(dispatch.KernelUnsupported, match="float64"):
+    with pytest.raises(backends.KernelUnsupported, match="float64"):
         function(name)(**tensors)
     with ops.use_backend("triton", strict=False):
         registry._warned.clear()

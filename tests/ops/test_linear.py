@@ -156,14 +156,14 @@ def test_what_tma_cannot_copy_is_loaded(first, width, k, by_tma, device, launche
     rows = torch.zeros(90 * width + first, dtype=torch.float16, device=device)[first:].view(90, width)[:, :k]
     rows.copy_(inputs("integer", 90, k, dtype=torch.float16, device=device, seed=1))
     weight = inputs("integer", 72, k, dtype=torch.float16, device=device, seed=2)
-    for _ in range(3):  # a planned call, too
+    for _ in range(3):  # a remembered call, too
         got = ops.linear(rows, weight, activation="relu")
         assert torch.equal(got, torch.relu(rows @ weight.T))
     assert set(launched_by_tma) == {by_tma}
 
 
 def test_one_plan_takes_tensors_of_any_address(device, launched_by_tma):
-    """Calls with the same shapes and strides share their plans."""
+    """Calls with the same shapes and strides share what is worked out once."""
     weight = inputs("integer", 72, 64, dtype=torch.float16, device=device, seed=2)
     memory = inputs("integer", 90 * 64 + 4, dtype=torch.float16, device=device, seed=1)
     for first in (0, 4, 0, 4, 0):

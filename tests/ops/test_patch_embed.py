@@ -12,7 +12,9 @@ from oracle import assert_op_as_accurate, assert_op_is_exact, inputs
 from torch.utils.flop_counter import FlopCounterMode
 
 from fastvit import ops
-from fastvit.ops.runtime import dispatch
+from fastvit.ops.runtime import backend as backends
+from fastvit.ops.runtime.backend import Path
+from fastvit.ops.runtime.call import UNKEPT
 from fastvit.study.accuracy.formulas import patch_embed as eager
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -195,8 +197,8 @@ def test_huge_plane_is_refused(triton_backend):
     launch = importlib.import_module("fastvit.ops.patch_embed.launch")
     weight = torch.zeros(8, 2, 1, 1, device="meta")
     image = torch.empty_strided((1, 2, 4, 4), (0, 1 << 31, 4, 1), device="meta")
-    with pytest.raises(dispatch.KernelUnsupported, match=r"2\*\*31"):
-        launch.patch_embed_fwd(image, weight, None, None, None, None)
+    with pytest.raises(backends.KernelUnsupported, match=r"2\*\*31"):
+        launch.patch_embed_fwd(image, weight, None, None, None, None, call=UNKEPT[Path.TRITON])
 
 
 @pytest.mark.parametrize("added", [torch.float32, torch.bfloat16], ids=str)

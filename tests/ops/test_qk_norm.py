@@ -8,6 +8,8 @@ from rotary_inputs import EPS, LAYOUTS, SPELLINGS, norm_shapes, norms, table, wi
 
 from fastvit import ops
 from fastvit.ops.qk_norm.op import qk_norm_bwd
+from fastvit.ops.runtime.backend import Path
+from fastvit.ops.runtime.call import UNKEPT
 from fastvit.study.accuracy import formulas
 
 
@@ -161,7 +163,7 @@ def test_in_place_is_the_same(kind, backend, device):
     arguments = dq, dk, q, k, *weights, sin, cos, EPS, kind == "rms", kind == "layer", False
     want = qk_norm_bwd(*arguments)
     assert torch.equal(dqkv, before)
-    got = qk_norm_bwd(*arguments, dq, dk, backend=backend)
+    got = qk_norm_bwd(*arguments, call=UNKEPT[Path(backend)], out=(dq, dk))
     assert got[0] is dq
     assert got[1] is dk
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))

@@ -1,8 +1,8 @@
-"""Parameters of planned.py's two ops."""
+"""Parameters of remembered.py's two ops."""
 
 import pytest
 import torch
-from planned import D
+from remembered import D
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ import pytest
 HELPERS = Path(__file__).parents[1] / "helpers"
 CHECKS = [
     (script, node.name)
-    for script in ("stub_launches.py", "stub_plans.py")
+    for script in ("stub_launches.py", "stub_calls.py")
     for node in ast.parse((HELPERS / script).read_text()).body
     if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")
 ]

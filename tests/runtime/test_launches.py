@@ -10,7 +10,7 @@ import pytest
 import torch
 from compiling import needs_triton, python
 
-from fastvit.ops.runtime.checks import as_rows
+from fastvit.ops.runtime.rows import as_rows
 
 BATCHES = (1, 2, 3, 5, 8, 16, 17)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fastvit import ops
-from fastvit.ops.runtime import dispatch
+from fastvit.ops.runtime import backend as backends
 
 WEIGHT = torch.linspace(-1, 1, 256).view(16, 16)
 
@@ -31,37 +31,37 @@ def test_one_tensor_twice_compiles(name):
 
 
 def test_backend_is_restored_and_checked():
-    before = dispatch.settings()
+    before = backends.settings()
     with pytest.raises(ValueError, match=r"backend must be one of .*, got 'cuda'"), ops.use_backend("cuda"):
         pass
     with pytest.raises(TypeError, match="strict must be True, False or None, got 1"), ops.use_backend("aten", strict=1):
         pass
     with pytest.raises(KeyError), ops.use_backend("triton"):
         raise KeyError
-    assert dispatch.settings() == before
+    assert backends.settings() == before
 
 
 def test_strict_is_what_holds_outside_unless_it_is_given():
     with ops.use_backend("aten", strict=True):
         with ops.use_backend("auto"):
-            assert dispatch.settings() == ("auto", True)
+            assert backends.settings() == ("auto", True)
             with ops.use_backend("triton", strict=False):
-                assert dispatch.settings() == ("triton", False)
-        assert dispatch.settings() == ("aten", True)
+                assert backends.settings() == ("triton", False)
+        assert backends.settings() == ("aten", True)
 
 
 def test_the_environment_counts_whenever_it_changes(monkeypatch):
     """A notebook may set it after the import. A context has priority."""
-    monkeypatch.setattr(dispatch, "_chosen", None)
-    monkeypatch.setattr(dispatch, "INTERPRET", False)
-    for name in dispatch.VARIABLES:
+    monkeypatch.setattr(backends, "_chosen", None)
+    monkeypatch.setattr(backends, "INTERPRET", False)
+    for name in backends.VARIABLES:
         monkeypatch.delenv(name, raising=False)
     x, weight = torch.randn(2, 16), WEIGHT[0]
     ops.layer_norm(x, weight, weight)
-    assert dispatch.settings() == ("auto", False)
+    assert backends.settings() == ("auto", False)
     monkeypatch.setenv("FASTVIT_STRICT", "1")
     monkeypatch.setenv("FASTVIT_BACKEND", "triton")
-    assert dispatch.settings() == ("triton", True)
+    assert backends.settings() == ("triton", True)
     with pytest.raises(RuntimeError, match="Triton cannot run on cpu"):
         ops.layer_norm(x, weight, weight)
     with ops.use_backend("aten"):
@@ -105,6 +105,6 @@ def test_without_kernels(installed):
 def test_an_error_of_a_launcher_s_module_is_not_hidden(triton_backend, device, monkeypatch):
     """Only `KernelUnsupported` falls back."""
     launch = importlib.import_module("fastvit.ops.layer_norm.launch")
-    monkeypatch.setattr(launch, "_forward_plan", lambda *_: 1 / 0)
+    monkeypatch.setattr(launch, "_forward", lambda *_: 1 / 0)
     with ops.use_backend("triton", strict=False), pytest.raises(ZeroDivisionError):
         ops.layer_norm(torch.randn(2, 16, device=device), WEIGHT[0].to(device), WEIGHT[0].to(device))

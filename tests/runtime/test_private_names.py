@@ -124,12 +124,12 @@ def private_names(path):
                 yield ast.unparse(node)
 
 
-# dispatch and autograd read the level of forward-mode AD; torch_private.py says whether there is one
+# backend and autograd read the level of forward-mode AD; torch_private.py says whether there is one
 LEVEL = {"forward_ad._current_level"}
 # the graph route is made of Dynamo's own terms, and imported by those who compile; so is tuning by those who tune
 ALLOWED = {
     "ops/runtime/autograd.py": LEVEL,
-    "ops/runtime/dispatch.py": LEVEL,
+    "ops/runtime/backend.py": LEVEL,
     "graph/dynamo.py": {"torch._dynamo", "torch._inductor: _inductor", "torch._inductor.compile_fx: _inductor"},
     "graph/match/rewriter.py": {"torch._ops"},
     "graph/match/values.py": {"torch._ops"},

@@ -12,7 +12,7 @@ from study_models import SMALL
 
 from fastvit.cli import VERBS, main, memory, terminal
 from fastvit.cli.terminal import described
-from fastvit.ops.runtime import dispatch
+from fastvit.ops.runtime import backend as backends
 
 MEMORY = ["memory", SMALL, "--image-size", "32,64"]
 MISTAKES = [
@@ -130,6 +130,6 @@ def test_a_package_that_is_not_installed_is_named(module, words, monkeypatch, ca
 
 
 def test_triton_that_is_not_installed_is_named(monkeypatch, capsys):
-    monkeypatch.setattr(dispatch, "HAVE_TRITON", False)
+    monkeypatch.setattr(backends, "HAVE_TRITON", False)
     assert main([*MEMORY, "--device", "cuda"]) == 2
     assert "pip install triton" in capsys.readouterr().err

@@ -14,7 +14,8 @@ import torch
 from fastvit import ops
 from fastvit.cli import bench, main
 from fastvit.kernels import _tuned
-from fastvit.ops.runtime import devices, dispatch
+from fastvit.ops.runtime import backend as backends
+from fastvit.ops.runtime import device as devices
 from fastvit.study import doctor, machine
 from fastvit.study.accuracy import verification
 
@@ -39,10 +40,10 @@ def test_it_knows_this_machine():
 @pytest.mark.skipif(torch.cuda.is_available(), reason="where there is no GPU")
 def test_the_path_of_every_op_and_why(monkeypatch):
     with ops.use_backend("auto"):
-        monkeypatch.setattr(dispatch, "HAVE_TRITON", True)
-        monkeypatch.setattr(dispatch, "INTERPRET", False)
+        monkeypatch.setattr(backends, "HAVE_TRITON", True)
+        monkeypatch.setattr(backends, "INTERPRET", False)
         assert found("mlp", machine._ops).value.startswith("ATen: no GPU")
-        monkeypatch.setattr(dispatch, "INTERPRET", True)
+        monkeypatch.setattr(backends, "INTERPRET", True)
         assert found("mlp", machine._ops).value.startswith("Triton's interpreter: TRITON_INTERPRET=1")
         assert found("mlp", machine._ops).status == "note"
     with ops.use_backend("aten"):
@@ -50,8 +51,8 @@ def test_the_path_of_every_op_and_why(monkeypatch):
 
 
 def test_a_gpu_that_is_too_old(monkeypatch):
-    monkeypatch.setattr(dispatch, "wants_triton", lambda x: True)
-    monkeypatch.setattr(dispatch, "INTERPRET", False)
+    monkeypatch.setattr(backends, "wants_triton", lambda x: True)
+    monkeypatch.setattr(backends, "INTERPRET", False)
     monkeypatch.setattr(devices, "_target", lambda x: "sm_75")
     assert found("attention", machine._ops).value == "ATen: sm_75 is older than sm_80"
 

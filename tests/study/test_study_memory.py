@@ -8,7 +8,8 @@ from study_models import CONFIG, SMALL, TIMM
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fastvit import ops, study, zoo
-from fastvit.ops.runtime import devices, dispatch
+from fastvit.ops.runtime import backend as backends
+from fastvit.ops.runtime import device as devices
 from fastvit.study.memory import measurement, traced_step
 from fastvit.study.memory import plan as memory_plan
 from fastvit.study.memory.allocations import Allocations, as_on
@@ -18,7 +19,7 @@ from fastvit.study.memory.search import Search, _largest
 from fastvit.study.memory.step import Setting
 from fastvit.study.sources import find
 
-NEEDS_TRITON = pytest.mark.skipif(not dispatch.HAVE_TRITON, reason="triton is not installed")
+NEEDS_TRITON = pytest.mark.skipif(not backends.HAVE_TRITON, reason="triton is not installed")
 KINDS = pytest.mark.parametrize("kind", ["cpu", pytest.param("cuda", marks=NEEDS_TRITON)])
 
 
@@ -184,9 +185,9 @@ def test_planning_leaves_no_trace():
     pytest.importorskip("triton")
     from fastvit.ops.runtime import launch
 
-    before = launch._instead, dispatch.INTERPRET, devices.without_gpu
+    before = launch._instead, backends.INTERPRET, devices.without_gpu
     study.memory(SMALL, image_sizes=(32,), batches=(1,), device="cuda")
-    assert (launch._instead, dispatch.INTERPRET, devices.without_gpu) == before
+    assert (launch._instead, backends.INTERPRET, devices.without_gpu) == before
     x = torch.randn(3, 32)
     with ops.use_backend("auto"):
         got = ops.layer_norm(x, torch.ones(32), torch.zeros(32), 1e-6)

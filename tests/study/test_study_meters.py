@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.profiler import profile
 
-from fastvit.ops.runtime.dispatch import choose_backend
+from fastvit.ops.runtime.backend import Path, choose_path
 from fastvit.study.accuracy import formulas as eager
 from fastvit.study.accuracy import rule
 from fastvit.study.accuracy.rule import error_ratio
@@ -42,10 +42,10 @@ def test_peak_sees_allocations_inside_ops_and_in_backward():
 def test_peak_is_of_the_path_that_runs_without_a_profiler():
     """Under the dispatcher, rotary positions are not applied in place, which takes more memory."""
     paths: list[str] = []
-    peak_bytes(lambda: paths.append(choose_backend(torch.ones(1))), CPU)
+    peak_bytes(lambda: paths.append(choose_path(torch.ones(1))), CPU)
     with profile():
-        paths.append(choose_backend(torch.ones(1)))
-    assert paths[0] == choose_backend(torch.ones(1)) != paths[1] == "dispatcher"
+        paths.append(choose_path(torch.ones(1)))
+    assert paths[0] == choose_path(torch.ones(1)) != paths[1] == Path.DISPATCHER
 
 
 def test_running_peak_follows_the_order():

@@ -10,7 +10,7 @@ from library_imports import import_library
 
 from fastvit import ops
 from fastvit.cli import main
-from fastvit.ops.runtime import dispatch
+from fastvit.ops.runtime import backend as backends
 from fastvit.study import verify
 from fastvit.study.accuracy import rule, verification
 
@@ -114,8 +114,8 @@ def test_what_triton_cannot_take_is_noted_and_verified_on_aten(triton_backend, m
     real = ops.layer_norm
 
     def refused(*args, **options):
-        if dispatch.settings()[1]:
-            raise dispatch.KernelUnsupported("rows of more than 65536 elements")
+        if backends.settings()[1]:
+            raise backends.KernelUnsupported("rows of more than 65536 elements")
         with ops.use_backend("aten"):
             return real(*args, **options)
 
@@ -186,11 +186,11 @@ def test_a_model_of_transformers_whose_keys_have_a_bias(tmp_path):
 
 
 def test_nothing_outside_is_changed():
-    before = torch.get_rng_state(), torch.backends.cudnn.allow_tf32, dispatch.settings()
+    before = torch.get_rng_state(), torch.backends.cudnn.allow_tf32, backends.settings()
     flags = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
     list(verify(names=["dropout"], **QUICK))
     assert torch.equal(torch.get_rng_state(), before[0])
-    assert (torch.backends.cudnn.allow_tf32, dispatch.settings()) == before[1:]
+    assert (torch.backends.cudnn.allow_tf32, backends.settings()) == before[1:]
     assert flags == (torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory)
 
 

@@ -14,10 +14,10 @@ from tuned_tables import ARCH, FILE, GPU, SQUARE, write
 
 from fastvit.cli import main
 from fastvit.kernels import _attention_configs, _tuned
-from fastvit.ops.runtime import dispatch
+from fastvit.ops.runtime import backend as backends
 from fastvit.study.sources import find
 
-if not (dispatch.INTERPRET and dispatch.HAVE_TRITON):
+if not (backends.INTERPRET and backends.HAVE_TRITON):
     pytest.skip("tuning is tested in Triton's interpreter", allow_module_level=True)
 
 from fastvit.ops.runtime.launch import launching
@@ -161,7 +161,7 @@ def test_without_a_gpu_a_line_says_so(words, capsys, monkeypatch):
 @pytest.mark.parametrize("words", [["tune"], ["tune", "--rehearse"], ["warmup", SMALL, "--target", "sm_90"]])
 def test_without_triton_a_line_says_how_to_install_it(words, capsys, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    monkeypatch.setattr(dispatch, "HAVE_TRITON", False)
+    monkeypatch.setattr(backends, "HAVE_TRITON", False)
     monkeypatch.setattr(model, "tiny_model", lambda: pytest.fail("went on"))
     assert main(words) == 2
     assert "pip install 'fastvit[triton]'" in capsys.readouterr().err

@@ -16,10 +16,13 @@ from tuned_tables import ARCH, FILE, GPU, SQUARE, WIDE, write
 
 from fastvit import ops
 from fastvit.kernels import _attention_configs, _tuned
-from fastvit.ops.runtime import dispatch, registry
+from fastvit.ops.runtime import backend as backends
+from fastvit.ops.runtime import device as devices
+from fastvit.ops.runtime import registry
+from fastvit.ops.runtime.call import UNKEPT
 from fastvit.study.sources import find
 
-if not (dispatch.INTERPRET and dispatch.HAVE_TRITON):
+if not (backends.INTERPRET and backends.HAVE_TRITON):
     pytest.skip("tuning is tested in Triton's interpreter", allow_module_level=True)
 
 from fastvit.tuning import candidates, launches, tuner
@@ -88,13 +91,13 @@ def test_a_masked_call_has_one_choice_to_measure():
 @pytest.mark.parametrize("name", [SMALL, "study_models:of_a_bias"])
 def test_drawn_arguments_look_like_the_recorded_ones(name):
     for call in calls(name):
-        arguments = call.arguments(CPU)
-        again = torch.utils._pytree.tree_leaves(arguments)
+        arguments, keywords = call.arguments(CPU)
+        again = torch.utils._pytree.tree_leaves((arguments, keywords))
         for drawn, leaf in zip(again, call.leaves, strict=True):
             if isinstance(drawn, torch.Tensor):
                 assert (drawn.shape, drawn.stride(), drawn.dtype) == (leaf.shape, leaf.stride, leaf.dtype)
         with ops.use_backend("aten"), torch.no_grad():
-            out = registry.IMPLEMENTATIONS[call.op](*arguments, backend="aten")
+            out = registry.IMPLEMENTATIONS[call.op](*arguments, call=UNKEPT[backends.Path.ATEN], **keywords)
         out = (out,) if isinstance(out, torch.Tensor) else out
         assert all(t.isfinite().all() for t in out if isinstance(t, torch.Tensor)), call.name
 
@@ -103,7 +106,7 @@ def test_no_probability_of_a_drawn_backward_pass_exceeds_one():
     """Kernels clamp it in their last tile only, so choices with other tiles would have other results."""
     (call,) = (call for call in calls(SMALL) if call.name == "attention_qkvpacked_bwd")
     names = [argument.name for argument in call.op._schema.arguments]
-    given = dict(zip(names, call.arguments(CPU), strict=True))
+    given = dict(zip(names, call.arguments(CPU)[0], strict=True))
     q, k, _ = given["qkv"].float().transpose(1, 3).unbind(2)
     scores = given["scale"] * q @ k.transpose(2, 3)
     assert (scores.amax(-1) <= given["lse"] + 1e-3).all()
@@ -129,7 +132,7 @@ def stand_in(seconds: dict[str, float], **options: Any) -> ModelTuning:
 
 
 def test_the_largest_share_of_the_step_comes_first(monkeypatch):
-    monkeypatch.setattr(dispatch, "INTERPRET", False)  # where all matmuls are Triton's
+    monkeypatch.setattr(backends, "INTERPRET", False)  # where all matmuls are Triton's
     works = stand_in({"attention_qkvpacked_bwd": 1.0, "patch_embed_fwd": 1.9, "linear_dact": 0.4}).works()
     tables = [work.table for work in works]
     assert tables[0] == "patch_embed", "1.9 s in each of two steps"
@@ -141,7 +144,7 @@ def test_the_largest_share_of_the_step_comes_first(monkeypatch):
 
 def test_every_table_that_a_model_asks_for_is_measured(monkeypatch):
     """So are tables of kernels that the shipped choices do not launch: two of attention's backward on sm_90."""
-    monkeypatch.setattr(dispatch, "INTERPRET", False)
+    monkeypatch.setattr(backends, "INTERPRET", False)
     assert {work.table for work in stand_in({}).works()} == set(_tuned.FIELDS)
 
 
@@ -167,7 +170,7 @@ def test_one_that_cannot_be_timed_does_not_stop_the_others():
 def test_a_call_that_cannot_be_timed_is_named(monkeypatch):
     def timed(call: OpCall, choices: Any, rounds: int) -> list[float]:
         if call.name == "linear_dact":
-            raise dispatch.KernelUnsupported("too wide")
+            raise backends.KernelUnsupported("too wide")
         return [1.0]
 
     tuning = stand_in({})
@@ -344,7 +347,7 @@ def test_the_folder_of_the_users_tables(environment, folder, monkeypatch):
         monkeypatch.delenv(name, raising=False)
     for name, value in ({"HOME": "/a/home"} | environment).items():
         monkeypatch.setenv(name, value)
-    assert dispatch.cache_folder() == Path(folder)
+    assert devices.cache_folder() == Path(folder)
 
 
 def test_keys_and_choices_in_words():

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastvit.ops.runtime.checks import is_added, lse_shape, unexpanded
-from fastvit.ops.runtime.devices import is_fake, stat_dtype
+from fastvit.ops.runtime.device import is_fake
+from fastvit.ops.runtime.dtypes import stat_dtype
+from fastvit.ops.runtime.rows import unexpanded
 from fastvit.ops.runtime.torch_private import (
     flash_attention,
     flash_attention_backward,
@@ -28,6 +29,17 @@ _VECTOR = 16
 # Its backward pass computes P from a float32 LSE, which loses the logarithm of the sum if a mask makes all scores of a
 # row huge: at this size P is off by 2^-16, at 1e9 by a factor of N.
 _LSE = 256.0
+
+
+def is_added(mask: Tensor | None) -> bool:
+    """Return whether a mask is added to the scores: it is not bool."""
+    return mask is not None and mask.dtype is not torch.bool
+
+
+def lse_shape(q: Tensor, mask: Tensor | None) -> tuple[int, ...]:
+    """Return the shape of attention's LSE for q (B, N, H, d): (B, H, N), or (B, H, 2, N) with a mask of numbers."""
+    B, N, H, _ = q.shape
+    return (B, H, 2, N) if is_added(mask) else (B, H, N)
 
 
 def _takes_shared_keys() -> bool:
@@ -77,8 +89,8 @@ def attention_qkvpacked_fwd(qkv: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
 
 def attention_bwd(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, o: Tensor, lse: Tensor, seed: Tensor | None,
-    scale: float, dropout_p: float, *out: Tensor,
-) -> tuple[Tensor, ...]:  # fmt: skip
+    scale: float, dropout_p: float, *, out: Sequence[Tensor] | None = None,
+) -> Sequence[Tensor]:  # fmt: skip
     """Compute dq, dk and dv. out: three tensors to write them to, perhaps views of one packed buffer, instead of new
     ones."""
     if q.shape[1] == 1 and seed is None and mask is None:
@@ -112,15 +124,15 @@ def attention_qkvpacked_bwd(
     q, k, v = qkv.unbind(2)
     arguments: Any = (do, q, k, v, mask, o, lse, seed, *rest)
     if _has_flash_backward(do, seed, q, k, v):  # it allocates gradients; packed once its workspace is freed
-        return torch.stack(attention_bwd(*arguments), 2)
+        return torch.stack((*attention_bwd(*arguments),), 2)
     dqkv = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
-    attention_bwd(*arguments, *dqkv.unbind(2))
+    attention_bwd(*arguments, out=dqkv.unbind(2))
     return dqkv
 
 
 def attention_bwd_with_mask(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, o: Tensor, lse: Tensor, seed: Tensor | None,
-    scale: float, dropout_p: float, *out: Tensor,
+    scale: float, dropout_p: float, *, out: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Compute dq, dk, dv and the gradient of a float mask. The weights are computed once."""
     gradients = out or _room(q, k, v)
@@ -131,19 +143,21 @@ def attention_qkvpacked_bwd_with_mask(
     do: Tensor, qkv: Tensor, mask: Tensor, o: Tensor, lse: Tensor, seed: Tensor | None, *rest: Any
 ) -> tuple[Tensor, Tensor]:
     dqkv = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
-    arguments: Any = do, *qkv.unbind(2), mask, o, lse, seed, *rest, *dqkv.unbind(2)
-    return dqkv, attention_bwd_with_mask(*arguments)[3]
+    arguments: Any = do, *qkv.unbind(2), mask, o, lse, seed, *rest
+    return dqkv, attention_bwd_with_mask(*arguments, out=dqkv.unbind(2))[3]
 
 
 def _room(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple([torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in tensors])
 
 
-def _written(found: Sequence[Tensor], out: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def _written(found: Sequence[Tensor], out: Sequence[Tensor] | None) -> Sequence[Tensor]:
     """Return the gradients contiguous, or copied into `out` if that is given."""
-    for to, t in zip(out, found, strict=False):
+    if out is None:
+        return tuple([t.contiguous().detach() for t in found])
+    for to, t in zip(out, found, strict=True):
         to.copy_(t)
-    return out or tuple([t.contiguous().detach() for t in found])
+    return out
 
 
 def _has_flash(seed: Tensor | None, q: Tensor, k: Tensor, v: Tensor) -> bool:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,12 +15,13 @@ from fastvit.kernels.attention import attention_fwd_kernel
 from fastvit.kernels.attention_bwd_dkdv import attention_bwd_dkdv_kernel
 from fastvit.kernels.attention_bwd_dq import attention_bwd_dq_kernel
 from fastvit.kernels.attention_bwd_short import attention_bwd_short_kernel
-from fastvit.ops.runtime import devices
-from fastvit.ops.runtime.checks import empty_like, is_added, lse_shape, unexpanded
-from fastvit.ops.runtime.devices import dot_precision
-from fastvit.ops.runtime.dispatch import KernelUnsupported
+from fastvit.ops.attention.aten import is_added, lse_shape
+from fastvit.ops.runtime import device
+from fastvit.ops.runtime.backend import KernelUnsupported
+from fastvit.ops.runtime.call import Call
+from fastvit.ops.runtime.device import dot_precision
 from fastvit.ops.runtime.launch import Constants, Launch, cdiv
-from fastvit.ops.runtime.plans import AFRESH, Plans
+from fastvit.ops.runtime.rows import contiguous, empty_like, unexpanded
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_STRIDE = 1 << 22  # elements between two tokens, so that offsets within a tile fit 32 bits
@@ -28,7 +29,7 @@ MAX_STRIDE = 1 << 22  # elements between two tokens, so that offsets within a ti
 
 def attention_fwd(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None, scale: float, dropout_p: float,
-    *, plans: Plans = AFRESH,
+    *, call: Call,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Launch the forward kernel. q (B, N, H, d), k and v with as many heads or a divisor of that, one of float32,
     bfloat16, float16, are read by stride; mask (B or 1, H or 1, N or 1, N), bool or float, by stride, or None; seed
@@ -37,32 +38,33 @@ def attention_fwd(
     Return o (B, N, H, d), contiguous, and LSE (B, H, N) float32, natural logarithm; with a float mask (B, H, 2, N), the
     maximum of the scores and the sum of exp(scores - maximum). Raise `KernelUnsupported` for what kernels cannot take.
     """
-    o, lse, launch, tensors = _forward(q, k, v, mask, seed, scale, dropout_p, plans=plans)
+    o, lse, launch, tensors = _forward(q, k, v, mask, seed, scale, dropout_p, None, call)
     launch(*tensors)
     return o, lse
 
 
 def attention_qkvpacked_fwd(
-    qkv: Tensor, mask: Tensor | None, seed: Tensor | None, scale: float, dropout_p: float, *, plans: Plans = AFRESH
+    qkv: Tensor, mask: Tensor | None, seed: Tensor | None, scale: float, dropout_p: float, *, call: Call
 ) -> tuple[Tensor, Tensor]:
     """Run `attention_fwd` on qkv (B, N, 3, H, d)."""
     q, k, v = qkv.unbind(2)
-    o, lse, launch, tensors = _forward(q, k, v, mask, seed, scale, dropout_p, plans=plans)
+    o, lse, launch, tensors = _forward(q, k, v, mask, seed, scale, dropout_p, None, call)
     launch(*tensors)
     return o, lse
 
 
 def attention_varlen_fwd(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, seed: Tensor | None, max_seqlen: int, scale: float,
-    dropout_p: float,
+    dropout_p: float, *, call: Call,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Run the forward kernel on sequences of q, k, v (T, H, d) that begin and end at cu_seqlens (B + 1,), int32 or
     int64.
 
     Return o (T, H, d), and LSE (T * H,), sequence by sequence (H, N).
     """
-    sequences = cu_seqlens.contiguous(), max_seqlen
-    o, lse, launch, tensors = _forward(q[None], k[None], v[None], None, seed, scale, dropout_p, sequences)
+    (cu_seqlens,) = call.as_read(contiguous, cu_seqlens)
+    sequences = cu_seqlens, max_seqlen
+    o, lse, launch, tensors = _forward(q[None], k[None], v[None], None, seed, scale, dropout_p, sequences, call)
     launch(*tensors)
     return o[0].detach(), lse.view(-1)  # no view, as in aten.linear
 
@@ -73,59 +75,85 @@ Sequences = tuple[Tensor, int]
 
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None, scale: float, dropout_p: float,
-    sequences: Sequences | None = None, *, plans: Plans = AFRESH,
+    sequences: Sequences | None, call: Call,
 ) -> tuple[Tensor, Tensor, Launch, tuple[Tensor | None, ...]]:  # fmt: skip
     """Return o and LSE, still empty, the launch that fills them, and its tensors."""
-    q, k, v = plans.readable(readable, q, k, v)
+    q, k, v = call.as_read(readable, q, k, v)
     if mask is not None:
-        (mask,) = plans.readable(readable_mask, mask)
-    launch, shape = plans.plan(_forward_plan, q, k, v, mask, seed, scale, dropout_p, sequences)
+        (mask,) = call.as_read(readable_mask, mask)
+    launch, shape = call.once("attention_fwd", _forward_launch, q, k, v, mask, seed, scale, dropout_p, sequences)
     o = empty_like(q)
     lse = q.new_empty(shape, dtype=torch.float32)
     return o, lse, launch, (q, k, v, mask, None if sequences is None else sequences[0], seed, o, lse)
 
 
+class Gradients(NamedTuple):
+    """Where the gradients of q, k and v are written, by stride; their last dimensions are contiguous."""
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+
+
 def attention_bwd(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, o: Tensor, lse: Tensor, seed: Tensor | None,
-    scale: float, dropout_p: float, *out: Tensor, plans: Plans = AFRESH,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """Launch the backward kernels. out: three tensors to write the gradients to, by stride, instead of new ones."""
-    gradients: Any = out or tuple([empty_like(t) for t in (q, k, v)])
-    launch_backward(do, q, k, v, mask, o, lse, seed, scale, dropout_p, *gradients, plans=plans)
+    scale: float, dropout_p: float, *, out: Sequence[Tensor] | None = None, call: Call,
+) -> Gradients:  # fmt: skip
+    """Launch the backward kernels. out: three tensors to write the gradients to, instead of new ones."""
+    gradients = Gradients(*out) if out is not None else Gradients(empty_like(q), empty_like(k), empty_like(v))
+    launch_backward(do, q, k, v, mask, o, lse, seed, scale, dropout_p, gradients, None, call)
     return gradients
 
 
-def attention_qkvpacked_bwd(do: Tensor, qkv: Tensor, *rest: Any, plans: Plans = AFRESH) -> Tensor:
+def attention_qkvpacked_bwd(
+    do: Tensor, qkv: Tensor, mask: Tensor | None, o: Tensor, lse: Tensor, seed: Tensor | None, scale: float,
+    dropout_p: float, *, call: Call,
+) -> Tensor:  # fmt: skip
     dqkv = empty_like(qkv)
-    arguments: Any = (do, *qkv.unbind(2), *rest, *dqkv.unbind(2))
-    launch_backward(*arguments, plans=plans)
+    q, k, v = qkv.unbind(2)
+    launch_backward(do, q, k, v, mask, o, lse, seed, scale, dropout_p, Gradients(*dqkv.unbind(2)), None, call)
     return dqkv
 
 
 def attention_varlen_bwd(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, o: Tensor, lse: Tensor, seed: Tensor | None,
-    max_seqlen: int, scale: float, dropout_p: float,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    gradients = tuple([empty_like(t) for t in (q, k, v)])
-    forward: Any = do[None], q[None], k[None], v[None], None, o[None], lse, seed, scale, dropout_p
-    arguments: Any = *forward, *[t[None] for t in gradients], (cu_seqlens.contiguous(), max_seqlen)
-    launch_backward(*arguments)
+    max_seqlen: int, scale: float, dropout_p: float, *, call: Call,
+) -> Gradients:  # fmt: skip
+    (cu_seqlens,) = call.as_read(contiguous, cu_seqlens)
+    gradients = Gradients(empty_like(q), empty_like(k), empty_like(v))
+    batch_of_one = Gradients(*[t[None] for t in gradients])
+    launch_backward(
+        do[None], q[None], k[None], v[None], None, o[None], lse, seed, scale, dropout_p, batch_of_one,
+        (cu_seqlens, max_seqlen), call,
+    )  # fmt: skip
     return gradients
+
+
+class BackwardTensors(NamedTuple):
+    """What a mask's gradient is computed from: tensors as the kernels read them, and the statistics of
+    `attention_bwd_dq_kernel`."""
+
+    do: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None
+    statistics: Tensor
 
 
 def launch_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, o: Tensor, lse: Tensor, seed: Tensor | None,
-    scale: float, dropout_p: float, dq: Tensor, dk: Tensor, dv: Tensor, sequences: Sequences | None = None,
-    *, plans: Plans = AFRESH,
-) -> tuple[Any, ...]:  # fmt: skip
-    """Write the gradients of attention's inputs into dq, dk, dv. Return what a mask's gradient is computed from: do, q,
-    k, v and the mask as the kernels read them, and the statistics of `attention_bwd_dq_kernel`.
+    scale: float, dropout_p: float, gradients: Gradients, sequences: Sequences | None, call: Call,
+) -> BackwardTensors | None:  # fmt: skip
+    """Write the gradients of attention's inputs. Return None if no statistics were computed, as is never so with a
+    mask.
 
-    do, q, k, v, o, dq, dk, dv: (B, N, H, d), k, v, dk and dv with as many heads or a divisor of that, one of float32,
+    do, q, k, v, o, and the gradients: (B, N, H, d), k and v with as many heads or a divisor of that, one of float32,
     bfloat16, float16, read and written by stride; the last dimension of all but do must be contiguous. lse: (B, H, N)
     float32, contiguous, or as the forward has it. mask, seed, lse: the forward's. Raise `KernelUnsupported` for another
     dtype.
     """
+    dq, dk, dv = gradients
     longest = q.shape[1] if sequences is None else sequences[1]
     if longest == 1 and seed is None and mask is None and q.shape == k.shape:
         # softmax over one key is constant: no gradient, not even one of rounding errors
@@ -134,20 +162,20 @@ def launch_backward(
         dq.copy_(nothing)
         dk.copy_(nothing)
         torch.add(do, nothing, out=dv)
-        return ()
-    do, q, k, v = plans.readable(readable, do, q, k, v)
+        return None
+    do, q, k, v = call.as_read(readable, do, q, k, v)
     if mask is not None:
-        (mask,) = plans.readable(readable_mask, mask)
+        (mask,) = call.as_read(readable_mask, mask)
     strided = q, k, v, o, do, dq, dk, dv
-    first, second, shape = plans.plan(_backward_plans, strided, mask, seed, scale, dropout_p, sequences)
+    first, second, shape = call.once("attention_bwd", _backward, strided, mask, seed, scale, dropout_p, sequences)
     if second is None:
         first(q, k, v, o, do, lse, seed, dq, dk, dv)
-        return ()
+        return None
     cu_seqlens = None if sequences is None else sequences[0]
     statistics = q.new_empty(shape, dtype=torch.float32)
     first(q, k, v, o, do, lse, mask, cu_seqlens, seed, dq, statistics)
     second(q, k, v, do, statistics, mask, cu_seqlens, seed, dk, dv)
-    return do, q, k, v, mask, statistics
+    return BackwardTensors(do, q, k, v, mask, statistics)
 
 
 def _check(q: Tensor, scale: float) -> None:
@@ -200,7 +228,7 @@ def in_units(shape: tuple[int, ...], *strides: tuple[int, ...]) -> tuple[int, tu
     return unit, tuple(s // unit for s in elements)
 
 
-def _forward_plan(
+def _forward_launch(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None, scale: float, dropout_p: float,
     sequences: Sequences | None,
 ) -> tuple[Launch, tuple[int, ...]]:  # fmt: skip
@@ -212,7 +240,7 @@ def _forward_plan(
     return Launch(attention_fwd_kernel, heads * cdiv(N, rows), numbers, constants), lse_shape(q, mask)
 
 
-def _backward_plans(
+def _backward(
     strided: tuple[Tensor, ...], mask: Tensor | None, seed: Tensor | None, scale: float, dropout_p: float,
     sequences: Sequences | None,
 ) -> tuple[Launch, Launch | None, tuple[int, ...]]:  # fmt: skip
@@ -268,7 +296,7 @@ def _kind(q: Tensor, k: Tensor, mask: Tensor | None, sequences: Sequences | None
 def _workload(N: int, q: Tensor, k: Tensor, seed: Tensor | None, units: tuple[int, bool], kind: str) -> Workload:
     _, _, H, d = q.shape
     group = H // k.shape[2] if H else 1
-    return N, d, q.element_size(), seed is not None, devices.arch(q), dot_precision(q), units, group, kind
+    return N, d, q.element_size(), seed is not None, device.arch(q), dot_precision(q), units, group, kind
 
 
 @_tuned.cached

@@ -2,62 +2,66 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from fastvit.kernels import _attention_configs, _tuned
 from fastvit.kernels.attention_bwd_mask import attention_bwd_mask_kernel
-from fastvit.ops.attention.launch import Workload, configured, described, general, launch_backward
-from fastvit.ops.runtime import devices
-from fastvit.ops.runtime.checks import empty_like
-from fastvit.ops.runtime.column_sum import column_sums
+from fastvit.ops.attention.launch import Gradients, Workload, configured, described, general, launch_backward
+from fastvit.ops.runtime import device
+from fastvit.ops.runtime.call import Call
+from fastvit.ops.runtime.column_sum import ColumnSums
 from fastvit.ops.runtime.launch import Constants, Launch, cdiv
-from fastvit.ops.runtime.plans import AFRESH, Plans
+from fastvit.ops.runtime.rows import empty_like
 
 
 def attention_bwd_with_mask(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, o: Tensor, lse: Tensor, seed: Tensor | None,
-    scale: float, dropout_p: float, *out: Tensor, plans: Plans = AFRESH,
+    scale: float, dropout_p: float, *, out: Sequence[Tensor] | None = None, call: Call,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Return dq, dk, dv and the gradient of a float mask, contiguous."""
-    gradients: Any = out or tuple([empty_like(t) for t in (q, k, v)])
-    return *gradients, _launch(do, q, k, v, mask, o, lse, seed, scale, dropout_p, *gradients, plans=plans)
+    """Return dq, dk, dv and the gradient of a float mask, contiguous. out: three tensors for the first three."""
+    gradients = Gradients(*out) if out is not None else Gradients(empty_like(q), empty_like(k), empty_like(v))
+    return *gradients, _launch(do, q, k, v, mask, o, lse, seed, scale, dropout_p, gradients, call)
 
 
 def attention_qkvpacked_bwd_with_mask(
-    do: Tensor, qkv: Tensor, mask: Tensor, *rest: Any, plans: Plans = AFRESH
-) -> tuple[Tensor, Tensor]:
+    do: Tensor, qkv: Tensor, mask: Tensor, o: Tensor, lse: Tensor, seed: Tensor | None, scale: float,
+    dropout_p: float, *, call: Call,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     dqkv = empty_like(qkv)
-    arguments: Any = do, *qkv.unbind(2), mask, *rest, *dqkv.unbind(2)
-    return dqkv, _launch(*arguments, plans=plans)
+    q, k, v = qkv.unbind(2)
+    gradients = Gradients(*dqkv.unbind(2))
+    return dqkv, _launch(do, q, k, v, mask, o, lse, seed, scale, dropout_p, gradients, call)
 
 
 def _launch(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, o: Tensor, lse: Tensor, seed: Tensor | None,
-    scale: float, dropout_p: float, dq: Tensor, dk: Tensor, dv: Tensor, *, plans: Plans,
+    scale: float, dropout_p: float, gradients: Gradients, call: Call,
 ) -> Tensor:  # fmt: skip
     """Write dq, dk and dv; return the mask's gradient."""
-    do, q, k, v, read_mask, statistics = launch_backward(
-        do, q, k, v, mask, o, lse, seed, scale, dropout_p, dq, dk, dv, plans=plans
-    )
+    read = launch_backward(do, q, k, v, mask, o, lse, seed, scale, dropout_p, gradients, None, call)
+    assert read is not None
     if q.numel() == 0:
         return torch.zeros_like(mask, memory_format=torch.contiguous_format)
-    launch, shape = plans.plan(_plan, (q, k, v, do), mask, read_mask, seed, scale, dropout_p)
-    has_rows = mask.shape[2] == q.shape[1]  # a mask of one row has the sum of all rows for its gradient
-    dtype = mask.dtype if has_rows else torch.float32
-    parts = mask.new_empty(shape, dtype=dtype if shape[0] == 1 else torch.float32)
-    launch(q, k, v, do, statistics, read_mask, seed, parts)
-    (found,) = [parts] if shape[0] == 1 else column_sums(parts.view(1, shape[0], -1), dtype, plans=plans)
-    found = found.view(*mask.shape[:2], *shape[2:])[..., : q.shape[1]]
-    return found.contiguous() if has_rows else found.sum(2, keepdim=True).to(mask.dtype)
+    strided = read.q, read.k, read.v, read.do
+    launch, shape, dtype, sums = call.once(
+        "attention_bwd_mask", _mask_launch, strided, mask, read.mask, seed, scale, dropout_p
+    )
+    parts = mask.new_empty(shape, dtype=dtype if sums is None else torch.float32)
+    launch(*strided, read.statistics, read.mask, seed, parts)
+    if sums is not None:
+        (parts,) = sums(parts.view(1, shape[0], -1))
+    found = parts.view(*mask.shape[:2], *shape[2:])[..., : q.shape[1]]
+    return found.contiguous() if mask.shape[2] == q.shape[1] else found.sum(2, keepdim=True).to(mask.dtype)
 
 
-def _plan(
+def _mask_launch(
     strided: tuple[Tensor, ...], mask: Tensor, read_mask: Tensor, seed: Tensor | None, scale: float, dropout_p: float
-) -> tuple[Launch, tuple[int, ...]]:
-    """Return the launch and the shape of its partial sums. strided: q, k, v, do. read_mask: the mask as it is read."""
+) -> tuple[Launch, tuple[int, ...], torch.dtype, ColumnSums | None]:
+    """Return the launch; the shape of its results, of which there may be several to be summed; the sum's dtype; and the
+    launch of the sum. strided: q, k, v, do. read_mask: the mask as it is read."""
     _, strides, of_mask, workload = described(strided, read_mask, seed, scale, None)
     q = strided[0]
     B, N, H, _ = q.shape
@@ -65,11 +69,15 @@ def _plan(
     sharing, planes = samples * (H // mask_heads), mask.shape[0] * mask_heads
     rows, columns, constants = _config(workload)
     tiles = planes * cdiv(N, rows) * cdiv(N, columns)
-    share = _attention_configs.mask_share(tiles, sharing, devices.multiprocessors(q.device.index))
+    share = _attention_configs.mask_share(tiles, sharing, device.multiprocessors(q.device.index))
     splits = cdiv(sharing, share)
     numbers = N, H, samples, mask_heads, planes, share, *strides, *of_mask, scale, dropout_p
-    shape = splits, planes, N, cdiv(N, 16) * 16
-    return Launch(attention_bwd_mask_kernel, splits * tiles, numbers, constants), shape
+    padded = cdiv(N, 16) * 16
+    # a mask of one row has the sum of all rows for its gradient
+    dtype = mask.dtype if mask.shape[2] == N else torch.float32
+    sums = None if splits == 1 else ColumnSums((1, splits, planes * N * padded), [dtype], device.arch(q))
+    launch = Launch(attention_bwd_mask_kernel, splits * tiles, numbers, constants)
+    return launch, (splits, planes, N, padded), dtype, sums
 
 
 @_tuned.cached

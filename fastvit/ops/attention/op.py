@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fastvit.ops.attention import aten
+from fastvit.ops.attention.aten import lse_shape
 from fastvit.ops.dropout.op import draw_seeds
 from fastvit.ops.runtime import decompositions
-from fastvit.ops.runtime.autograd import (
-    FusedFunction,
-    autocast_dtype,
-    differentiable_once,
-    needs_autograd,
-    repeats_as_views,
-    unshared,
-)
-from fastvit.ops.runtime.checks import check_dropout, check_float, check_head_dim, check_like, lse_shape
-from fastvit.ops.runtime.devices import stat_dtype
+from fastvit.ops.runtime.autograd import FusedNode, needs_autograd, run
+from fastvit.ops.runtime.call import Call, begin
+from fastvit.ops.runtime.checks import check_dropout, check_float, check_head_dim, check_like
+from fastvit.ops.runtime.dtypes import autocast_dtype, stat_dtype
 from fastvit.ops.runtime.registry import register
 
 # ---- registered ops: one pair for three tensors, one for the packed tensor ----
@@ -51,20 +46,19 @@ def _bwd_flops(do: Any, *_: Any, **__: Any) -> int:
 attention_fwd = register(
     "attention_fwd(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? seed, float scale, float dropout_p)"
     " -> (Tensor o, Tensor lse)",
-    aten=aten.attention_fwd, launch="attention.launch", planned=True, fake=_fwd_fake, flops=_fwd_flops,
+    aten=aten.attention_fwd, launch="attention.launch", fake=_fwd_fake, flops=_fwd_flops,
     decomposition=decompositions.attention_fwd,
 )  # fmt: skip
 attention_bwd = register(
     "attention_bwd(Tensor do, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor o, Tensor lse, Tensor? seed,"
     " float scale, float dropout_p) -> (Tensor dq, Tensor dk, Tensor dv)",
-    aten=aten.attention_bwd, launch="attention.launch", planned=True, fake=_bwd_fake, flops=_bwd_flops,
+    aten=aten.attention_bwd, launch="attention.launch", fake=_bwd_fake, flops=_bwd_flops,
 )  # fmt: skip
 attention_qkvpacked_fwd = register(
     "attention_qkvpacked_fwd(Tensor qkv, Tensor? mask, Tensor? seed, float scale, float dropout_p)"
     " -> (Tensor o, Tensor lse)",
     aten=aten.attention_qkvpacked_fwd,
     launch="attention.launch",
-    planned=True,
     fake=lambda qkv, *rest: _fwd_fake(*qkv.unbind(2), *rest),
     flops=lambda qkv, *_, **__: _fwd_flops((*qkv[:2], *qkv[3:])),
     decomposition=decompositions.attention_qkvpacked_fwd,
@@ -74,7 +68,6 @@ attention_qkvpacked_bwd = register(
     " float dropout_p) -> Tensor",
     aten=aten.attention_qkvpacked_bwd,
     launch="attention.launch",
-    planned=True,
     fake=lambda do, qkv, *_: qkv.new_empty(qkv.shape),
     flops=_bwd_flops,
 )
@@ -85,7 +78,6 @@ attention_bwd_with_mask = register(
     " float scale, float dropout_p) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dmask)",
     aten=aten.attention_bwd_with_mask,
     launch="attention.mask_launch",
-    planned=True,
     fake=lambda do, q, k, v, mask, *_: (*_bwd_fake(do, q, k, v), mask.new_empty(mask.shape)),
     flops=_bwd_flops,
 )
@@ -94,7 +86,6 @@ attention_qkvpacked_bwd_with_mask = register(
     " float scale, float dropout_p) -> (Tensor dqkv, Tensor dmask)",
     aten=aten.attention_qkvpacked_bwd_with_mask,
     launch="attention.mask_launch",
-    planned=True,
     fake=lambda do, qkv, mask, *_: (qkv.new_empty(qkv.shape), mask.new_empty(mask.shape)),
     flops=_bwd_flops,
 )
@@ -103,44 +94,71 @@ attention_qkvpacked_bwd_with_mask = register(
 # ---- gradients ----
 
 
-class _Attention(FusedFunction):
-    """Inputs: q, k and v, or the packed qkv; then mask, seed, scale, dropout_p."""
+class AttentionOptions(NamedTuple):
+    op: str
+    scale: float
+    dropout_p: float
+    cast: torch.dtype | None  # autocast's dtype
+
+
+class _Inputs(NamedTuple):
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None
+    seed: Tensor | None
+    options: AttentionOptions
+    call: Call
+
+
+class _Attention(FusedNode):
+    Inputs = _Inputs
+    casts = ("q", "k", "v")
+    keeps = ("lse",)
+    saves = ("q", "k", "v", "mask", "result", "lse", "seed")
 
     @staticmethod
-    def forward(*inputs: Any) -> Any:
-        return attention_fwd(*inputs)
+    def compute(t: _Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        *tensors, o, call = t
+        out, lse = attention_fwd(*tensors, o.scale, o.dropout_p, call=call)
+        return (out,), {"lse": lse}
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        *tensors, seed, ctx.scale, ctx.dropout_p = inputs
-        ctx.save_for_backward(*tensors, *output, seed)
-        ctx.mark_non_differentiable(output[1])
-        ctx.set_materialize_grads(False)
+    def gradients(s: dict[str, Any], douts: Any, o: AttentionOptions, wants: Any, call: Call) -> dict[str, Any]:
+        arguments = *douts, *s.values(), o.scale, o.dropout_p
+        if wants.mask:
+            dq, dk, dv, dmask = attention_bwd_with_mask(*arguments, call=call)
+            return {"q": dq, "k": dk, "v": dv, "mask": dmask}
+        dq, dk, dv = attention_bwd(*arguments, call=call)
+        return {"q": dq, "k": dk, "v": dv}
+
+
+class _PackedInputs(NamedTuple):
+    qkv: Tensor
+    mask: Tensor | None
+    seed: Tensor | None
+    options: AttentionOptions
+    call: Call
+
+
+class _AttentionQkvPacked(FusedNode):
+    Inputs = _PackedInputs
+    casts = ("qkv",)
+    keeps = ("lse",)
+    saves = ("qkv", "mask", "result", "lse", "seed")
 
     @staticmethod
-    def backward(ctx: Any, do: Tensor | None, *_: Any) -> tuple[Any, ...]:
-        if do is None:
-            return (None,) * 7
-        arguments = do, *ctx.saved_tensors, ctx.scale, ctx.dropout_p
-        if not ctx.needs_input_grad[3]:
-            return *differentiable_once("attention", attention_bwd, *arguments), None, None, None, None
-        return *differentiable_once("attention", attention_bwd_with_mask, *arguments), None, None, None
-
-
-class _AttentionQkvPacked(_Attention):
-    @staticmethod
-    def forward(*inputs: Any) -> Any:
-        return attention_qkvpacked_fwd(*inputs)
+    def compute(t: _PackedInputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        out, lse = attention_qkvpacked_fwd(t.qkv, t.mask, t.seed, t.options.scale, t.options.dropout_p, call=t.call)
+        return (out,), {"lse": lse}
 
     @staticmethod
-    def backward(ctx: Any, do: Tensor | None, *_: Any) -> tuple[Any, ...]:
-        if do is None:
-            return (None,) * 5
-        arguments = do, *ctx.saved_tensors, ctx.scale, ctx.dropout_p
-        name = "attention_qkvpacked"
-        if not ctx.needs_input_grad[1]:
-            return differentiable_once(name, attention_qkvpacked_bwd, *arguments), None, None, None, None
-        return *differentiable_once(name, attention_qkvpacked_bwd_with_mask, *arguments), None, None, None
+    def gradients(s: dict[str, Any], douts: Any, o: AttentionOptions, wants: Any, call: Call) -> dict[str, Any]:
+        arguments = *douts, *s.values(), o.scale, o.dropout_p
+        if wants.mask:
+            dqkv, dmask = attention_qkvpacked_bwd_with_mask(*arguments, call=call)
+            return {"qkv": dqkv, "mask": dmask}
+        return {"qkv": attention_qkvpacked_bwd(*arguments, call=call)}
 
 
 # ---- public functions ----
@@ -148,8 +166,7 @@ class _AttentionQkvPacked(_Attention):
 
 def checked_scale(head_dim: int, scale: float | None, dropout_p: float) -> float:
     """Check the three; return the scale."""
-    if head_dim % 8 or not 16 <= head_dim <= 256:  # `takes_head_dim` inline, for speed
-        check_head_dim("head_dim", head_dim)
+    check_head_dim("head_dim", head_dim)
     if dropout_p != 0.0:
         check_dropout("dropout_p", dropout_p)
     if scale is None:
@@ -169,8 +186,7 @@ def _check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"v must have k's shape {tuple(k.shape)}, got {tuple(v.shape)}")
 
 
-def checked_mask(mask: Any, x_name: str, x: Tensor, batch: int, tokens: int, heads: int) -> Tensor:
-    """Check a mask; return it as (B or 1, H or 1, N or 1, N)."""
+def check_mask(mask: Any, x_name: str, x: Tensor, batch: int, tokens: int, heads: int) -> None:
     if not isinstance(mask, Tensor):
         raise TypeError(f"attn_mask must be a tensor or None, got {type(mask).__name__}")
     if mask.dtype is not torch.bool:
@@ -181,6 +197,10 @@ def checked_mask(mask: Any, x_name: str, x: Tensor, batch: int, tokens: int, hea
     shape = (1,) * (4 - mask.dim()) + tuple(mask.shape)
     if len(shape) != 4 or any(have not in (1, want) for have, want in zip(shape, full, strict=True)):
         raise ValueError(f"attn_mask must be broadcastable to (B, H, N, N) = {full}, got {tuple(mask.shape)}")
+
+
+def broadcast_mask(mask: Tensor, tokens: int) -> Tensor:
+    """Return a mask as (B or 1, H or 1, N or 1, N)."""
     return mask[(None,) * (4 - mask.dim())].expand(-1, -1, -1, tokens)
 
 
@@ -212,23 +232,30 @@ def attention(
     Raises:
         TypeError, ValueError: naming the argument, for dtypes, devices, shapes and values that do not fit.
     """
+    call = begin("attention", (q, k, v, attn_mask), (scale, dropout_p))
+    autograd, options = call.once("checked", _checked, q, k, v, attn_mask, scale, dropout_p)
+    mask = None if attn_mask is None else broadcast_mask(attn_mask, q.shape[1])
+    seed = draw_seeds(1, q.device) if dropout_p > 0.0 else None
+    out: Tensor = run(_Attention, autograd, _Inputs(q, k, v, mask, seed, options, call))
+    return out
+
+
+def _checked(
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, scale: float | None, dropout_p: float
+) -> tuple[bool, AttentionOptions]:
+    """Check a call; return whether it needs autograd."""
     check_float("q", q)
     cast = autocast_dtype(q)
     if q.dim() != 4:
         raise ValueError(f"q must have shape (B, N, H, d), got {tuple(q.shape)}")
-    for name, t in (("k", k), ("v", v)):
-        check_like("q", q, (name, t, None, ""), dtype=cast is None)
+    check_like("q", q, ("k", k, None, ""), ("v", v, None, ""), dtype=cast is None)
     if k.shape != q.shape or v.shape != q.shape:
         _check_heads(q, k, v)
     scale = checked_scale(q.shape[3], scale, dropout_p)
     if attn_mask is not None:
-        attn_mask = checked_mask(attn_mask, "q", q, q.shape[0], q.shape[1], q.shape[2])
-    if cast is not None:
-        q, k, v = q.to(cast), k.to(cast), v.to(cast)
-    seed = draw_seeds(1, q.device) if dropout_p > 0.0 else None
-    if needs_autograd("attention", q, k, v, attn_mask):
-        return unshared(_Attention.apply(*repeats_as_views(q, k, v), attn_mask, seed, scale, dropout_p)[0])
-    return attention_fwd(q, k, v, attn_mask, seed, scale, dropout_p)[0]
+        check_mask(attn_mask, "q", q, q.shape[0], q.shape[1], q.shape[2])
+    options = AttentionOptions("attention", scale, dropout_p, cast)
+    return needs_autograd("attention", q, k, v, attn_mask), options
 
 
 def attention_qkvpacked(
@@ -246,16 +273,23 @@ def attention_qkvpacked(
     Raises:
         TypeError, ValueError: as `attention`.
     """
+    call = begin("attention_qkvpacked", (qkv, attn_mask), (scale, dropout_p))
+    autograd, options = call.once("checked", _checked_packed, qkv, attn_mask, scale, dropout_p)
+    mask = None if attn_mask is None else broadcast_mask(attn_mask, qkv.shape[1])
+    seed = draw_seeds(1, qkv.device) if dropout_p > 0.0 else None
+    out: Tensor = run(_AttentionQkvPacked, autograd, _PackedInputs(qkv, mask, seed, options, call))
+    return out
+
+
+def _checked_packed(
+    qkv: Tensor, attn_mask: Tensor | None, scale: float | None, dropout_p: float
+) -> tuple[bool, AttentionOptions]:
+    """Check a call of `attention_qkvpacked`; return whether it needs autograd."""
     check_float("qkv", qkv)
     if qkv.dim() != 5 or qkv.shape[2] != 3:
         raise ValueError(f"qkv must have shape (B, N, 3, H, d), got {tuple(qkv.shape)}")
     scale = checked_scale(qkv.shape[4], scale, dropout_p)
     if attn_mask is not None:
-        attn_mask = checked_mask(attn_mask, "qkv", qkv, qkv.shape[0], qkv.shape[1], qkv.shape[3])
-    cast = autocast_dtype(qkv)
-    if cast is not None:
-        qkv = qkv.to(cast)
-    seed = draw_seeds(1, qkv.device) if dropout_p > 0.0 else None
-    if needs_autograd("attention_qkvpacked", qkv, attn_mask):
-        return unshared(_AttentionQkvPacked.apply(qkv, attn_mask, seed, scale, dropout_p)[0])
-    return attention_qkvpacked_fwd(qkv, attn_mask, seed, scale, dropout_p)[0]
+        check_mask(attn_mask, "qkv", qkv, qkv.shape[0], qkv.shape[1], qkv.shape[3])
+    options = AttentionOptions("attention_qkvpacked", scale, dropout_p, autocast_dtype(qkv))
+    return needs_autograd("attention_qkvpacked", qkv, attn_mask), options

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,16 +11,10 @@ from fastvit.ops.attention import varlen_aten as aten
 from fastvit.ops.attention.op import checked_scale
 from fastvit.ops.dropout.op import draw_seeds
 from fastvit.ops.runtime import decompositions
-from fastvit.ops.runtime.autograd import (
-    FusedFunction,
-    autocast_dtype,
-    differentiable_once,
-    needs_autograd,
-    repeats_as_views,
-    unshared,
-)
+from fastvit.ops.runtime.autograd import FusedNode, needs_autograd, run
+from fastvit.ops.runtime.call import Call, begin
 from fastvit.ops.runtime.checks import check_float, check_like
-from fastvit.ops.runtime.devices import stat_dtype
+from fastvit.ops.runtime.dtypes import autocast_dtype, stat_dtype
 from fastvit.ops.runtime.registry import register
 
 
@@ -58,24 +52,40 @@ attention_varlen_bwd = register(
 )
 
 
-class _AttentionVarlen(FusedFunction):
-    @staticmethod
-    def forward(*inputs: Any) -> Any:
-        return attention_varlen_fwd(*inputs)
+class _Options(NamedTuple):
+    op: str
+    max_seqlen: int
+    scale: float
+    dropout_p: float
+    cast: torch.dtype | None  # autocast's dtype
+
+
+class _Inputs(NamedTuple):
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    cu_seqlens: Tensor
+    seed: Tensor | None
+    options: _Options
+    call: Call
+
+
+class _AttentionVarlen(FusedNode):
+    Inputs = _Inputs
+    casts = ("q", "k", "v")
+    keeps = ("lse",)
+    saves = ("q", "k", "v", "cu_seqlens", "result", "lse", "seed")
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        *tensors, seed, ctx.max_seqlen, ctx.scale, ctx.dropout_p = inputs
-        ctx.save_for_backward(*tensors, *output, seed)
-        ctx.mark_non_differentiable(output[1])
-        ctx.set_materialize_grads(False)
+    def compute(t: _Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        *tensors, o, call = t
+        out, lse = attention_varlen_fwd(*tensors, o.max_seqlen, o.scale, o.dropout_p, call=call)
+        return (out,), {"lse": lse}
 
     @staticmethod
-    def backward(ctx: Any, do: Tensor | None, *_: Any) -> tuple[Any, ...]:
-        if do is None:
-            return (None,) * 8
-        arguments = do, *ctx.saved_tensors, ctx.max_seqlen, ctx.scale, ctx.dropout_p
-        return *differentiable_once("attention_varlen", attention_varlen_bwd, *arguments), *(None,) * 5
+    def gradients(s: dict[str, Any], douts: Any, o: _Options, wants: Any, call: Call) -> dict[str, Any]:
+        dq, dk, dv = attention_varlen_bwd(*douts, *s.values(), o.max_seqlen, o.scale, o.dropout_p, call=call)
+        return {"q": dq, "k": dk, "v": dv}
 
 
 def attention_varlen(
@@ -103,27 +113,32 @@ def attention_varlen(
         of
             cu_seqlens, and whether max_seqlen is too small, are checked on ATen only.
     """
+    tensors = q, k, v, cu_seqlens
+    call = begin("attention_varlen", tensors, (max_seqlen, type(max_seqlen), scale, dropout_p))
+    autograd, options = call.once("checked", _checked, *tensors, max_seqlen, scale, dropout_p)
+    seed = draw_seeds(1, q.device) if dropout_p > 0.0 else None
+    out: Tensor = run(_AttentionVarlen, autograd, _Inputs(*tensors, seed, options, call))
+    return out
+
+
+def _checked(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int | None, scale: float | None, dropout_p: float
+) -> tuple[bool, _Options]:
+    """Check a call; return whether it needs autograd."""
     check_float("q", q)
     cast = autocast_dtype(q)
     if q.dim() != 3:
         raise ValueError(f"q must have shape (T, H, d), got {tuple(q.shape)}")
     T, H, d = q.shape
-    for name, t in (("k", k), ("v", v)):
-        check_like("q", q, (name, t, None, ""), dtype=cast is None)
+    check_like("q", q, ("k", k, None, ""), ("v", v, None, ""), dtype=cast is None)
     heads = k.shape[1] if k.dim() == 3 else 0
     if k.shape != (T, heads, d) or heads == 0 or H % heads:
         raise ValueError(f"k must have q's shape {tuple(q.shape)}, or a divisor of its heads, got {tuple(k.shape)}")
     if v.shape != k.shape:
         raise ValueError(f"v must have k's shape {tuple(k.shape)}, got {tuple(v.shape)}")
     scale = checked_scale(d, scale, dropout_p)
-    max_seqlen = _checked_lengths(q, cu_seqlens, max_seqlen)
-    if cast is not None:
-        q, k, v = q.to(cast), k.to(cast), v.to(cast)
-    seed = draw_seeds(1, q.device) if dropout_p > 0.0 else None
-    rest = cu_seqlens, seed, max_seqlen, scale, dropout_p
-    if needs_autograd("attention_varlen", q, k, v):
-        return unshared(_AttentionVarlen.apply(*repeats_as_views(q, k, v), *rest)[0])
-    return attention_varlen_fwd(q, k, v, *rest)[0]
+    options = _Options("attention_varlen", _checked_lengths(q, cu_seqlens, max_seqlen), scale, dropout_p, cast)
+    return needs_autograd("attention_varlen", q, k, v), options
 
 
 def _checked_lengths(q: Tensor, cu_seqlens: Any, max_seqlen: Any) -> int:

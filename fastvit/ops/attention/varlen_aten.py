@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastvit.ops.attention.aten import attention_bwd, attention_fwd
-from fastvit.ops.runtime.devices import stat_dtype
+from fastvit.ops.runtime.dtypes import stat_dtype
 
 
 def attention_varlen_fwd(
@@ -31,7 +31,7 @@ def attention_varlen_bwd(
     gradients = tuple([torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v)])
     for tensors, of_sequence, its_seed in _sequences(cu_seqlens, max_seqlen, seed, lse, do, q, k, v, o, *gradients):
         its_do, its_q, its_k, its_v, its_o, *out = tensors
-        attention_bwd(its_do, its_q, its_k, its_v, None, its_o, of_sequence, its_seed, scale, dropout_p, *out)
+        attention_bwd(its_do, its_q, its_k, its_v, None, its_o, of_sequence, its_seed, scale, dropout_p, out=out)
     return gradients
 
 

@@ -15,39 +15,41 @@ from fastvit.ops.attention.op import (
     attention_qkvpacked_bwd,
     attention_qkvpacked_bwd_with_mask,
     attention_qkvpacked_fwd,
-    checked_mask,
+    broadcast_mask,
+    check_mask,
     checked_scale,
 )
 from fastvit.ops.block.norm_linear import (
     Biases,
+    NormedRows,
     Weights,
     check_norm_and_layers,
     flat_layers,
-    layer_norm_linear_backward,
+    norm_linear_backward,
     side_by_side,
 )
 from fastvit.ops.dropout.op import draw_seeds
-from fastvit.ops.layer_norm.op import NO_NORM, Norm, NormTuple, checked_norm, layer_norm_fwd, norm_backward
+from fastvit.ops.layer_norm.op import (
+    NO_NORM,
+    Norm,
+    NormTuple,
+    Residual,
+    checked_norm,
+    layer_norm_fwd,
+    norm_backward,
+)
 from fastvit.ops.linear.op import check_linear, linear_fwd
 from fastvit.ops.qk_norm.op import checked_norms, qk_norm_bwd, qk_norm_fwd
-from fastvit.ops.rotary.op import Rotary, broadcast_tables, check_tables, in_place, rotary_op
-from fastvit.ops.runtime.autograd import FusedHalf, cast_to, consume_saved, needs_autograd, run
-from fastvit.ops.runtime.checks import as_rows, empty_like
-from fastvit.ops.runtime.dispatch import choose_backend
-from fastvit.ops.runtime.epilogue import (
-    Epilogue,
-    EpilogueTuple,
-    input_gradient_operands,
-    parameter_gradients,
-    product_over_rows,
-    scale_samples,
-    total_dtype,
-    total_over_rows,
-)
-from fastvit.ops.runtime.plans import AFRESH, Plans, recall
+from fastvit.ops.rotary.op import Rotary, broadcast_tables, check_tables, rotary_op
+from fastvit.ops.runtime.autograd import FusedNode, needs_autograd, run
+from fastvit.ops.runtime.call import Call, begin
+from fastvit.ops.runtime.epilogue import Epilogue, EpilogueTuple, LastLayer, scale_samples
+from fastvit.ops.runtime.registry import takes_out
+from fastvit.ops.runtime.rows import as_rows, empty_like
 
 
 class _Options(NamedTuple):
+    op: str
     eps: float
     rms: bool  # whether the norm is RMSNorm
     scale_eps: float
@@ -58,192 +60,235 @@ class _Options(NamedTuple):
     scale: float
     dropout_p: float
     residual_is_x: bool
+    residual_dtype: torch.dtype | None  # of a residual that is not x
     interleaved: bool  # rotary positions, if there are any
     cast: torch.dtype | None  # autocast's dtype, for the layers
 
 
-def _backward(saved: list[Any], dout: Tensor, o: _Options, wants: tuple[bool, ...]) -> tuple[Tensor | None, ...]:
-    """Return gradients, or None. wants: for proj's weight and bias, layer_scale, weight and bias of the norm before
-    proj, of q's and of k's norm, the mask, then those of `layer_norm_linear_backward`."""
-    plans = recall("layer_norm_attention backward", (dout, *saved), (*o, wants))
-    backend = None if plans is AFRESH else plans
-    proj_weight, proj_bias, layer_scale, row_scale, scale_weight, scale_bias, *rest = saved
-    *qk_norms, mask, seed, sin, cos, scale_mean, scale_rstd, qkv, attended, lse, x = rest[:14]
-    rest = rest[14:]
-    saved.clear()
-    features = proj_weight.shape[1]
-    g = as_rows(scale_samples(dout.to(proj_weight.dtype), row_scale))
-    rows: Any = None if attended is None else attended.view(*dout.shape[:-1], features)
-    do = dscale_weight = dscale_bias = None
-    if scale_weight is not None and (qkv is not None or any(wants[3:5])):
-        do = torch.mm(*input_gradient_operands(g, proj_weight, layer_scale))
-        norm = scale_mean, scale_rstd, scale_weight, scale_bias
-        do, dscale_weight, dscale_bias, rows, _ = norm_backward(
-            do.view(rows.shape), rows, *norm, want_y=True, backend=backend
-        )
-    elif scale_weight is not None and rows is not None:
-        rows, *_ = layer_norm_fwd(
-            rows, scale_weight, scale_bias, o.scale_eps, proj_weight.dtype, o.scale_rms, backend=backend
-        )
-    proj_arguments = proj_weight, proj_bias, layer_scale, wants[:3]
-    dscale_norm = dscale_weight, dscale_bias if wants[4] else None
-    G, dtype = product_over_rows(g, rows, layer_scale, wants[:3]), total_dtype(*proj_arguments)
-    # the pass that adds dout to the gradient of x also sums it over rows
-    in_norm = dtype if o.residual_is_x and any(wants[10:13]) else None
-    total = total_over_rows(g, dtype) if in_norm is None else None
-    if qkv is None:
-        plans.keep()
-        return *parameter_gradients(G, total, *proj_arguments), *dscale_norm, *(None,) * len(wants[5:])
-    do = torch.mm(*input_gradient_operands(g, proj_weight, layer_scale)) if do is None else do
-    do = do.view(attended.shape)
-    del g, rows
-    attention = mask, attended, lse, seed, o.scale, o.dropout_p
-    dqk: tuple[Tensor | None, ...] = (None,) * 4
-    dmask = None
-    if qk_norms[0] is not None:
-        dqkv, dqk, dmask = _backward_of_normed(do, qkv, attention, qk_norms, sin, cos, o, wants[9], backend)
-    else:
-        if wants[9]:
-            dqkv, dmask = attention_qkvpacked_bwd_with_mask(do, qkv, *attention, backend=backend)
-        else:
-            dqkv = attention_qkvpacked_bwd(do, qkv, *attention, backend=backend)
-    del do, qkv, attended, attention
-    if sin is not None and qk_norms[0] is None:
-        heads = dqkv.flatten(2, 3)
-        rotary_backend = backend or choose_backend(heads, sin, cos)
-        arguments = heads, sin, cos, 2 * o.heads[1], o.interleaved, True, *in_place(heads, rotary_backend)
-        dqkv = rotary_op(*arguments, backend=rotary_backend)
-    dresidual = dout.to(x.dtype) if o.residual_is_x and x is not None else None
-    dqkv = dqkv.view(-1, 3 * features)
-    residual = dresidual, row_scale, in_norm
-    *dlayers, dout_total = layer_norm_linear_backward(
-        dqkv, residual, o.eps, o.rms, wants[10:], x, *rest, backend=backend
-    )
-    plans.keep()
-    after = *parameter_gradients(G, total if in_norm is None else dout_total, *proj_arguments), *dscale_norm
-    return *after, *dqk, dmask, *dlayers
+class _Inputs(NamedTuple):
+    x: Tensor
+    norm_weight: Tensor
+    norm_bias: Tensor | None
+    qkv_weight: Tensor  # q's alone, if k and v have layers of their own
+    qkv_bias: Tensor | None
+    k_weight: Tensor | None
+    k_bias: Tensor | None
+    v_weight: Tensor | None
+    v_bias: Tensor | None
+    q_norm_weight: Tensor | None
+    q_norm_bias: Tensor | None
+    k_norm_weight: Tensor | None
+    k_norm_bias: Tensor | None
+    scale_weight: Tensor | None  # of the norm before proj
+    scale_bias: Tensor | None
+    proj_weight: Tensor
+    proj_bias: Tensor | None
+    layer_scale: Tensor | None
+    row_scale: Tensor | None
+    residual: Tensor | None  # None if it is x
+    mask: Tensor | None
+    seed: Tensor | None
+    sin: Tensor | None
+    cos: Tensor | None
+    options: _Options
+    call: Call
 
 
-def _backward_of_normed(
-    do: Tensor, qkv: Tensor, attention: tuple[Any, ...], qk_norms: list[Any], sin: Tensor | None, cos: Tensor | None,
-    o: _Options, want_mask: bool, backend: Any,
-) -> tuple[Tensor, tuple[Tensor | None, ...], Tensor | None]:  # fmt: skip
-    """Compute the backward pass of attention after norms of q and k. attention: the op's arguments after v; qk_norms:
-    weight and bias of both norms. Return gradients of the packed qkv, which is written once, of these, and of the
-    mask."""
-    backend = backend or choose_backend(do, qkv, sin, cos, *qk_norms)
-    q_weight, q_bias, k_weight, _ = qk_norms
-    q, k, v = qkv.unbind(2)
-    normed = qk_norm_fwd(q, k, *qk_norms, sin, cos, o.qk_eps, o.qk_rms, o.interleaved, backend=backend)
-    # if nothing observes the call, both ops write into the packed gradient, the second over what it reads
-    packed = empty_like(qkv) if in_place(qkv, backend) else None
-    out: Any = () if packed is None else packed.unbind(2)
-    dmask = None
-    if want_mask:
-        dq, dk, dv, dmask = attention_bwd_with_mask(do, *normed, v, *attention, *out, backend=backend)
-    else:
-        dq, dk, dv = attention_bwd(do, *normed, v, *attention, *out, backend=backend)
-    del normed
-    options = o.qk_eps, o.qk_rms, q_bias is not None, o.interleaved
-    arguments = dq, dk, q, k, q_weight, k_weight, sin, cos, *options, *out[:2]
-    dq, dk, dq_weight, dk_weight, dq_bias, dk_bias = qk_norm_bwd(*arguments, backend=backend)
-    if q_bias is None:
-        dq_bias = dk_bias = None
-    dqkv = torch.stack((dq, dk, dv), 2) if packed is None else packed
-    return dqkv, (dq_weight, dq_bias, dk_weight, dk_bias), dmask
+class _Wanted(NamedTuple):
+    """What gradients are wanted of, or by way of."""
+
+    norm: bool  # x or its norm
+    weights: bool  # q's, k's or v's
+    qkv: bool  # these, their biases, the norms of q and k, or the mask
+    scale_norm: bool
+    last: bool  # proj's weight or LayerScale, which need proj's input
+
+    @classmethod
+    def of(cls, wants: Any) -> _Wanted:
+        """Return it for Inputs of bools."""
+        norm = wants.x or wants.norm_weight or wants.norm_bias
+        weights = wants.qkv_weight or wants.k_weight or wants.v_weight
+        biases = wants.qkv_bias or wants.k_bias or wants.v_bias
+        q_norm, k_norm = wants.q_norm_weight or wants.q_norm_bias, wants.k_norm_weight or wants.k_norm_bias
+        qkv = norm or weights or biases or q_norm or k_norm or wants.mask
+        return cls(norm, weights, qkv, wants.scale_weight or wants.scale_bias, wants.proj_weight or wants.layer_scale)
 
 
-_LAYERS = 20  # tensors and options before the layers of q, k and v
-
-
-class _LayerNormAttention(FusedHalf):
+class _LayerNormAttention(FusedNode):
     """residual + row_scale * layer_scale * proj(scale_norm(attention(norm(x)))), with norms of q and k. All norms
     except the first are optional, and the residual may be x."""
 
+    Inputs = _Inputs
+    casts = ("qkv_weight", "qkv_bias", "k_weight", "k_bias", "v_weight", "v_bias", "proj_weight", "proj_bias")
+    saves = (
+        "x", "norm_weight", "norm_bias", "mean", "rstd", "qkv_weight", "k_weight", "v_weight",
+        "q_norm_weight", "q_norm_bias", "k_norm_weight", "k_norm_bias", "qkv", "attended", "lse",
+        "mask", "seed", "sin", "cos", "scale_weight", "scale_bias", "scale_mean", "scale_rstd",
+        "proj_weight", "proj_bias", "layer_scale", "row_scale",
+    )  # fmt: skip
+
+    @classmethod
+    def kept(cls, t: _Inputs) -> tuple[str, ...]:
+        of_scale_norm = ("scale_mean", "scale_rstd") if t.scale_weight is not None else ()
+        return "mean", "rstd", "qkv", "attended", "lse", *of_scale_norm
+
     @staticmethod
-    def forward(
-        x: Tensor, norm_weight: Tensor, norm_bias: Tensor | None,
-        proj_weight: Tensor, proj_bias: Tensor | None, layer_scale: Tensor | None,
-        scale_weight: Tensor | None, scale_bias: Tensor | None,
-        q_weight: Tensor | None, q_bias: Tensor | None, k_weight: Tensor | None, k_bias: Tensor | None,
-        row_scale: Tensor | None, residual: Tensor | None, mask: Tensor | None, seed: Tensor | None,
-        sin: Tensor | None, cos: Tensor | None, o: _Options, plans: Plans | None, *layers: Any,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
-        """Return the output, what the backward pass reads, and the mean and rstd of scale_norm if there is one."""
-        qk_norms: Any = q_weight, q_bias, k_weight, k_bias
-        backend: Any = plans
-        if backend is None:
-            parameters = norm_weight, norm_bias, *layers, proj_weight, proj_bias, scale_weight, scale_bias, *qk_norms
-            backend = choose_backend(x, *parameters, layer_scale, row_scale, residual, mask, sin, cos)
-        y, mean, rstd = layer_norm_fwd(x, norm_weight, norm_bias, o.eps, layers[0].dtype, o.rms, backend=backend)
-        qkv = F.linear(y, *layers) if len(layers) == 2 else side_by_side(y, layers)
+    def compute(t: _Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        o, call = t.options, t.call
+        y, mean, rstd = layer_norm_fwd(t.x, t.norm_weight, t.norm_bias, o.eps, t.qkv_weight.dtype, o.rms, call=call)
+        qkv = F.linear(y, t.qkv_weight, t.qkv_bias) if t.k_weight is None else side_by_side(y, *_layers(t))
         del y
-        B, N, _ = x.shape
+        B, N, _ = t.x.shape
         qkv = qkv.view(B, N, *o.heads)
-        attention: Any = mask, seed, o.scale, o.dropout_p
-        if q_weight is not None:  # not in place: the backward pass reads q and k as they are here
+        if t.q_norm_weight is not None:  # not in place: the backward pass reads q and k as they are here
             q, k, v = qkv.unbind(2)
-            q, k = qk_norm_fwd(q, k, *qk_norms, sin, cos, o.qk_eps, o.qk_rms, o.interleaved, backend=backend)
-            attended, lse = attention_fwd(q, k, v, *attention, backend=backend)
+            norms = t.q_norm_weight, t.q_norm_bias, t.k_norm_weight, t.k_norm_bias
+            q, k = qk_norm_fwd(q, k, *norms, t.sin, t.cos, o.qk_eps, o.qk_rms, o.interleaved, call=call)
+            attended, lse = attention_fwd(q, k, v, t.mask, t.seed, o.scale, o.dropout_p, call=call)
             del q, k
         else:
-            if sin is not None:
+            if t.sin is not None:
                 heads = qkv.flatten(2, 3)
-                rotary = heads, sin, cos, 2 * o.heads[1], o.interleaved, False, *in_place(heads, backend)
-                qkv = rotary_op(*rotary, backend=backend).view(qkv.shape)
-            attended, lse = attention_qkvpacked_fwd(qkv, *attention, backend=backend)
-        epilogue = layer_scale, row_scale, x if o.residual_is_x else residual
-        rows = attended.view(B, N, proj_weight.shape[1])
-        scale_statistics: list[Tensor] = []
-        if scale_weight is not None:
-            norm = scale_weight, scale_bias, o.scale_eps, proj_weight.dtype, o.scale_rms
-            rows, *scale_statistics = layer_norm_fwd(rows, *norm, backend=backend)
-        out = linear_fwd(rows, proj_weight, proj_bias, "none", *epilogue, backend=backend)
-        return out, mean, rstd, qkv, attended, lse, *scale_statistics
+                heads = rotary_op(heads, t.sin, t.cos, 2 * o.heads[1], o.interleaved, False, call=call, out=heads)
+                qkv = heads.view(qkv.shape)
+            attended, lse = attention_qkvpacked_fwd(qkv, t.mask, t.seed, o.scale, o.dropout_p, call=call)
+        kept = {"mean": mean, "rstd": rstd, "qkv": qkv, "attended": attended, "lse": lse}
+        rows = attended.view(B, N, t.proj_weight.shape[1])
+        if t.scale_weight is not None:
+            norm = t.scale_weight, t.scale_bias, o.scale_eps, t.proj_weight.dtype, o.scale_rms
+            rows, kept["scale_mean"], kept["scale_rstd"] = layer_norm_fwd(rows, *norm, call=call.child("scale_norm"))
+        epilogue = t.layer_scale, t.row_scale, t.x if o.residual_is_x else t.residual
+        return (linear_fwd(rows, t.proj_weight, t.proj_bias, "none", *epilogue, call=call),), kept
 
     @staticmethod
-    def cast(*inputs: Any) -> tuple[Any, ...]:
-        cast = inputs[18].cast
-        if cast is None:
-            return inputs
-        return *inputs[:3], *cast_to(cast, *inputs[3:5]), *inputs[5:_LAYERS], *cast_to(cast, *inputs[_LAYERS:])
+    def reads(t: _Inputs, kept: dict[str, Any], wants: Any) -> dict[str, bool]:
+        o, wanted = t.options, _Wanted.of(wants)
+        return {
+            "x": wanted.norm or wanted.weights, "mean": wanted.norm and not o.rms, "rstd": wanted.norm,
+            "qkv": wanted.qkv, "lse": wanted.qkv, "attended": wanted.qkv or wanted.scale_norm or wanted.last,
+            "scale_mean": not o.scale_rms,
+        }  # fmt: skip
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        x, norm_weight, norm_bias, *proj = inputs[:6]
-        scale_weight, scale_bias, *qk_norms, row_scale, residual, mask, seed, sin, cos, o, _ = inputs[6:_LAYERS]
-        _, mean, rstd, qkv, attended, lse, *scale_statistics = output
-        layers, wants = inputs[_LAYERS:], ctx.needs_input_grad
-        weights = layers[: len(layers) // 2]
-        want_norm = any(wants[:3])
-        keep_x = want_norm or any(wants[_LAYERS : _LAYERS + len(weights)])
-        scale_mean, scale_rstd = scale_statistics or (None, None)
-        if not (want_norm or any(wants[8:12]) or wants[14] or any(wants[_LAYERS:])):
-            qkv = lse = None
-            attended = attended if wants[3] or any(wants[5:8]) else None
-        mean, rstd = (None if o.rms else mean, rstd) if want_norm else (None, None)
-        ctx.save_for_backward(
-            *proj, row_scale, scale_weight, scale_bias, *qk_norms,
-            mask, seed, sin, cos, None if o.scale_rms else scale_mean, scale_rstd, qkv, attended, lse,
-            x if keep_x else None, norm_weight, norm_bias, mean, rstd, *weights,
-        )  # fmt: skip
-        ctx.options = o
-        ctx.residual_dtype = None if residual is None else residual.dtype
-        ctx.mark_non_differentiable(*output[1:])
-        ctx.set_materialize_grads(False)
+    def gradients(s: dict[str, Any], douts: Any, o: _Options, wants: Any, call: Call) -> dict[str, Any]:
+        (dout,), wanted = douts, _Wanted.of(wants)
+        found = {"residual": dout.to(o.residual_dtype) if wants.residual else None}
+        if not (wanted.qkv or wanted.scale_norm or wanted.last or wants.proj_bias):
+            return found
+        proj = LastLayer(
+            s["proj_weight"], s["proj_bias"], s["layer_scale"], wants.proj_weight, wants.proj_bias, wants.layer_scale
+        )
+        g = as_rows(scale_samples(dout.to(proj.weight.dtype), s["row_scale"]))
+        rows, do, of_scale_norm = _scale_norm_backward(s, g, proj, o, wanted, dout.shape[:-1], call)
+        found |= {name: t for name, t in of_scale_norm.items() if getattr(wants, name)}
+        G = proj.product(g, rows)
+        # the pass that adds dout to the gradient of x also sums it over rows
+        in_norm = o.residual_is_x and wanted.norm
+        total = None if in_norm else proj.total(g)
+        if wanted.qkv:
+            do = torch.mm(*proj.input_operands(g)) if do is None else do
+            del g, rows
+            found |= _qkv_backward(s, do.view(s["attended"].shape), o, wants, call)
+            del do
+            residual = Residual(
+                dout.to(s["x"].dtype) if in_norm else None, s["row_scale"], proj.total_dtype() if in_norm else None
+            )
+            dqkv: Any = found.pop("qkv")
+            of_norm, dout_total = _input_backward(s, dqkv, residual, o, wants, call)
+            found |= of_norm
+            total = dout_total if in_norm else total
+        dweight, dbias, dlayer_scale = proj.gradients(G, total)
+        return found | {"proj_weight": dweight, "proj_bias": dbias, "layer_scale": dlayer_scale}
 
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, *_: Any) -> tuple[Any, ...]:
-        wants = ctx.needs_input_grad
-        if dout is None:
-            return (None,) * len(wants)
-        dresidual = dout.to(ctx.residual_dtype) if wants[13] else None
-        wants = (*wants[3:12], wants[14], *wants[:3], *wants[_LAYERS:])
-        gradients: tuple[Tensor | None, ...] = (None,) * len(wants)
-        if any(wants):
-            gradients = consume_saved(ctx, "layer_norm_attention", _backward, dout, ctx.options, wants)
-        of_mask = gradients[9]
-        return *gradients[10:13], *gradients[:9], None, dresidual, of_mask, *(None,) * 5, *gradients[13:]
+
+def _layers(t: Any) -> tuple[list[Tensor], list[Tensor | None]]:
+    """Return the weights and biases of q, k and v, of Inputs; bools for those of bools."""
+    if t.k_weight is None:
+        return [t.qkv_weight], [t.qkv_bias]
+    return [t.qkv_weight, t.k_weight, t.v_weight], [t.qkv_bias, t.k_bias, t.v_bias]
+
+
+def _scale_norm_backward(
+    s: dict[str, Any], g: Tensor, proj: LastLayer, o: _Options, wanted: _Wanted, shape: torch.Size, call: Call
+) -> tuple[Any, Any, dict[str, Any]]:
+    """Return proj's input, or None if it is not saved; attention's gradient, if there is a norm in between; and
+    gradients of the norm. g: of proj's result; shape: (B, N)."""
+    if s["attended"] is None:
+        return None, None, {}
+    rows = s["attended"].view(*shape, proj.weight.shape[1])
+    weight, bias, call = s["scale_weight"], s["scale_bias"], call.child("scale_norm")
+    if weight is None:
+        return rows, None, {}
+    if not (wanted.qkv or wanted.scale_norm):
+        rows, *_ = layer_norm_fwd(rows, weight, bias, o.scale_eps, proj.weight.dtype, o.scale_rms, call=call)
+        return rows, None, {}
+    do = torch.mm(*proj.input_operands(g)).view(rows.shape)
+    do, dweight, dbias, rows, _ = norm_backward(
+        do, rows, s["scale_mean"], s["scale_rstd"], weight, bias, want_y=True, call=call
+    )
+    return rows, do, {"scale_weight": dweight, "scale_bias": dbias}
+
+
+def _qkv_backward(s: dict[str, Any], do: Tensor, o: _Options, wants: Any, call: Call) -> dict[str, Any]:
+    """Return gradients of the packed qkv, of the norms of q and k, and of the mask. do: of attention's result."""
+    qkv, sin, cos = s.pop("qkv"), s["sin"], s["cos"]
+    attention = s["mask"], s.pop("attended"), s.pop("lse"), s["seed"], o.scale, o.dropout_p
+    if s["q_norm_weight"] is not None:
+        return _normed_qkv_backward(s, do, qkv, attention, o, wants, call)
+    dmask = None
+    if wants.mask:
+        dqkv, dmask = attention_qkvpacked_bwd_with_mask(do, qkv, *attention, call=call)
+    else:
+        dqkv = attention_qkvpacked_bwd(do, qkv, *attention, call=call)
+    if sin is not None:
+        heads = dqkv.flatten(2, 3)
+        dqkv = rotary_op(heads, sin, cos, 2 * o.heads[1], o.interleaved, True, call=call, out=heads)
+    return {"qkv": dqkv, "mask": dmask}
+
+
+def _normed_qkv_backward(
+    s: dict[str, Any], do: Tensor, qkv: Tensor, attention: tuple[Any, ...], o: _Options, wants: Any, call: Call
+) -> dict[str, Any]:
+    """Return what `_qkv_backward` does, after norms of q and k. attention: the op's arguments after v. The packed
+    gradient is written once."""
+    sin, cos, q_weight, q_bias = s["sin"], s["cos"], s["q_norm_weight"], s["q_norm_bias"]
+    k_weight, k_bias = s["k_norm_weight"], s["k_norm_bias"]
+    q, k, v = qkv.unbind(2)
+    norms = q_weight, q_bias, k_weight, k_bias
+    normed = qk_norm_fwd(q, k, *norms, sin, cos, o.qk_eps, o.qk_rms, o.interleaved, call=call)
+    # both ops write into the packed gradient, the second over what it reads
+    packed = empty_like(qkv) if takes_out(call) else None
+    out = None if packed is None else packed.unbind(2)
+    dmask = None
+    if wants.mask:
+        dq, dk, dv, dmask = attention_bwd_with_mask(do, *normed, v, *attention, call=call, out=out)
+    else:
+        dq, dk, dv = attention_bwd(do, *normed, v, *attention, call=call, out=out)
+    del normed
+    dq, dk, *of_norms = qk_norm_bwd(
+        dq, dk, q, k, q_weight, k_weight, sin, cos, o.qk_eps, o.qk_rms, q_bias is not None, o.interleaved,
+        call=call, out=None if out is None else out[:2],
+    )  # fmt: skip
+    found = {"qkv": torch.stack((dq, dk, dv), 2) if packed is None else packed, "mask": dmask}
+    names = "q_norm_weight", "k_norm_weight", "q_norm_bias", "k_norm_bias"
+    of_parameters = dict(zip(names, of_norms, strict=True))
+    return found | {name: t for name, t in of_parameters.items() if getattr(wants, name)}
+
+
+def _input_backward(
+    s: dict[str, Any], dqkv: Tensor, residual: Residual, o: _Options, wants: Any, call: Call
+) -> tuple[dict[str, Any], Any]:
+    """Return gradients of x, the norm, and the layers of q, k and v, and the residual's total."""
+    names = ("qkv",) if s["k_weight"] is None else ("qkv", "k", "v")
+    weights = [s[f"{name}_weight"] for name in names]
+    norm = NormedRows(s["x"], s["norm_weight"], s["norm_bias"], s["mean"], s["rstd"], o.eps, o.rms)
+    rows = dqkv.view(-1, 3 * o.heads[1] * o.heads[2]).split([len(weight) for weight in weights], dim=1)
+    wants_weights, wants_biases = ([getattr(wants, f"{name}_{of}") for name in names] for of in ("weight", "bias"))
+    found = norm_linear_backward(rows, norm, weights, residual, wants, wants_weights, wants_biases, call)
+    gradients = found.of_norm
+    for name, dweight, dbias in zip(names, found.dweights, found.dbiases, strict=True):
+        gradients |= {f"{name}_weight": dweight, f"{name}_bias": dbias}
+    return gradients, found.total
 
 
 def _head_dim(weights: tuple[Tensor, ...], num_heads: int) -> int:
@@ -303,29 +348,39 @@ def layer_norm_attention(
     Raises:
         TypeError, ValueError: naming the argument, for dtypes, devices, shapes and values that do not fit.
     """
-    before = norm_weight, norm_bias, eps, norm
+    before, epilogue = (norm_weight, norm_bias, eps, norm), (layer_scale, row_scale, residual)
     tensors = x, norm_weight, norm_bias, qkv_weight, qkv_bias, proj_weight, proj_bias, layer_scale, row_scale
     after = None if residual is x else residual, rotary, scale_norm, qk_norm, attn_mask
     options = residual is x, num_heads, type(num_heads), eps, norm, scale, dropout_p
-    plans = recall("layer_norm_attention", (*tensors, *after), options)
-    autograd, o = plans.plan(
-        _checked, x, before, qkv_weight, qkv_bias, proj_weight, proj_bias, num_heads, scale, dropout_p,
-        (layer_scale, row_scale, residual), rotary, scale_norm, qk_norm, attn_mask,
+    call = begin("layer_norm_attention", (*tensors, *after), options)
+    autograd, o = call.once(
+        "checked", _checked, x, before, qkv_weight, qkv_bias, proj_weight, proj_bias, num_heads, scale, dropout_p,
+        epilogue, rotary, scale_norm, qk_norm, attn_mask,
     )  # fmt: skip
-    of_scale = (None, None) if scale_norm is None else Norm(*scale_norm)[:2]
-    qk_norms = (None,) * 4 if qk_norm is None else [t for one in qk_norm for t in Norm(*one)[:2]]
+    q_weight, k_weight, v_weight, q_bias, k_bias, v_bias = _of_three(qkv_weight, qkv_bias)
+    of_scale = NO_NORM if scale_norm is None else Norm(*scale_norm)
+    of_q, of_k = (NO_NORM, NO_NORM) if qk_norm is None else (Norm(*qk_norm[0]), Norm(*qk_norm[1]))
     sin, cos = (None, None) if rotary is None else broadcast_tables(rotary)
-    mask = None if attn_mask is None else checked_mask(attn_mask, "x", x, x.shape[0], x.shape[1], num_heads)
-    seed = draw_seeds(1, x.device) if dropout_p else None
-    residual = None if residual is x else residual  # torch.compile refuses one tensor as two inputs
-    arguments = (
-        x, norm_weight, norm_bias, proj_weight, proj_bias, layer_scale, *of_scale, *qk_norms,
-        row_scale, residual, mask, seed, sin, cos, o, None if plans is AFRESH else plans,
-        *flat_layers(qkv_weight, qkv_bias),
+    t = _Inputs(
+        x=x, norm_weight=norm_weight, norm_bias=norm_bias, qkv_weight=q_weight, qkv_bias=q_bias,
+        k_weight=k_weight, k_bias=k_bias, v_weight=v_weight, v_bias=v_bias,
+        q_norm_weight=of_q[0], q_norm_bias=of_q[1], k_norm_weight=of_k[0], k_norm_bias=of_k[1],
+        scale_weight=of_scale[0], scale_bias=of_scale[1], proj_weight=proj_weight, proj_bias=proj_bias,
+        layer_scale=layer_scale, row_scale=row_scale,
+        residual=None if residual is x else residual,  # torch.compile refuses one tensor as two inputs
+        mask=None if attn_mask is None else broadcast_mask(attn_mask, x.shape[1]),
+        seed=draw_seeds(1, x.device) if dropout_p else None, sin=sin, cos=cos, options=o, call=call,
     )  # fmt: skip
-    out: Tensor = run(_LayerNormAttention, autograd, *arguments)
-    plans.keep()
+    out: Tensor = run(_LayerNormAttention, autograd, t)
     return out
+
+
+def _of_three(weight: Weights, bias: Biases) -> tuple[Any, ...]:
+    """Return three weights and three biases; None after the first ones of a single layer."""
+    if isinstance(weight, Tensor):
+        return weight, None, None, bias, None, None
+    layers = flat_layers(weight, bias)
+    return layers if len(weight) == 3 else (layers[0], None, None, layers[1], None, None)
 
 
 def _checked(
@@ -356,13 +411,15 @@ def _checked(
     if rotary is not None:
         check_tables(rotary, "x", x, (*x.shape[:2], num_heads, head_dim), "rotary_qkvpacked")
     if attn_mask is not None:
-        checked_mask(attn_mask, "x", x, x.shape[0], x.shape[1], num_heads)
+        check_mask(attn_mask, "x", x, x.shape[0], x.shape[1], num_heads)
     layers = flat_layers(qkv_weight, qkv_bias)
     tensors = x, *before[:2], *layers, proj_weight, proj_bias, *after[:2], *q_norm[:2], *k_norm[:2], attn_mask
     autograd = needs_autograd("layer_norm_attention", *tensors, branch.layer_scale, branch.residual)
+    residual = branch.residual
     options = _Options(
-        before[2], before[3] == "rms", after[2], after[3] == "rms", q_norm[2], q_norm[3] == "rms",
-        (3, num_heads, head_dim), scale, dropout_p, branch.residual is x,
-        rotary is not None and rotary.interleaved, cast,
+        "layer_norm_attention", before[2], before[3] == "rms", after[2], after[3] == "rms",
+        q_norm[2], q_norm[3] == "rms", (3, num_heads, head_dim), scale, dropout_p,
+        residual_is_x=residual is x, residual_dtype=None if residual is None else residual.dtype,
+        interleaved=rotary is not None and rotary.interleaved, cast=cast,
     )  # fmt: skip
     return autograd, options

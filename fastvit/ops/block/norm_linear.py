@@ -3,33 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastvit.ops.layer_norm.op import NO_RESIDUAL, NormTuple, Residual, layer_norm_fwd, norm_backward
+from fastvit.ops.layer_norm.op import NormTuple, Residual, layer_norm_fwd, norm_backward
 from fastvit.ops.linear.op import check_linear
-from fastvit.ops.runtime.autograd import (
-    FusedFunction,
-    autocast_dtype,
-    cast_to,
-    differentiable_once,
-    needs_autograd,
-    transforming,
-    unviewed,
-)
-from fastvit.ops.runtime.checks import as_rows, check_float, check_norm
-from fastvit.ops.runtime.dispatch import is_jit_tracing
+from fastvit.ops.runtime.autograd import FusedNode, needs_autograd, run, transforming, unviewed
+from fastvit.ops.runtime.backend import is_jit_tracing
+from fastvit.ops.runtime.call import Call, begin
+from fastvit.ops.runtime.checks import check_float, check_norm
+from fastvit.ops.runtime.dtypes import autocast_dtype
+from fastvit.ops.runtime.rows import as_rows
 
 NORM_NAMES = ("x", "norm_weight", "norm_bias")
 
 
-def side_by_side(y: Tensor, layers: Sequence[Any]) -> Tensor:
-    """Apply several layers, n weights and n biases, to y [..., in]; return their outputs next to each other, [...,
-    out]."""
-    weights, biases = layers[: len(layers) // 2], layers[len(layers) // 2 :]
+def side_by_side(y: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor:
+    """Apply several layers to y [..., in]; return their outputs next to each other, [..., out]."""
     if torch.compiler.is_compiling() or transforming() or is_jit_tracing():
         # none of them takes out=; a compiler plans the buffer itself
         return torch.cat([F.linear(y, *layer) for layer in zip(weights, biases, strict=True)], dim=-1)
@@ -43,113 +36,123 @@ def side_by_side(y: Tensor, layers: Sequence[Any]) -> Tensor:
     return out
 
 
-def layer_norm_linear_backward(
-    dout: Tensor | Sequence[Tensor | None], residual: Residual, eps: float, rms: bool, wants: Sequence[bool],
-    x: Any, norm_weight: Tensor, norm_bias: Tensor | None, mean: Any, rstd: Any, *weights: Tensor, backend: Any = None,
-) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Return the wanted gradients, or None, and the residual's total. dout: the gradient of n layers' outputs next to
-    each other, (..., out), or of each output, not all of them None. residual: for an x that is also the residual.
-    wants: for x, the norm's weight and bias, n weights, n biases."""
-    n = len(weights)
-    douts: Any
-    if isinstance(dout, Tensor):
-        douts = as_rows(dout).split([len(weight) for weight in weights], dim=1) if n > 1 else (as_rows(dout),)
-    else:
-        douts = [part if part is None else as_rows(part) for part in dout]
-        wants = [*wants[:3], *(want and part is not None for want, part in zip(wants[3:], [*douts] * 2, strict=True))]
-    wants_weight, wants_bias = wants[3 : 3 + n], wants[3 + n :]
-    dx: Any = None
+class NormedRows(NamedTuple):
+    """A norm within an op, as its backward pass needs it. x: None if no gradient needs it; mean, rstd: None unless a
+    gradient of x or of the norm is wanted."""
+
+    x: Any
+    weight: Tensor
+    bias: Tensor | None
+    mean: Any
+    rstd: Any
+    eps: float
+    rms: bool
+
+
+class NormLinearGradients(NamedTuple):
+    """The wanted gradients, or None: of x and the norm by name, of the layers; and the residual's total."""
+
+    of_norm: dict[str, Any]
+    dweights: list[Tensor | None]
+    dbiases: list[Tensor | None]
+    total: Tensor | None
+
+
+def norm_linear_backward(
+    douts: Sequence[Tensor | None], norm: NormedRows, weights: Sequence[Tensor], residual: Residual, wants: Any,
+    wants_weights: Sequence[bool], wants_biases: Sequence[bool], call: Call,
+) -> NormLinearGradients:  # fmt: skip
+    """Compute the backward pass of a norm and the layers after it. douts: for each layer the gradient of its output,
+    as rows; not all are None. residual: for an x that is also the residual. wants: of x, norm_weight and norm_bias."""
+    x, norm_weight, norm_bias, mean, rstd, eps, rms = norm
+    wants_weights = [want and dout is not None for want, dout in zip(wants_weights, douts, strict=True)]
     y: Any = None
-    dnorm_weight = dnorm_bias = total = None
-    if any(wants[:3]):
+    of_norm: dict[str, Any] = {}
+    total = None
+    if wants.x or wants.norm_weight or wants.norm_bias:
         dy: Any = None
-        for part, weight in zip(douts, weights, strict=True):
-            if part is not None:
-                dy = part @ weight if dy is None else dy.addmm_(part, weight)
-        dy = dy.view(x.shape)
-        norm = x, mean, rstd, norm_weight, norm_bias
+        for dout, weight in zip(douts, weights, strict=True):
+            if dout is not None:
+                dy = dout @ weight if dy is None else dy.addmm_(dout, weight)
         dx, dnorm_weight, dnorm_bias, y, total = norm_backward(
-            dy, *norm, residual, want_y=any(wants_weight), backend=backend
+            dy.view(x.shape), x, mean, rstd, norm_weight, norm_bias, residual, want_y=any(wants_weights), call=call
         )
         del dy
-    elif any(wants_weight):
-        y, *_ = layer_norm_fwd(x, norm_weight, norm_bias, eps, weights[0].dtype, rms, backend=backend)
-    dweights = (part.t() @ as_rows(y) if wanted else None for part, wanted in zip(douts, wants_weight, strict=True))
-    dbiases = (part.sum(0) if wanted else None for part, wanted in zip(douts, wants_bias, strict=True))
-    return dx, dnorm_weight, dnorm_bias if wants[2] else None, *dweights, *dbiases, total
+        of_norm = {"x": dx, "norm_weight": dnorm_weight, "norm_bias": dnorm_bias if wants.norm_bias else None}
+    elif any(wants_weights):
+        y, *_ = layer_norm_fwd(x, norm_weight, norm_bias, eps, weights[0].dtype, rms, call=call)
+    dweights: list[Tensor | None] = [None] * len(weights)
+    dbiases: list[Tensor | None] = [None] * len(weights)
+    for i, dout in enumerate(douts):
+        if dout is not None and wants_weights[i]:
+            dweights[i] = dout.t() @ as_rows(y)
+        if dout is not None and wants_biases[i]:
+            dbiases[i] = dout.sum(0)
+    return NormLinearGradients(of_norm, dweights, dbiases, total)
 
 
-class _LayerNormLinear(FusedFunction):
-    @staticmethod
-    def forward(
-        x: Tensor, norm_weight: Tensor, norm_bias: Tensor | None, eps: float, rms: bool, *layers: Any
-    ) -> tuple[Tensor, ...]:
-        y, mean, rstd = layer_norm_fwd(x, norm_weight, norm_bias, eps, layers[0].dtype, rms)
-        out = unviewed(F.linear(y, *layers)) if len(layers) == 2 else side_by_side(y, layers)
-        return out, mean, rstd
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        x, norm_weight, norm_bias, ctx.eps, ctx.rms, *layers = inputs
-        *_, mean, rstd = output
-        weights = layers[: len(layers) // 2]
-        wants = ctx.needs_input_grad
-        keep_x = any(wants[:3]) or any(wants[5 : 5 + len(weights)])
-        mean = None if ctx.rms else mean
-        ctx.save_for_backward(x if keep_x else None, norm_weight, norm_bias, mean, rstd, *weights)
-        ctx.mark_non_differentiable(*output[-2:])
-        ctx.set_materialize_grads(False)
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, *_: Any) -> tuple[Any, ...]:
-        wants = ctx.needs_input_grad
-        if dout is None:
-            return (None,) * len(wants)
-        wants = (*wants[:3], *wants[5:])
-        options = NO_RESIDUAL, ctx.eps, ctx.rms, wants
-        dx, dnorm_weight, dnorm_bias, *dlayers, _ = differentiable_once(
-            "layer_norm_linear", layer_norm_linear_backward, dout, *options, *ctx.saved_tensors
-        )
-        return dx, dnorm_weight, dnorm_bias, None, None, *dlayers
+class _Options(NamedTuple):
+    op: str
+    eps: float
+    rms: bool
+    cast: torch.dtype | None  # autocast's dtype, for the layers
 
 
-class _LayerNormLinears(_LayerNormLinear):
-    """`_LayerNormLinear` with an output for each layer."""
+class _Inputs(NamedTuple):
+    x: Tensor
+    norm_weight: Tensor
+    norm_bias: Tensor | None
+    options: _Options
+    call: Call
+    layers: tuple[Any, ...]  # n weights, then n biases
 
-    @staticmethod
-    def forward(
-        x: Tensor, norm_weight: Tensor, norm_bias: Tensor | None, eps: float, rms: bool, *layers: Any
-    ) -> tuple[Tensor, ...]:
-        y, mean, rstd = layer_norm_fwd(x, norm_weight, norm_bias, eps, layers[0].dtype, rms)
-        n = len(layers) // 2
-        return *(unviewed(F.linear(y, *layer)) for layer in zip(layers[:n], layers[n:], strict=True)), mean, rstd
+    @property
+    def weights(self) -> tuple[Any, ...]:
+        return self.layers[: len(self.layers) // 2]
+
+    @property
+    def biases(self) -> tuple[Any, ...]:
+        return self.layers[len(self.layers) // 2 :]
+
+
+class _LayerNormLinear(FusedNode):
+    """The layers' outputs, or for layer_norm_linear one next to the other."""
+
+    Inputs = _Inputs
+    variadic = True
+    single = False
+    casts = ("layers",)
+    keeps = ("mean", "rstd")
+    saves = ("x", "norm_weight", "norm_bias", "mean", "rstd", "weights")
 
     @staticmethod
-    def backward(ctx: Any, *douts: Tensor | None) -> tuple[Any, ...]:
-        wants, n = ctx.needs_input_grad, len(douts) - 2
-        if all(dout is None for dout in douts[:n]):
-            return (None,) * len(wants)
-        wants = (*wants[:3], *wants[5:])
-        dx, dnorm_weight, dnorm_bias, *dlayers, _ = differentiable_once(
-            "layer_norm_linears", _layers_backward, n, ctx.eps, ctx.rms, wants, *douts[:n], *ctx.saved_tensors
-        )
-        return dx, dnorm_weight, dnorm_bias, None, None, *dlayers
+    def compute(t: _Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        o, weights, biases = t.options, t.weights, t.biases
+        y, mean, rstd = layer_norm_fwd(t.x, t.norm_weight, t.norm_bias, o.eps, weights[0].dtype, o.rms, call=t.call)
+        kept = {"mean": mean, "rstd": rstd}
+        if o.op == "layer_norm_linear" and len(weights) > 1:
+            return (side_by_side(y, weights, biases),), kept
+        return tuple([unviewed(F.linear(y, *layer)) for layer in zip(weights, biases, strict=True)]), kept
 
+    @staticmethod
+    def reads(t: _Inputs, kept: dict[str, Any], wants: Any) -> dict[str, bool]:
+        wants_norm = wants.x or wants.norm_weight or wants.norm_bias
+        return {"x": wants_norm or any(wants.weights), "mean": not t.options.rms}
 
-def _layers_backward(n: int, eps: float, rms: bool, wants: Sequence[bool], *tensors: Any) -> tuple[Tensor | None, ...]:
-    """Compute the gradients from those of n outputs and what is saved, passed flat: autograd looks for tensors among
-    the arguments only."""
-    return layer_norm_linear_backward(tensors[:n], NO_RESIDUAL, eps, rms, wants, *tensors[n:])
+    @staticmethod
+    def gradients(s: dict[str, Any], douts: Any, o: _Options, wants: Any, call: Call) -> dict[str, Any]:
+        x, norm_weight, norm_bias, mean, rstd, *weights = s.values()
+        if len(douts) == len(weights):
+            parts = [None if dout is None else as_rows(dout) for dout in douts]
+        else:
+            parts = [*as_rows(douts[0]).split([len(weight) for weight in weights], dim=1)]
+        norm = NormedRows(x, norm_weight, norm_bias, mean, rstd, o.eps, o.rms)
+        found = norm_linear_backward(parts, norm, weights, Residual(), wants, wants.weights, wants.biases, call)
+        return found.of_norm | {"layers": (*found.dweights, *found.dbiases)}
 
 
 Weights = Tensor | Sequence[Tensor]
 Biases = Tensor | Sequence[Tensor | None] | None
-
-
-def norm_and_layers(x: Tensor, norm: NormTuple, weight: Weights, bias: Biases, names: tuple[str, str]) -> list[Any]:
-    """Check a norm and the layers after it, under the caller's names for weight and bias. Return n weights and n
-    biases, in autocast's dtype if there is one."""
-    return cast_to(check_norm_and_layers(x, norm, weight, bias, names), *flat_layers(weight, bias))
 
 
 def flat_layers(weight: Weights, bias: Biases) -> tuple[Any, ...]:
@@ -162,7 +165,8 @@ def flat_layers(weight: Weights, bias: Biases) -> tuple[Any, ...]:
 def check_norm_and_layers(
     x: Tensor, norm: NormTuple, weight: Weights, bias: Biases, names: tuple[str, str]
 ) -> torch.dtype | None:
-    """Check a norm and the layers after it; return autocast's dtype or None."""
+    """Check a norm and the layers after it, under the caller's names for weight and bias; return autocast's dtype or
+    None."""
     check_float("x", x)
     cast = autocast_dtype(x)
     weights: Sequence[Tensor] = (weight,) if isinstance(weight, Tensor) else weight
@@ -176,6 +180,25 @@ def check_norm_and_layers(
         check_linear(x, w, b, dtype=cast is None, names=("x", names[0] + of, names[1] + of))
     check_norm(NORM_NAMES, x, *norm, "(in,)", dtype=cast is None)
     return cast
+
+
+def _checked(
+    op: str, x: Tensor, norm: NormTuple, weight: Weights, bias: Biases, names: tuple[str, str]
+) -> tuple[bool, _Options]:
+    """Check a call; return whether it needs autograd."""
+    cast = check_norm_and_layers(x, norm, weight, bias, names)
+    autograd = needs_autograd(op, x, *norm[:2], *flat_layers(weight, bias))
+    return autograd, _Options(op, norm[2], norm[3] == "rms", cast)
+
+
+def _inputs(
+    op: str, x: Tensor, norm: NormTuple, weight: Weights, bias: Biases, names: tuple[str, str]
+) -> tuple[bool, _Inputs]:
+    """Begin and check a call; return whether it needs autograd, and its inputs."""
+    norm_weight, norm_bias, eps, kind = norm
+    call = begin(op, (x, norm_weight, norm_bias, weight, bias), (eps, kind))
+    autograd, options = call.once("checked", _checked, op, x, norm, weight, bias, names)
+    return autograd, _Inputs(x, norm_weight, norm_bias, options, call, flat_layers(weight, bias))
 
 
 def layer_norm_linear(
@@ -202,11 +225,9 @@ def layer_norm_linear(
     Raises:
         TypeError, ValueError: naming the argument, for dtypes, devices and shapes that do not fit.
     """
-    layers = norm_and_layers(x, (norm_weight, norm_bias, eps, norm), weight, bias, ("weight", "bias"))
-    arguments = x, norm_weight, norm_bias, eps, norm == "rms", *layers
-    if needs_autograd("layer_norm_linear", x, norm_weight, norm_bias, *layers):
-        return _LayerNormLinear.apply(*arguments)[0]
-    return _LayerNormLinear.forward(*arguments)[0]
+    before, names = (norm_weight, norm_bias, eps, norm), ("weight", "bias")
+    (out,) = run(_LayerNormLinear, *_inputs("layer_norm_linear", x, before, weight, bias, names))
+    return out
 
 
 def layer_norm_linears(
@@ -214,8 +235,6 @@ def layer_norm_linears(
     biases: Sequence[Tensor | None] | None = None, *, eps: float = 1e-6, norm: str = "layer",
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Compute `layer_norm_linear` of several layers, with a tensor for each output: (..., out of that layer)."""
-    layers = norm_and_layers(x, (norm_weight, norm_bias, eps, norm), weights, biases, ("weights", "biases"))
-    arguments = x, norm_weight, norm_bias, eps, norm == "rms", *layers
-    if needs_autograd("layer_norm_linears", x, norm_weight, norm_bias, *layers):
-        return _LayerNormLinears.apply(*arguments)[:-2]
-    return _LayerNormLinears.forward(*arguments)[:-2]
+    before, names = (norm_weight, norm_bias, eps, norm), ("weights", "biases")
+    out: tuple[Tensor, ...] = run(_LayerNormLinear, *_inputs("layer_norm_linears", x, before, weights, biases, names))
+    return out

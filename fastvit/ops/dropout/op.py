@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fastvit.ops.dropout import aten
 from fastvit.ops.runtime import decompositions
-from fastvit.ops.runtime.autograd import FusedFunction, differentiable_once, needs_autograd
+from fastvit.ops.runtime.autograd import FusedNode, needs_autograd, run
+from fastvit.ops.runtime.call import Call, begin
 from fastvit.ops.runtime.checks import check_dropout, check_float
 from fastvit.ops.runtime.epilogue import Epilogue
 from fastvit.ops.runtime.registry import register
@@ -36,19 +37,29 @@ def draw_seeds(count: int, device: torch.device) -> Tensor:
     return torch.randint(0, 2**31 - 1, (count,), device=device)
 
 
-class _Dropout(FusedFunction):
-    @staticmethod
-    def forward(*inputs: Any) -> Any:
-        return dropout_op(*inputs)
+class _Options(NamedTuple):
+    op: str
+    p: float
+
+
+class _Inputs(NamedTuple):
+    x: Tensor
+    seed: Tensor
+    options: _Options
+    call: Call
+
+
+class _Dropout(FusedNode):
+    Inputs = _Inputs
+    saves = ("seed",)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        _, seed, ctx.p = inputs
-        ctx.save_for_backward(seed)
+    def compute(t: _Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return (dropout_op(t.x, t.seed, t.options.p, call=t.call),), {}
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        return differentiable_once("dropout", dropout_op, dy, *ctx.saved_tensors, ctx.p), None, None
+    def gradients(s: dict[str, Any], douts: Any, o: _Options, wants: Any, call: Call) -> dict[str, Any]:
+        return {"x": dropout_op(*douts, s["seed"], o.p, call=call)}
 
 
 def dropout(x: Tensor, p: float, *, training: bool = True) -> Tensor:
@@ -74,5 +85,7 @@ def dropout(x: Tensor, p: float, *, training: bool = True) -> Tensor:
         return x
     if x.dim() == 0:
         return dropout(x[None], p)[0]
-    seed = draw_seeds(1, x.device)
-    return _Dropout.apply(x, seed, p) if needs_autograd("dropout", x) else dropout_op(x, seed, p)
+    call = begin("dropout", (x,), (p,))
+    options = _Options("dropout", p)
+    out: Tensor = run(_Dropout, needs_autograd("dropout", x), _Inputs(x, draw_seeds(1, x.device), options, call))
+    return out

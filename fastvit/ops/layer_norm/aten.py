@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastvit.ops.runtime.checks import as_rows
-from fastvit.ops.runtime.devices import stat_dtype
+from fastvit.ops.runtime.dtypes import stat_dtype
 from fastvit.ops.runtime.epilogue import by_sample, rows_per_sample
+from fastvit.ops.runtime.rows import as_rows
 
 _CHUNK = 1 << 19  # products for LayerScale's gradient that exist at a time: 2 MB, which stay in the cache
 

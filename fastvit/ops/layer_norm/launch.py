@@ -9,22 +9,22 @@ from torch import Tensor
 
 from fastvit.kernels import _configs, _tuned
 from fastvit.kernels.layer_norm import layer_norm_bwd_kernel, layer_norm_fwd_kernel
-from fastvit.ops.runtime import devices
-from fastvit.ops.runtime.checks import by_rows, contiguous, empty_like, row_stride
-from fastvit.ops.runtime.column_sum import column_sums
-from fastvit.ops.runtime.dispatch import KernelUnsupported
+from fastvit.ops.runtime import device
+from fastvit.ops.runtime.backend import KernelUnsupported
+from fastvit.ops.runtime.call import Call
+from fastvit.ops.runtime.column_sum import SummedLaunch
 from fastvit.ops.runtime.epilogue import rows_per_sample
 from fastvit.ops.runtime.launch import Constants, Launch, cdiv
-from fastvit.ops.runtime.plans import AFRESH, Plans
+from fastvit.ops.runtime.rows import by_rows, contiguous, empty_like, row_stride
 
 
 def layer_norm_fwd(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, out_dtype: torch.dtype | None, rms: bool = False,
-    *, plans: Plans = AFRESH,
+    *, call: Call,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    (rows,) = plans.readable(by_rows, x)
-    weight, bias = plans.readable(contiguous, weight, bias)
-    launch, shape = plans.plan(_forward_plan, x, rows, None, None, eps)
+    (rows,) = call.as_read(by_rows, x)
+    weight, bias = call.as_read(contiguous, weight, bias)
+    launch, shape = call.once("layer_norm_fwd", _forward, x, rows, None, None, eps)
     y = empty_like(x, out_dtype)
     mean, rstd = _statistics(x, shape, rms)
     launch(rows, None, weight, bias, None, None, None, y, None if rms else mean, rstd)
@@ -33,48 +33,48 @@ def layer_norm_fwd(
 
 def add_layer_norm_fwd(
     residual: Tensor, branch: Tensor, weight: Tensor, bias: Tensor | None, layer_scale: Tensor | None,
-    row_scale: Tensor | None, eps: float, rms: bool = False,
+    row_scale: Tensor | None, eps: float, rms: bool = False, *, call: Call,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     s = empty_like(residual, torch.promote_types(residual.dtype, branch.dtype))
-    residual, branch = by_rows(residual), by_rows(branch)
-    vectors = map(contiguous, (weight, bias, layer_scale, row_scale))
-    launch, shape = _forward_plan(s, residual, branch, row_scale, eps)
+    residual, branch = call.as_read(by_rows, residual, branch)
+    weight, bias, layer_scale, row_scale = call.as_read(contiguous, weight, bias, layer_scale, row_scale)
+    launch, shape = call.once("add_layer_norm_fwd", _forward, s, residual, branch, row_scale, eps)
     y = torch.empty_like(s)
     mean, rstd = _statistics(s, shape, rms)
-    launch(residual, branch, *vectors, s, y, None if rms else mean, rstd)
+    launch(residual, branch, weight, bias, layer_scale, row_scale, s, y, None if rms else mean, rstd)
     return s, y, mean, rstd
 
 
 def layer_norm_bwd(
     dy: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor, dresidual: Tensor | None,
-    row_scale: Tensor | None = None, total_dtype: torch.dtype | None = None, *, plans: Plans = AFRESH,
+    row_scale: Tensor | None = None, total_dtype: torch.dtype | None = None, *, call: Call,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    wants_total = total_dtype is not None
-    tensors = dy, dresidual, x, mean, rstd, weight
-    return _backward(*tensors, total_dtype, wants_total, row_scale=row_scale, plans=plans)
+    return _backward(
+        dy, dresidual, x, mean, rstd, weight, total_dtype, call, wants_total=total_dtype is not None,
+        row_scale=row_scale,
+    )  # fmt: skip
 
 
 def layer_norm_bwd_recompute(
     dy: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor, bias: Tensor | None,
     dresidual: Tensor | None, row_scale: Tensor | None = None, total_dtype: torch.dtype | None = None,
-    *, plans: Plans = AFRESH,
+    *, call: Call,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     y = empty_like(dy)
-    wants_total = total_dtype is not None
-    tensors = dy, dresidual, x, mean, rstd, weight
     dx, dweight, dbias, total = _backward(
-        *tensors, total_dtype, wants_total, bias=bias, y=y, row_scale=row_scale, plans=plans
-    )
+        dy, dresidual, x, mean, rstd, weight, total_dtype, call, wants_total=total_dtype is not None,
+        bias=bias, y=y, row_scale=row_scale,
+    )  # fmt: skip
     return dx, dweight, dbias, y, total
 
 
 def add_layer_norm_bwd(
     dy: Tensor, dsum: Tensor | None, s: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor, branch: Tensor,
-    layer_scale: Tensor | None, row_scale: Tensor | None,
+    layer_scale: Tensor | None, row_scale: Tensor | None, *, call: Call,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     dbranch = empty_like(branch)
     ds, *sums = _backward(
-        dy, dsum, s, mean, rstd, weight, None if layer_scale is None else layer_scale.dtype,
+        dy, dsum, s, mean, rstd, weight, None if layer_scale is None else layer_scale.dtype, call,
         branch=branch, dbranch=dbranch, layer_scale=layer_scale, row_scale=row_scale,
     )  # fmt: skip
     return ds, dbranch, *sums
@@ -88,27 +88,25 @@ def _statistics(x: Tensor, shape: tuple[int, ...], rms: bool) -> tuple[Tensor, T
 
 def _backward(
     dy: Tensor, dsum: Tensor | None, s: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor,
-    third: torch.dtype | None, wants_total: bool = False, *,
+    third: torch.dtype | None, call: Call, *, wants_total: bool = False,
     bias: Tensor | None = None, y: Tensor | None = None, branch: Tensor | None = None, dbranch: Tensor | None = None,
-    layer_scale: Tensor | None = None, row_scale: Tensor | None = None, plans: Plans = AFRESH,
+    layer_scale: Tensor | None = None, row_scale: Tensor | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Write y and dbranch. Return ds like s, dweight and dbias (D,), and total or dlayer_scale in the dtype `third`;
     dbias is (0,) without mean, the last one if `third` is None."""
     ds = empty_like(s)
-    rows = plans.readable(by_rows, dy, dsum, s, branch)
-    vectors = plans.readable(contiguous, weight, bias, layer_scale, row_scale)
+    rows = call.as_read(by_rows, dy, dsum, s, branch)
+    weight, bias, layer_scale, row_scale = call.as_read(contiguous, weight, bias, layer_scale, row_scale)
     dtypes = weight.dtype, None if mean is None else weight.dtype, third
-    launch, shape = plans.plan(_backward_plan, s, rows, row_scale, len(dtypes) - dtypes.count(None), wants_total)
+    launch = call.once("layer_norm_bwd", _backward_launch, s, rows, row_scale, dtypes, wants_total)
     if s.numel() == 0:
         return ds, *[s.new_zeros(0 if dtype is None else s.shape[-1], dtype=dtype) for dtype in dtypes]
     dy, dsum, s, branch = rows
-    weight, bias, layer_scale, row_scale = vectors
-    partial = s.new_empty(shape, dtype=torch.float32)
-    launch(dy, dsum, s, mean, rstd, weight, bias, branch, layer_scale, row_scale, ds, dbranch, y, partial)
-    return ds, *column_sums(partial, *dtypes, plans=plans)
+    sums = launch(s, dy, dsum, s, mean, rstd, weight, bias, branch, layer_scale, row_scale, ds, dbranch, y)
+    return ds, *sums
 
 
-def _forward_plan(
+def _forward(
     x: Tensor, rows: Tensor, branch: Tensor | None, row_scale: Tensor | None, eps: float
 ) -> tuple[Launch, tuple[int, ...]]:
     """Return the launch for x (..., D), which is read as these rows, or is the sum of these and the branch; and the
@@ -118,14 +116,15 @@ def _forward_plan(
     return Launch(layer_norm_fwd_kernel, programs, numbers, constants), (*x.shape[:-1], 1)
 
 
-def _backward_plan(
-    s: Tensor, rows: Sequence[Tensor | None], row_scale: Tensor | None, tables: int, wants_total: bool
-) -> tuple[Launch, tuple[int, int, int]]:
-    """Return the launch and the shape of the partial sums. rows: dy, dsum, s and the branch as they are read."""
+def _backward_launch(
+    s: Tensor, rows: Sequence[Tensor | None], row_scale: Tensor | None, dtypes: Sequence[torch.dtype | None],
+    wants_total: bool,
+) -> SummedLaunch:  # fmt: skip
+    """Return the launch. rows: dy, dsum, s and the branch as they are read; dtypes: of the sums."""
     M, D, programs, constants = _programs(s, row_scale, backward=True)
     numbers = M, D, rows_per_sample(s, row_scale), *map(row_stride, rows)
-    constants = {"WANT_TOTAL": wants_total, **constants}
-    return Launch(layer_norm_bwd_kernel, programs, numbers, constants), (tables, programs, D)
+    launch = Launch(layer_norm_bwd_kernel, programs, numbers, {"WANT_TOTAL": wants_total, **constants})
+    return SummedLaunch(launch, (len(dtypes) - dtypes.count(None), programs, D), dtypes, device.arch(s))
 
 
 def _programs(
@@ -139,8 +138,8 @@ def _programs(
     if D > _configs.MAX_ROW:
         raise KernelUnsupported(f"rows of more than {_configs.MAX_ROW} elements")
     M = x.numel() // D
-    per_sm, constants = _plan(D, backward, devices.arch(x), row_scale is not None, alone)
-    programs = min(cdiv(M, constants["BLOCK_M"]), per_sm * devices.multiprocessors(x.device.index))
+    per_sm, constants = _plan(D, backward, device.arch(x), row_scale is not None, alone)
+    programs = min(cdiv(M, constants["BLOCK_M"]), per_sm * device.multiprocessors(x.device.index))
     return M, D, programs, constants
 
 

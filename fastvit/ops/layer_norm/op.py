@@ -9,18 +9,10 @@ from torch import Tensor
 
 from fastvit.ops.layer_norm import aten
 from fastvit.ops.runtime import decompositions
-from fastvit.ops.runtime.autograd import (
-    FusedFunction,
-    FusedHalf,
-    autocast_dtype,
-    differentiable_once,
-    needs_autograd,
-    repeats_as_views,
-    run,
-    unshared,
-)
+from fastvit.ops.runtime.autograd import FusedNode, needs_autograd, run
+from fastvit.ops.runtime.call import Call, begin
 from fastvit.ops.runtime.checks import NORMS, check_eps, check_float, check_like, check_norm, check_row_scale
-from fastvit.ops.runtime.devices import stat_dtype
+from fastvit.ops.runtime.dtypes import autocast_dtype, stat_dtype
 from fastvit.ops.runtime.registry import register
 
 
@@ -101,7 +93,6 @@ layer_norm_fwd = register(
     " -> (Tensor y, Tensor mean, Tensor rstd)",
     aten=aten.layer_norm_fwd,
     launch="layer_norm.launch",
-    planned=True,
     fake=_fwd_fake,
     decomposition=decompositions.layer_norm_fwd,
 )
@@ -111,7 +102,6 @@ layer_norm_bwd = register(
     " -> (Tensor dx, Tensor dweight, Tensor dbias, Tensor total)",
     aten=aten.layer_norm_bwd,
     launch="layer_norm.launch",
-    planned=True,
     fake=_bwd_fake,
 )
 layer_norm_bwd_recompute = register(
@@ -120,7 +110,6 @@ layer_norm_bwd_recompute = register(
     " -> (Tensor dx, Tensor dweight, Tensor dbias, Tensor y, Tensor total)",
     aten=aten.layer_norm_bwd_recompute,
     launch="layer_norm.launch",
-    planned=True,
     fake=_bwd_recompute_fake,
 )
 add_layer_norm_fwd = register(
@@ -143,86 +132,135 @@ add_layer_norm_bwd = register(
 
 # ---- gradients ----
 
-Residual = tuple[Tensor | None, Tensor | None, torch.dtype | None]  # dresidual, row_scale, total_dtype
-NO_RESIDUAL: Residual = None, None, None
+
+class Residual(NamedTuple):
+    """What joins the gradient of a norm's input.
+
+    dresidual: the gradient of the residual branch, or None.
+    row_scale, total_dtype: for `total`, the sum of row_scale * dresidual over rows; no sum for None.
+    """
+
+    dresidual: Tensor | None = None
+    row_scale: Tensor | None = None
+    total_dtype: torch.dtype | None = None
+
+
+class NormGradients(NamedTuple):
+    dx: Tensor
+    dweight: Tensor
+    dbias: Tensor
+    y: Tensor | None
+    total: Tensor
+
+
+_NO_RESIDUAL = Residual()
 
 
 def norm_backward(
     dy: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor, bias: Tensor | None,
-    residual: Residual = NO_RESIDUAL, y: Tensor | None = None, *, want_y: bool, backend: Any = None,
-) -> tuple[Any, ...]:  # fmt: skip
-    """Compute the backward pass of a norm within an op. Return gradients of x, weight and bias; the norm's output,
-    which is y, or computed again if wanted, or None; and total."""
+    residual: Residual = _NO_RESIDUAL, y: Tensor | None = None, *, want_y: bool, call: Call,
+) -> NormGradients:  # fmt: skip
+    """Compute the backward pass of a norm within an op. Return gradients; the norm's output, which is y, or computed
+    again if wanted, or None; and the residual's total."""
     dresidual, row_scale, dtype = residual
-    residual = dresidual, None if dtype is None else row_scale, dtype
+    row_scale = None if dtype is None else row_scale
     if want_y and y is None:
-        return layer_norm_bwd_recompute(dy, x, mean, rstd, weight, bias, *residual, backend=backend)
-    dx, dweight, dbias, total = layer_norm_bwd(dy, x, mean, rstd, weight, *residual, backend=backend)
-    return dx, dweight, dbias, y, total
+        found = layer_norm_bwd_recompute(dy, x, mean, rstd, weight, bias, dresidual, row_scale, dtype, call=call)
+        return NormGradients._make(found)
+    dx, dweight, dbias, total = layer_norm_bwd(dy, x, mean, rstd, weight, dresidual, row_scale, dtype, call=call)
+    return NormGradients(dx, dweight, dbias, y, total)
 
 
-class LayerNormFunction(FusedHalf):
-    """The autograd function of layer_norm and rms_norm for `run`. The first input is the name of the public op."""
-
-    @staticmethod
-    def forward(name: str, *inputs: Any) -> Any:
-        return layer_norm_fwd(*inputs)
-
-    @staticmethod
-    def cast(*inputs: Any) -> tuple[Any, ...]:
-        return inputs
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.name, x, weight, *_, rms = inputs
-        _, mean, rstd = output
-        ctx.save_for_backward(x, weight, None if rms else mean, rstd)
-        ctx.mark_non_differentiable(mean, rstd)
-        ctx.set_materialize_grads(False)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Any, ...]:
-        if dy is None:
-            return (None,) * 7
-        x, weight, mean, rstd = ctx.saved_tensors
-        dx, dweight, dbias, _ = differentiable_once(ctx.name, layer_norm_bwd, dy, x, mean, rstd, weight, None)
-        return None, dx, dweight, dbias if ctx.needs_input_grad[3] else None, None, None, None
+class NormOptions(NamedTuple):
+    op: str
+    eps: float
+    out_dtype: torch.dtype | None
+    rms: bool
 
 
-class _AddLayerNorm(FusedFunction):
-    @staticmethod
-    def forward(*inputs: Any) -> Any:
-        return add_layer_norm_fwd(*inputs)
+class NormInputs(NamedTuple):
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    options: NormOptions
+    call: Call
+
+
+class LayerNormNode(FusedNode):
+    """LayerNorm or RMSNorm."""
+
+    Inputs = NormInputs
+    keeps = ("mean", "rstd")
+    saves = ("x", "weight", "mean", "rstd")
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        residual, branch, weight, _, layer_scale, row_scale, _, rms = inputs
-        s, _, mean, rstd = output
-        # without a scale the branch's gradient is the sum's, so the branch is not needed
-        ctx.scaled = layer_scale is not None or row_scale is not None
-        ctx.dtypes = residual.dtype, branch.dtype
-        ctx.save_for_backward(
-            s, branch if ctx.scaled else None, weight, layer_scale, row_scale, None if rms else mean, rstd
-        )
-        ctx.mark_non_differentiable(mean, rstd)
-        ctx.set_materialize_grads(False)
+    def compute(t: NormInputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        _, eps, out_dtype, rms = t.options
+        y, mean, rstd = layer_norm_fwd(t.x, t.weight, t.bias, eps, out_dtype, rms, call=t.call)
+        return (y,), {"mean": mean, "rstd": rstd}
 
     @staticmethod
-    def backward(ctx: Any, ds: Tensor | None, dy: Tensor | None, *_: Any) -> tuple[Any, ...]:
-        s, branch, weight, layer_scale, row_scale, mean, rstd = ctx.saved_tensors
-        if ds is None and dy is None:
-            return (None,) * 8
-        dy = torch.zeros_like(s) if dy is None else dy
-        if ctx.scaled:
-            arguments = dy, ds, s, mean, rstd, weight, branch, layer_scale, row_scale
-            dsum, dbranch, *rest = differentiable_once("add_layer_norm", add_layer_norm_bwd, *arguments)
+    def reads(t: Any, kept: dict[str, Any], wants: Any) -> dict[str, bool]:
+        return {"mean": not t.options.rms}
+
+    @staticmethod
+    def gradients(s: dict[str, Any], douts: Any, o: NormOptions, wants: Any, call: Call) -> dict[str, Any]:
+        dx, dweight, dbias, _ = layer_norm_bwd(*douts, s["x"], s["mean"], s["rstd"], s["weight"], None, call=call)
+        return {"x": dx, "weight": dweight, "bias": dbias if wants.bias else None}
+
+
+class _AddOptions(NamedTuple):
+    op: str
+    eps: float
+    rms: bool
+    dtypes: tuple[torch.dtype, torch.dtype]  # of residual and branch
+
+
+class _AddInputs(NamedTuple):
+    residual: Tensor
+    branch: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    layer_scale: Tensor | None
+    row_scale: Tensor | None
+    options: _AddOptions
+    call: Call
+
+
+class _AddLayerNorm(FusedNode):
+    """The sum, and its norm."""
+
+    Inputs = _AddInputs
+    keeps = ("mean", "rstd")
+    saves = ("result", "branch", "weight", "layer_scale", "row_scale", "mean", "rstd")
+    single = False
+
+    @staticmethod
+    def compute(t: _AddInputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        *tensors, o, call = t
+        s, y, mean, rstd = add_layer_norm_fwd(*tensors, o.eps, o.rms, call=call)
+        return (s, y), {"mean": mean, "rstd": rstd}
+
+    @staticmethod
+    def reads(t: Any, kept: dict[str, Any], wants: Any) -> dict[str, bool]:
+        return {"branch": t.layer_scale is not None or t.row_scale is not None, "mean": not t.options.rms}
+
+    @staticmethod
+    def gradients(s: dict[str, Any], douts: Any, o: _AddOptions, wants: Any, call: Call) -> dict[str, Any]:
+        (dsum, dy), total, norm = douts, s["result"], (s["mean"], s["rstd"], s["weight"])
+        dy = torch.zeros_like(total) if dy is None else dy
+        dlayer_scale = None
+        if s["branch"] is None:
+            dsum, dweight, dbias, _ = layer_norm_bwd(dy, total, *norm, dsum, call=call)
+            dbranch = dsum.to(o.dtypes[1])
         else:
-            dsum, *rest = differentiable_once("add_layer_norm", layer_norm_bwd, dy, s, mean, rstd, weight, ds)
-            dbranch = dsum.to(ctx.dtypes[1])
-        dweight, dbias, dlayer_scale = rest
-        dbias = dbias if ctx.needs_input_grad[3] else None
-        dlayer_scale = None if layer_scale is None else dlayer_scale
-        return dsum.to(ctx.dtypes[0]), dbranch, dweight, dbias, dlayer_scale, None, None, None
+            dsum, dbranch, dweight, dbias, dlayer_scale = add_layer_norm_bwd(
+                dy, dsum, total, *norm, s["branch"], s["layer_scale"], s["row_scale"], call=call
+            )
+        found = {"residual": dsum.to(o.dtypes[0]), "branch": dbranch, "weight": dweight}
+        if s["layer_scale"] is not None:
+            found["layer_scale"] = dlayer_scale
+        return found | {"bias": dbias if wants.bias else None}
 
 
 # ---- public functions ----
@@ -266,16 +304,20 @@ def layer_norm(
     Raises:
         TypeError, ValueError: naming the argument, for dtypes, devices and shapes that do not fit.
     """
+    call = begin("layer_norm", (x, weight, bias), (eps, norm))
+    autograd, options = call.once("checked", _checked, x, weight, bias, eps, norm)
+    y: Tensor = run(LayerNormNode, autograd, NormInputs(x, weight, bias, options, call))
+    return y
+
+
+def _checked(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, norm: str) -> tuple[bool, NormOptions]:
+    """Check a call; return whether it needs autograd."""
     check_float("x", x)
     cast = autocast_dtype(x) is not None
     check_norm(("x", "weight", "bias"), x, weight, bias, eps, norm, "(D,)", dtype=not cast)
-    rms = norm == "rms"
-    name = "rms_norm" if rms else "layer_norm"
-    arguments = x, weight, bias, eps, torch.float32 if cast and x.is_cuda else None, rms
-    if needs_autograd(name, x, weight, bias):
-        y: Tensor = run(LayerNormFunction, True, name, *arguments)
-        return y
-    return layer_norm_fwd(*arguments)[0]
+    op = "rms_norm" if norm == "rms" else "layer_norm"
+    options = NormOptions(op, eps, torch.float32 if cast and x.is_cuda else None, norm == "rms")
+    return needs_autograd(op, x, weight, bias), options
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
@@ -318,6 +360,18 @@ def add_layer_norm(
     Raises:
         TypeError, ValueError: naming the argument, for dtypes, devices and shapes that do not fit.
     """
+    tensors = residual, branch, weight, bias, layer_scale, row_scale
+    call = begin("add_layer_norm", tensors, (eps, norm))
+    autograd, options = call.once("checked", _checked_sum, *tensors, eps, norm)
+    total, y = run(_AddLayerNorm, autograd, _AddInputs(*tensors, options, call))
+    return total, y
+
+
+def _checked_sum(
+    residual: Tensor, branch: Tensor, weight: Tensor, bias: Tensor | None, layer_scale: Tensor | None,
+    row_scale: Tensor | None, eps: float, norm: str,
+) -> tuple[bool, _AddOptions]:  # fmt: skip
+    """Check a call of `add_layer_norm`; return whether it needs autograd."""
     check_float("residual", residual)
     check_float("branch", branch)
     cast = autocast_dtype(residual) is not None
@@ -330,9 +384,5 @@ def add_layer_norm(
     if layer_scale is not None:
         check_like("residual", residual, ("layer_scale", layer_scale, residual.shape[-1:], "(D,)"), dtype=False)
     check_row_scale("residual", residual, row_scale)
-    arguments = residual, branch, weight, bias, layer_scale, row_scale
-    if needs_autograd("add_layer_norm", *arguments[:5]):
-        s, y, *_ = _AddLayerNorm.apply(*repeats_as_views(*arguments), eps, norm == "rms")
-        return unshared(s), y
-    s, y, *_ = add_layer_norm_fwd(*arguments, eps, norm == "rms")
-    return s, y
+    options = _AddOptions("add_layer_norm", eps, norm == "rms", (residual.dtype, branch.dtype))
+    return needs_autograd("add_layer_norm", residual, branch, weight, bias, layer_scale), options

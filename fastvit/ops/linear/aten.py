@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastvit.ops.runtime.activations import activate, activate_, activate_backward, activate_backward_
-from fastvit.ops.runtime.checks import as_rows
 from fastvit.ops.runtime.epilogue import add_residual_
+from fastvit.ops.runtime.rows import as_rows
 
 
 def linear_fwd(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, *epilogue: Tensor | None) -> Tensor:

@@ -46,29 +46,27 @@ _LAYERS = "Tensor x, Tensor gate_weight, Tensor value_weight, Tensor? gate_bias,
 
 gated_fwd = register(
     f"gated_fwd({_LAYERS}) -> Tensor",
-    aten=aten.gated_fwd, launch="linear.gated_launch", planned=True, fake=_fwd_fake, flops=_fwd_flops,
+    aten=aten.gated_fwd, launch="linear.gated_launch", fake=_fwd_fake, flops=_fwd_flops,
     decomposition=decompositions.gated_fwd,
 )  # fmt: skip
 gated_act_fwd = register(
     f"gated_act_fwd({_LAYERS}) -> (Tensor h, Tensor pre)",
-    aten=aten.gated_act_fwd, launch="linear.gated_launch", planned=True, fake=_act_fwd_fake, flops=_fwd_flops,
+    aten=aten.gated_act_fwd, launch="linear.gated_launch", fake=_act_fwd_fake, flops=_fwd_flops,
     decomposition=decompositions.gated_act_fwd,
 )  # fmt: skip
 gated_act = register(
     "gated_act(Tensor pre, str activation) -> Tensor",
     aten=aten.gated_act,
     launch="linear.gated_launch",
-    planned=True,
     fake=_act_fake,
 )
 gated_act_bwd = register(
     "gated_act_bwd(Tensor dh, Tensor pre, str activation) -> (Tensor dpre, Tensor dbias)",
     aten=aten.gated_act_bwd,
     launch="linear.gated_launch",
-    planned=True,
     fake=_act_bwd_fake,
 )
 gated_dact = register(
     "gated_dact(Tensor dy, Tensor weight, Tensor pre, str activation) -> (Tensor dpre, Tensor h, Tensor dbias)",
-    aten=aten.gated_dact, launch="linear.gated_launch", planned=True, fake=_dact_fake, flops=_dact_flops,
+    aten=aten.gated_dact, launch="linear.gated_launch", fake=_dact_fake, flops=_dact_flops,
 )  # fmt: skip

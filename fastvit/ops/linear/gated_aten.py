@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fastvit.ops.linear.aten import linear_fwd
 from fastvit.ops.runtime.activations import activate, activate_backward_
-from fastvit.ops.runtime.checks import as_rows
+from fastvit.ops.runtime.rows import as_rows
 
 
 def gated_fwd(

@@ -10,40 +10,40 @@ from torch import Tensor
 from fastvit.kernels import _configs, _tuned
 from fastvit.kernels.linear import act_bwd_kernel, linear_dact_kernel, linear_fwd_kernel
 from fastvit.ops.linear import aten
-from fastvit.ops.runtime import devices, dispatch
-from fastvit.ops.runtime.checks import by_rows, contiguous, empty_like, row_stride
-from fastvit.ops.runtime.column_sum import launch_with_sum
-from fastvit.ops.runtime.devices import dot_precision
-from fastvit.ops.runtime.dispatch import KernelUnsupported
+from fastvit.ops.runtime import backend, device
+from fastvit.ops.runtime.backend import KernelUnsupported
+from fastvit.ops.runtime.call import Call
+from fastvit.ops.runtime.column_sum import SummedLaunch
+from fastvit.ops.runtime.device import dot_precision
 from fastvit.ops.runtime.epilogue import Epilogue, rows_per_sample
 from fastvit.ops.runtime.launch import Constants, Launch, cdiv
-from fastvit.ops.runtime.plans import AFRESH, Plans
+from fastvit.ops.runtime.rows import by_rows, contiguous, empty_like, row_stride
 
 
 def linear_fwd(
-    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, *epilogue: Tensor | None, plans: Plans = AFRESH
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, *epilogue: Tensor | None, call: Call
 ) -> Tensor:
     layer_scale, row_scale, residual = epilogue if len(epilogue) == 3 else Epilogue(*epilogue)
     has_epilogue = activation != "none" or residual is not None or layer_scale is not None or row_scale is not None
-    if not plans.plan(is_our_matmul, x, weight.shape[0], has_epilogue):
+    if not call.once("linear_fwd is ours", is_our_matmul, x, weight.shape[0], has_epilogue):
         return aten.linear_fwd(x, weight, bias, activation, *epilogue)
-    rows, weight, residual = plans.readable(aligned_rows, x, weight, residual)
-    bias, layer_scale, row_scale = plans.readable(contiguous, bias, layer_scale, row_scale)
+    rows, weight, residual = call.as_read(aligned_rows, x, weight, residual)
+    bias, layer_scale, row_scale = call.as_read(contiguous, bias, layer_scale, row_scale)
     branch = layer_scale, row_scale, residual
-    launch, shape, dtype = plans.plan(_forward_plan, x.shape, rows, weight, activation, *branch)
+    launch, shape, dtype = call.once("linear_fwd", _forward, x.shape, rows, weight, activation, *branch)
     out = x.new_empty(shape) if dtype is x.dtype else x.new_empty(shape, dtype=dtype)
     launch(rows, weight, bias, *branch, out, None)
     return out
 
 
 def linear_act_fwd(
-    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, *, plans: Plans = AFRESH
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, *, call: Call
 ) -> tuple[Tensor, Tensor]:
-    if not plans.plan(is_our_matmul, x, weight.shape[0]):
+    if not call.once("linear_act_fwd is ours", is_our_matmul, x, weight.shape[0]):
         return aten.linear_act_fwd(x, weight, bias, activation)
-    rows, weight = plans.readable(aligned_rows, x, weight)
-    (bias,) = plans.readable(contiguous, bias)
-    launch, shape, _ = plans.plan(_forward_plan, x.shape, rows, weight, activation)
+    rows, weight = call.as_read(aligned_rows, x, weight)
+    (bias,) = call.as_read(contiguous, bias)
+    launch, shape, _ = call.once("linear_act_fwd", _forward, x.shape, rows, weight, activation)
     h = x.new_empty(shape)
     pre = torch.empty_like(h)
     launch(rows, weight, bias, None, None, None, h, pre)
@@ -51,23 +51,24 @@ def linear_act_fwd(
 
 
 def linear_dact(
-    dy: Tensor, weight: Tensor, pre: Tensor, activation: str, *, plans: Plans = AFRESH
+    dy: Tensor, weight: Tensor, pre: Tensor, activation: str, *, call: Call
 ) -> tuple[Tensor, Tensor, Tensor]:
     dpre, h = empty_like(pre), empty_like(pre)
-    if not plans.plan(is_our_matmul, dy, pre.shape[-1], True, True):
-        return dpre, h, _activation_backward(dy @ weight, pre, activation, dpre, h, plans)
+    if not call.once("linear_dact is ours", is_our_matmul, dy, pre.shape[-1], True, True):
+        return dpre, h, _activation_backward(dy @ weight, pre, activation, dpre, h, call)
     if pre.numel() == 0:
         return dpre, h, pre.new_zeros(pre.shape[-1])
-    dy, weight, pre = plans.readable(aligned_rows, dy, weight, pre)
-    launch, shape = plans.plan(_dact_plan, dy, weight, pre, activation)
-    return dpre, h, launch_with_sum(launch, shape, (dy, weight, pre, dpre, h), pre, plans)
+    dy, weight, pre = call.as_read(aligned_rows, dy, weight, pre)
+    launch = call.once("linear_dact", _dact, dy, weight, pre, activation)
+    (dbias,) = launch(pre, dy, weight, pre, dpre, h)
+    return dpre, h, dbias
 
 
-def act_bwd(dy: Tensor, pre: Tensor, activation: str, *, plans: Plans = AFRESH) -> tuple[Tensor, Tensor]:
+def act_bwd(dy: Tensor, pre: Tensor, activation: str, *, call: Call) -> tuple[Tensor, Tensor]:
     if pre.dtype is torch.float64:
         raise KernelUnsupported("float64")
     dpre = empty_like(pre)
-    return dpre, _activation_backward(dy, pre, activation, dpre, None, plans)
+    return dpre, _activation_backward(dy, pre, activation, dpre, None, call)
 
 
 def is_our_matmul(x: Tensor, n: int, has_epilogue: bool = True, backward: bool = False) -> bool:
@@ -75,15 +76,15 @@ def is_our_matmul(x: Tensor, n: int, has_epilogue: bool = True, backward: bool =
     every dtype."""
     if x.dtype is torch.float64:
         raise KernelUnsupported("float64")
-    if dispatch.INTERPRET:
+    if backend.INTERPRET:
         return True
     k = x.shape[-1]
-    return has_epilogue and _configs.use_triton_gemm(x.numel() // k, n, k, x.element_size(), backward, devices.arch(x))
+    return has_epilogue and _configs.use_triton_gemm(x.numel() // k, n, k, x.element_size(), backward, device.arch(x))
 
 
 def gemm(M: int, N: int, K: int, a: Tensor, activation: str) -> tuple[int, Constants]:
     """Return the number of programs, and the constants, of a kernel that multiplies a [M, K] with [K, N]."""
-    return _gemm_plan(M, N, K, a.element_size(), devices.arch(a), dot_precision(a), activation)
+    return _gemm_plan(M, N, K, a.element_size(), device.arch(a), dot_precision(a), activation)
 
 
 @_tuned.cached
@@ -103,7 +104,7 @@ def gemm_constants(cfg: _configs.GemmConfig, K: int, precision: str, activation:
     }  # fmt: skip
 
 
-def _forward_plan(
+def _forward(
     shape: torch.Size, x: Tensor, weight: Tensor, activation: str, *epilogue: Tensor | None
 ) -> tuple[Launch, tuple[int, ...], torch.dtype]:
     """Configure linear_fwd_kernel. Also return the output's shape and dtype. shape: x before it was in rows."""
@@ -115,10 +116,10 @@ def _forward_plan(
     numbers = M, N, K, rows_per_sample(x, branch.row_scale), *strides
     launch = Launch(linear_fwd_kernel, programs, numbers, {"TMA": False, **constants})
     if _can_be_described(M, *strides[:2], x.element_size()):
-        cfg = _configs.gemm(M, N, K, x.element_size(), devices.arch(x), True)
+        cfg = _configs.gemm(M, N, K, x.element_size(), device.arch(x), True)
         if cfg.programs_per_sm:
             tiles = cdiv(M, cfg.block_m) * cdiv(N, cfg.block_n)
-            programs = min(tiles, cfg.programs_per_sm * devices.multiprocessors(x.device.index))
+            programs = min(tiles, cfg.programs_per_sm * device.multiprocessors(x.device.index))
             constants = {"TMA": True, **gemm_constants(cfg, K, dot_precision(x), activation)}
             launch = Launch(linear_fwd_kernel, programs, numbers, constants, unaligned=launch)
     return launch, (*shape[:-1], N), branch.dtype(x)
@@ -130,35 +131,38 @@ def _can_be_described(M: int, stride_a: int, stride_b: int, itemsize: int) -> bo
     return M < 1 << 31 and stride_a * itemsize % 16 == stride_b * itemsize % 16 == 0
 
 
-def _dact_plan(dy: Tensor, weight: Tensor, pre: Tensor, activation: str) -> tuple[Launch, tuple[int, int, int]]:
-    """Configure linear_dact_kernel. Also return the shape of the partial sums."""
+def _dact(dy: Tensor, weight: Tensor, pre: Tensor, activation: str) -> SummedLaunch:
+    """Configure linear_dact_kernel."""
     K, N = weight.shape
     M = pre.numel() // N
     programs, constants = gemm(M, N, K, dy, activation)
     numbers = M, N, K, row_stride(dy), row_stride(weight), row_stride(pre)
-    return Launch(linear_dact_kernel, programs, numbers, constants), (1, cdiv(M, constants["BLOCK_M"]), N)
+    launch = Launch(linear_dact_kernel, programs, numbers, constants)
+    return SummedLaunch(launch, (1, cdiv(M, constants["BLOCK_M"]), N), [pre.dtype], device.arch(pre))
 
 
 def _activation_backward(
-    dy: Tensor, pre: Tensor, activation: str, dpre: Tensor, h: Tensor | None, plans: Plans
+    dy: Tensor, pre: Tensor, activation: str, dpre: Tensor, h: Tensor | None, call: Call
 ) -> Tensor:
     """Write dpre and h; return dbias."""
     if pre.numel() == 0:
         return pre.new_zeros(pre.shape[-1])
-    dy, pre = plans.readable(by_rows, dy, pre)
-    launch, shape = plans.plan(_activation_plan, dy, pre, activation)
-    return launch_with_sum(launch, shape, (dy, pre, dpre, h), pre, plans)
+    dy, pre = call.as_read(by_rows, dy, pre)
+    launch = call.once("act_bwd", _activation, dy, pre, activation)
+    (dbias,) = launch(pre, dy, pre, dpre, h)
+    return dbias
 
 
-def _activation_plan(dy: Tensor, pre: Tensor, activation: str) -> tuple[Launch, tuple[int, int, int]]:
-    """Configure act_bwd_kernel. Also return the shape of the partial sums."""
+def _activation(dy: Tensor, pre: Tensor, activation: str) -> SummedLaunch:
+    """Configure act_bwd_kernel."""
     N = pre.shape[-1]
     M = pre.numel() // N
-    cfg = _configs.activation_backward(N, pre.element_size(), devices.arch(pre))
+    cfg = _configs.activation_backward(N, pre.element_size(), device.arch(pre))
     tiles = cdiv(M, cfg.steps * cfg.block_m)
-    constants = activation_constants(cfg, activation)
     numbers = M, N, row_stride(dy), row_stride(pre)
-    return Launch(act_bwd_kernel, tiles * cdiv(N, cfg.block_n), numbers, constants), (1, tiles, N)
+    constants = activation_constants(cfg, activation)
+    launch = Launch(act_bwd_kernel, tiles * cdiv(N, cfg.block_n), numbers, constants)
+    return SummedLaunch(launch, (1, tiles, N), [pre.dtype], device.arch(pre))
 
 
 def activation_constants(cfg: _configs.ActivationBackwardConfig, activation: str) -> Constants:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,25 +11,13 @@ from torch import Tensor
 from fastvit.ops.linear import aten
 from fastvit.ops.runtime import decompositions
 from fastvit.ops.runtime.activations import check_activation
-from fastvit.ops.runtime.autograd import (
-    FusedFunction,
-    autocast_dtype,
-    consume_saved,
-    differentiable_once,
-    needs_autograd,
-    repeats_as_views,
-)
-from fastvit.ops.runtime.checks import as_rows, check_float, check_like
-from fastvit.ops.runtime.epilogue import (
-    Epilogue,
-    input_gradient_operands,
-    parameter_gradients,
-    product_over_rows,
-    scale_samples,
-    total_dtype,
-    total_over_rows,
-)
+from fastvit.ops.runtime.autograd import FusedNode, needs_autograd, run
+from fastvit.ops.runtime.call import Call, begin
+from fastvit.ops.runtime.checks import check_float, check_like
+from fastvit.ops.runtime.dtypes import autocast_dtype
+from fastvit.ops.runtime.epilogue import Epilogue, EpilogueTuple, LastLayer, scale_samples
 from fastvit.ops.runtime.registry import register
+from fastvit.ops.runtime.rows import as_rows
 
 # ---- registered ops, on [..., D] of any strides; results are contiguous ----
 
@@ -62,23 +50,22 @@ def _dact_flops(dy: Any, weight: Any, *_: Any, **__: Any) -> int:
 linear_fwd = register(
     "linear_fwd(Tensor x, Tensor weight, Tensor? bias, str activation, Tensor? layer_scale=None,"
     " Tensor? row_scale=None, Tensor? residual=None) -> Tensor",
-    aten=aten.linear_fwd, launch="linear.launch", planned=True, fake=_fwd_fake, flops=_fwd_flops,
+    aten=aten.linear_fwd, launch="linear.launch", fake=_fwd_fake, flops=_fwd_flops,
     decomposition=decompositions.linear_fwd,
 )  # fmt: skip
 linear_act_fwd = register(
     "linear_act_fwd(Tensor x, Tensor weight, Tensor? bias, str activation) -> (Tensor h, Tensor pre)",
-    aten=aten.linear_act_fwd, launch="linear.launch", planned=True, fake=_act_fwd_fake, flops=_fwd_flops,
+    aten=aten.linear_act_fwd, launch="linear.launch", fake=_act_fwd_fake, flops=_fwd_flops,
     decomposition=decompositions.linear_act_fwd,
 )  # fmt: skip
 linear_dact = register(
     "linear_dact(Tensor dy, Tensor weight, Tensor pre, str activation) -> (Tensor dpre, Tensor h, Tensor dbias)",
-    aten=aten.linear_dact, launch="linear.launch", planned=True, fake=_dact_fake, flops=_dact_flops,
+    aten=aten.linear_dact, launch="linear.launch", fake=_dact_fake, flops=_dact_flops,
 )  # fmt: skip
 act_bwd = register(
     "act_bwd(Tensor dy, Tensor pre, str activation) -> (Tensor dpre, Tensor dbias)",
     aten=aten.act_bwd,
     launch="linear.launch",
-    planned=True,
     fake=_act_bwd_fake,
 )
 
@@ -86,72 +73,86 @@ act_bwd = register(
 # ---- gradients ----
 
 
-def _backward(
-    dy: Tensor, x: Tensor | None, weight: Tensor, bias: Tensor | None, layer_scale: Tensor | None,
-    row_scale: Tensor | None, wants: tuple[bool, ...],
-) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Return gradients of x, weight, bias and layer_scale; None if not wanted."""
-    g = scale_samples(dy.to(weight.dtype), row_scale)
-    dx = torch.matmul(*input_gradient_operands(g, weight, layer_scale)) if wants[0] else None
-    of_parameters = weight, bias, layer_scale, wants[1:]
-    G, total = product_over_rows(g, x, layer_scale, wants[1:]), total_over_rows(g, total_dtype(*of_parameters))
-    return dx, *parameter_gradients(G, total, *of_parameters)
+class _Options(NamedTuple):
+    op: str
+    activation: str
+    cast: torch.dtype | None  # autocast's dtype
+    residual_dtype: torch.dtype | None
 
 
-class _Linear(FusedFunction):
-    """residual + row_scale * layer_scale * (x @ weight.T + bias)"""
+class _Inputs(NamedTuple):
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    layer_scale: Tensor | None
+    row_scale: Tensor | None
+    residual: Tensor | None
+    options: _Options
+    call: Call
 
-    @staticmethod
-    def forward(x: Tensor, weight: Tensor, bias: Tensor | None, *epilogue: Tensor | None) -> Any:
-        return linear_fwd(x, weight, bias, "none", *epilogue)
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        x, weight, bias, layer_scale, row_scale, residual = inputs
-        _, needs_weight, _, needs_scale, *_ = ctx.needs_input_grad
-        ctx.save_for_backward(
-            x if needs_weight or needs_scale else None, weight, bias if needs_scale else None, layer_scale, row_scale
-        )
-        ctx.residual_dtype = None if residual is None else residual.dtype
+class _Linear(FusedNode):
+    """residual + row_scale * layer_scale * (x @ weight.T + bias); without a gradient also with an activation."""
+
+    Inputs = _Inputs
+    casts = ("x", "weight", "bias")
+    saves = ("x", "weight", "bias", "layer_scale", "row_scale")
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        wants = ctx.needs_input_grad
-        gradients = (None,) * 4
-        if any(wants[:4]):
-            gradients = differentiable_once("linear", _backward, dy, *ctx.saved_tensors, wants[:4])
-        return *gradients, None, dy.to(ctx.residual_dtype) if wants[5] else None
+    def compute(t: _Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        x, weight, bias, layer_scale, row_scale, residual, o, call = t
+        return (linear_fwd(x, weight, bias, o.activation, layer_scale, row_scale, residual, call=call),), {}
+
+    @staticmethod
+    def reads(t: Any, kept: dict[str, Any], wants: Any) -> dict[str, bool]:
+        return {"x": wants.weight or wants.layer_scale, "bias": wants.layer_scale}
+
+    @staticmethod
+    def gradients(s: dict[str, Any], douts: Any, o: _Options, wants: Any, call: Call) -> dict[str, Any]:
+        (dout,) = douts
+        found = {"residual": dout.to(o.residual_dtype) if wants.residual else None}
+        if not (wants.x or wants.weight or wants.bias or wants.layer_scale):
+            return found
+        layer = LastLayer(s["weight"], s["bias"], s["layer_scale"], wants.weight, wants.bias, wants.layer_scale)
+        g = scale_samples(dout.to(layer.weight.dtype), s["row_scale"])
+        dx = torch.matmul(*layer.input_operands(g)) if wants.x else None
+        dweight, dbias, dlayer_scale = layer.gradients(layer.product(g, s["x"]), layer.total(g))
+        return found | {"x": dx, "weight": dweight, "bias": dbias, "layer_scale": dlayer_scale}
 
 
-def _act_backward(saved: list[Any], dy: Tensor, activation: str, wants: tuple[bool, ...]) -> tuple[Tensor | None, ...]:
-    """Return gradients of x, weight and bias; None if not wanted."""
-    x, weight = saved[:2]
-    dpre, dbias = act_bwd(dy, saved.pop(), activation)  # frees pre
-    dx = dpre @ weight if wants[0] else None
-    return dx, None if x is None else as_rows(dpre).t() @ as_rows(x), dbias if wants[2] else None
+class _ActInputs(NamedTuple):
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    options: _Options
+    call: Call
 
 
-class _LinearAct(FusedFunction):
+class _LinearAct(FusedNode):
     """activation(x @ weight.T + bias)"""
 
-    @staticmethod
-    def forward(*inputs: Any) -> Any:
-        return linear_act_fwd(*inputs)
+    Inputs = _ActInputs
+    casts = ("x", "weight", "bias")
+    keeps = ("pre",)
+    saves = ("x", "weight", "pre")
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        x, weight, _, ctx.activation = inputs
-        _, pre = output
-        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight, pre)
-        ctx.mark_non_differentiable(pre)
-        ctx.set_materialize_grads(False)
+    def compute(t: _ActInputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        h, pre = linear_act_fwd(t.x, t.weight, t.bias, t.options.activation, call=t.call)
+        return (h,), {"pre": pre}
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor | None, dpre: None) -> tuple[Any, ...]:
-        if dy is None:
-            return None, None, None, None
-        wants = ctx.needs_input_grad[:3]
-        return *consume_saved(ctx, "linear", _act_backward, dy, ctx.activation, wants), None
+    def reads(t: Any, kept: dict[str, Any], wants: Any) -> dict[str, bool]:
+        return {"x": wants.weight}
+
+    @staticmethod
+    def gradients(s: dict[str, Any], douts: Any, o: _Options, wants: Any, call: Call) -> dict[str, Any]:
+        dpre, dbias = act_bwd(*douts, s.pop("pre"), o.activation, call=call)
+        return {
+            "x": dpre @ s["weight"] if wants.x else None,
+            "weight": as_rows(dpre).t() @ as_rows(s["x"]) if wants.weight else None,
+            "bias": dbias if wants.bias else None,
+        }
 
 
 def _scale_and_add(h: Tensor, epilogue: Epilogue) -> Tensor:
@@ -215,17 +216,28 @@ def linear(
     Raises:
         TypeError, ValueError: naming the argument, for dtypes, devices, shapes and activations that do not fit.
     """
+    layer = x, weight, bias
+    epilogue = layer_scale, row_scale, residual
+    call = begin("linear", layer + epilogue, (activation,))
+    autograd, options = call.once("checked", _checked, *layer, activation, epilogue)
+    if autograd and activation is not None:
+        h = run(_LinearAct, True, _ActInputs(*layer, options, call))
+        return _scale_and_add(h, Epilogue(*epilogue))
+    out: Tensor = run(_Linear, autograd, _Inputs(*layer, *epilogue, options, call))
+    return out
+
+
+def _checked(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, epilogue: EpilogueTuple
+) -> tuple[bool, _Options]:
+    """Check a call; return whether it needs autograd."""
     check_float("x", x)
     cast = autocast_dtype(x)
     check_linear(x, weight, bias, dtype=cast is None)
-    epilogue = Epilogue(layer_scale, row_scale, residual)
-    epilogue.check(x, weight.shape[0], dtype=cast is None)
+    branch = Epilogue(*epilogue)
+    branch.check(x, weight.shape[0], dtype=cast is None)
     if activation is not None:
         check_activation(activation)
-    if cast is not None:
-        x, weight, bias = x.to(cast), weight.to(cast), None if bias is None else bias.to(cast)
-    if not needs_autograd("linear", x, weight, bias, layer_scale, residual):
-        return linear_fwd(x, weight, bias, activation or "none", *epilogue)
-    if activation is None:
-        return _Linear.apply(*repeats_as_views(x, weight, bias, *epilogue))
-    return _scale_and_add(_LinearAct.apply(x, weight, bias, activation)[0], epilogue)
+    residual = branch.residual
+    options = _Options("linear", activation or "none", cast, None if residual is None else residual.dtype)
+    return needs_autograd("linear", x, weight, bias, branch.layer_scale, residual), options

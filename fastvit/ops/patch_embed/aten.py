@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastvit.ops.runtime.checks import promoted_dtype
-from fastvit.ops.runtime.devices import is_fake
+from fastvit.ops.runtime.device import is_fake
+from fastvit.ops.runtime.dtypes import promoted_dtype
 
 _CHUNK = 1 << 20  # pixels of a matrix of patches: 4 MB, which stays in the cache
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fastvit.ops.patch_embed import aten
 from fastvit.ops.runtime import decompositions
-from fastvit.ops.runtime.autograd import FusedFunction, autocast_dtype, differentiable_once, needs_autograd
+from fastvit.ops.runtime.autograd import FusedNode, needs_autograd, run
+from fastvit.ops.runtime.call import Call, begin
 from fastvit.ops.runtime.checks import check_float, check_image, check_like, check_statistics
+from fastvit.ops.runtime.dtypes import autocast_dtype
 from fastvit.ops.runtime.registry import register
 
 # ---- registered ops ----
@@ -51,47 +53,59 @@ patch_embed_bwd_image = register(
 Statistics = Sequence[float] | Tensor
 
 
-def _gradients(
-    wanted: Sequence[bool], dout: Tensor, image: Tensor | None, weight: Tensor, normalize: Tensor | None,
-    height: int, width: int, dtypes: Sequence[torch.dtype | None],
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """Return the `wanted` gradients of image, weight, bias, pos_embed, prefix, in their dtypes."""
-    found = []
-    if wanted[0]:
-        found.append(patch_embed_bwd_image(dout, weight, height, width, dtypes[0]))
-    if wanted[1]:
-        found.append(patch_embed_bwd_weight(dout, image, weight, normalize))
-    if any(wanted[2:]):
-        # one pass over dout serves all three; plain sums are ATen's. A single image needs no sum over images
-        wide = torch.promote_types(dout.dtype, torch.float32)
-        sums = dout[0] if dout.shape[0] == 1 else dout.sum(0, dtype=wide)
-        n = math.prod(aten.patch_grid(weight, height, width))
-        prefix, patches = sums.split([sums.shape[0] - n, n])
-        summands = (lambda: patches.sum(0, dtype=wide)), (lambda: patches), (lambda: prefix)
-        found += [f().to(d) for f, d, w in zip(summands, dtypes[2:], wanted[2:], strict=True) if w]
-    return tuple(found)
+class _Options(NamedTuple):
+    op: str
+    size: tuple[int, int]  # H, W
+    dtypes: tuple[torch.dtype | None, ...]  # of the first five inputs
+    cast: torch.dtype | None  # autocast's dtype, for the weight
 
 
-class _PatchEmbed(FusedFunction):
-    @staticmethod
-    def forward(*inputs: Any) -> Any:
-        return patch_embed_fwd(*inputs)
+class _Inputs(NamedTuple):
+    image: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    pos_embed: Tensor | None
+    prefix: Tensor | None
+    normalize: Tensor | None
+    options: _Options
+    call: Call
+
+
+class _PatchEmbed(FusedNode):
+    Inputs = _Inputs
+    casts = ("weight",)
+    saves = ("image", "weight", "normalize")
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        image, weight, *_, normalize = inputs
-        ctx.size = image.shape[2:]
-        ctx.dtypes = [None if t is None else t.dtype for t in inputs[:5]]
-        # only the weight's gradient reads the image
-        ctx.save_for_backward(image if ctx.needs_input_grad[1] else None, weight, normalize)
+    def compute(t: _Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        *tensors, _, call = t
+        return (patch_embed_fwd(*tensors, call=call),), {}
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
-        image, weight, normalize = ctx.saved_tensors
-        wanted = ctx.needs_input_grad[:5]
-        arguments = wanted, dout, image, weight, normalize, *ctx.size, ctx.dtypes
-        found = iter(differentiable_once("patch_embed", _gradients, *arguments))
-        return *(next(found) if w else None for w in wanted), None
+    def reads(t: Any, kept: dict[str, Any], wants: Any) -> dict[str, bool]:
+        return {"image": wants.weight}
+
+    @staticmethod
+    def gradients(s: dict[str, Any], douts: Any, o: _Options, wants: Any, call: Call) -> dict[str, Any]:
+        (dout,), weight = douts, s["weight"]
+        dtypes = dict(zip(_Inputs._fields, o.dtypes, strict=False))
+        found: dict[str, Tensor] = {}
+        if wants.image:
+            found["image"] = patch_embed_bwd_image(dout, weight, *o.size, dtypes["image"], call=call)
+        if wants.weight:
+            found["weight"] = patch_embed_bwd_weight(dout, s["image"], weight, s["normalize"], call=call)
+        if wants.bias or wants.pos_embed or wants.prefix:
+            wide = torch.promote_types(dout.dtype, torch.float32)
+            sums = dout[0] if dout.shape[0] == 1 else dout.sum(0, dtype=wide)
+            n = math.prod(aten.patch_grid(weight, *o.size))
+            prefix, patches = sums.split([sums.shape[0] - n, n])
+            if wants.bias:
+                found["bias"] = patches.sum(0, dtype=wide)
+            if wants.pos_embed:
+                found["pos_embed"] = patches
+            if wants.prefix:
+                found["prefix"] = prefix
+        return {name: t.to(dtypes[name]) for name, t in found.items()}
 
 
 def _check(
@@ -183,14 +197,24 @@ def patch_embed(
         TypeError, ValueError: naming the argument, for dtypes, devices and shapes that do not fit, a patch that does
             not divide the image, and mean or std with a float image.
     """
+    tensors = image, weight, bias, pos_embed, prefix
+    call = begin("patch_embed", (*tensors, mean, std))
+    autograd, options = call.once("checked", _checked, *tensors)
+    normalize = _normalization(image, mean, std, torch.promote_types(options.cast or weight.dtype, torch.float32))
+    out: Tensor = run(_PatchEmbed, autograd, _Inputs(*tensors, normalize, options, call))
+    return out
+
+
+def _checked(
+    image: Tensor, weight: Tensor, bias: Tensor | None, pos_embed: Tensor | None, prefix: Tensor | None
+) -> tuple[bool, _Options]:
+    """Check a call; return whether it needs autograd."""
     check_float("weight", weight)
-    dtype = None
+    cast = None
     if isinstance(image, Tensor) and weight.dtype is not torch.float64:
-        dtype = autocast_dtype(image)
-    _check(image, weight, bias, pos_embed, prefix, dtype is not None)
-    if dtype is not None:
-        weight = weight.to(dtype)
-    normalize = _normalization(image, mean, std, torch.promote_types(weight.dtype, torch.float32))
-    if needs_autograd("patch_embed", image, weight, bias, pos_embed, prefix):
-        return _PatchEmbed.apply(image, weight, bias, pos_embed, prefix, normalize)
-    return patch_embed_fwd(image, weight, bias, pos_embed, prefix, normalize)
+        cast = autocast_dtype(image)
+    _check(image, weight, bias, pos_embed, prefix, cast is not None)
+    tensors = image, weight, bias, pos_embed, prefix
+    dtypes = tuple([None if t is None else t.dtype for t in tensors])
+    autograd = needs_autograd("patch_embed", *tensors)
+    return autograd, _Options("patch_embed", (image.shape[2], image.shape[3]), dtypes, cast)

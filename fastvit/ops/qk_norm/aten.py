@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from fastvit.ops.layer_norm.aten import layer_norm_bwd, layer_norm_fwd
 from fastvit.ops.rotary.aten import rotary
-from fastvit.ops.runtime.devices import stat_dtype
+from fastvit.ops.runtime.dtypes import stat_dtype
 
 
 def qk_norm_fwd(
@@ -20,12 +22,13 @@ def qk_norm_fwd(
 def qk_norm_bwd(
     dq_out: Tensor, dk_out: Tensor, q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor,
     sin: Tensor | None, cos: Tensor | None, eps: float, rms: bool, has_bias: bool, interleaved: bool,
-    dq: Tensor | None = None, dk: Tensor | None = None,
+    *, out: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Compute the gradients. dq, dk: tensors to write them to, which may be dq_out and dk_out."""
+    """Compute the gradients. out: tensors to write dq and dk to, which may be dq_out and dk_out."""
+    to_q, to_k = out or (None, None)
     options = sin, cos, eps, rms, interleaved
-    dq, dq_weight, dq_bias = _backward(dq_out, q, q_weight, *options, dq)
-    dk, dk_weight, dk_bias = _backward(dk_out, k, k_weight, *options, dk)
+    dq, dq_weight, dq_bias = _backward(dq_out, q, q_weight, *options, to_q)
+    dk, dk_weight, dk_bias = _backward(dk_out, k, k_weight, *options, to_k)
     if not has_bias:
         dq_bias, dk_bias = q_weight.new_empty(0), k_weight.new_empty(0)
     return dq, dk, dq_weight, dk_weight, dq_bias, dk_bias

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,102 +11,90 @@ from torch import Tensor
 from fastvit.kernels import _configs, _tuned
 from fastvit.kernels.qk_norm import qk_norm_bwd_kernel, qk_norm_fwd_kernel
 from fastvit.ops.attention.launch import in_units, readable
-from fastvit.ops.rotary.launch import readable_tables
-from fastvit.ops.runtime import devices
-from fastvit.ops.runtime.checks import contiguous, empty_like
-from fastvit.ops.runtime.column_sum import column_sums
-from fastvit.ops.runtime.dispatch import KernelUnsupported
-from fastvit.ops.runtime.launch import Constants, cdiv, launch
+from fastvit.ops.rotary.launch import Tables, readable_tables, tables_as_read
+from fastvit.ops.runtime import device
+from fastvit.ops.runtime.backend import KernelUnsupported
+from fastvit.ops.runtime.call import Call
+from fastvit.ops.runtime.column_sum import SummedLaunch
+from fastvit.ops.runtime.launch import Constants, Launch, cdiv
+from fastvit.ops.runtime.rows import contiguous, empty_like
 
 
 def qk_norm_fwd(
     q: Tensor, k: Tensor, q_weight: Tensor, q_bias: Tensor | None, k_weight: Tensor, k_bias: Tensor | None,
-    sin: Tensor | None, cos: Tensor | None, eps: float, rms: bool, interleaved: bool,
+    sin: Tensor | None, cos: Tensor | None, eps: float, rms: bool, interleaved: bool, *, call: Call,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    _check(q, sin, cos)
     out = empty_like(q), empty_like(k)
-    if q.numel() == 0:
-        return out
-    _, N, H, d = q.shape
-    q, k = _alike(q, k)
-    sin, cos, P, tables, table = _positions(sin, cos, N)
-    unit, strides = in_units(q.shape, q.stride(), table)
-    cfg, constants = _plan(d, devices.arch(q))
-    steps, programs = _shares(q, cfg)
-    launch(
-        qk_norm_fwd_kernel,
-        2 * programs,
-        (q, k, *map(contiguous, (q_weight, k_weight, q_bias, k_bias)), sin, cos, *out),
-        (N, P, H, steps, tables, *strides, eps),
-        {"UNIT": unit, **_pairs(sin, d, interleaved), "RMS": rms, **constants},
-    )
+    q, k = _alike(q, k, call)
+    q_weight, q_bias, k_weight, k_bias = call.as_read(contiguous, q_weight, q_bias, k_weight, k_bias)
+    if sin is not None and cos is not None:
+        sin, cos = readable_tables(sin, cos, call)
+    launch = call.once("qk_norm_fwd", _forward, q, sin, cos, eps, rms, interleaved)
+    launch(q, k, q_weight, k_weight, q_bias, k_bias, sin, cos, *out)
     return out
 
 
 def qk_norm_bwd(
     dq_out: Tensor, dk_out: Tensor, q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor,
     sin: Tensor | None, cos: Tensor | None, eps: float, rms: bool, has_bias: bool, interleaved: bool,
-    dq: Tensor | None = None, dk: Tensor | None = None,
+    *, out: Sequence[Tensor] | None = None, call: Call,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Launch the backward kernel. dq, dk: tensors to write the gradients to, which may be dq_out and dk_out, or others
-    of equal strides."""
-    _check(q, sin, cos)
-    if dq is None or dk is None:
-        dq, dk = empty_like(q), empty_like(k)
-    _, N, H, d = q.shape
+    """Launch the backward kernel. out: tensors to write dq and dk to, dq_out and dk_out or others of equal strides."""
+    dq, dk = (empty_like(q), empty_like(k)) if out is None else out
+    q, k = _alike(q, k, call)
+    dq_out, dk_out = _alike(dq_out, dk_out, call)
+    q_weight, k_weight = call.as_read(contiguous, q_weight, k_weight)
+    if sin is not None and cos is not None:
+        sin, cos = readable_tables(sin, cos, call)
     of_weights = q_weight.dtype, k_weight.dtype
     dtypes = *of_weights, *(of_weights if has_bias else (None, None))
+    launch = call.once("qk_norm_bwd", _backward, q, dq_out, dq, sin, cos, eps, rms, dtypes, interleaved)
     if q.numel() == 0:
-        return dq, dk, *(q.new_zeros(0 if dtype is None else d, dtype=dtype) for dtype in dtypes)
-    (q, k), (dq_out, dk_out) = _alike(q, k), _alike(dq_out, dk_out)
-    sin, cos, P, tables, table = _positions(sin, cos, N)
-    unit, strides = in_units(q.shape, q.stride(), dq_out.stride(), dq.stride(), table)
-    cfg, constants = _plan(d, devices.arch(q))
-    steps, programs = _shares(q, cfg)
-    partial = q.new_empty((4 if has_bias else 2, programs, d), dtype=torch.float32)
-    launch(
-        qk_norm_bwd_kernel,
-        2 * programs,
-        (dq_out, dk_out, q, k, *map(contiguous, (q_weight, k_weight)), sin, cos, dq, dk, partial),
-        (N, P, H, steps, tables, *strides, eps),
-        {"UNIT": unit, **_pairs(sin, d, interleaved), "RMS": rms, "HAS_BIAS": has_bias, **constants},
-    )
-    return dq, dk, *column_sums(partial, *dtypes)
+        return dq, dk, *(q.new_zeros(0 if dtype is None else q.shape[3], dtype=dtype) for dtype in dtypes)
+    return dq, dk, *launch(q, dq_out, dk_out, q, k, q_weight, k_weight, sin, cos, dq, dk)
 
 
-def _check(q: Tensor, sin: Tensor | None, cos: Tensor | None) -> None:
+def _alike(q: Tensor, k: Tensor, call: Call) -> Any:
+    """Return both, or copies with the same strides."""
+    q, k = call.as_read(readable, q, k)
+    return (q, k) if q.stride() == k.stride() else call.as_read(torch.Tensor.contiguous, q, k)
+
+
+def _forward(q: Tensor, sin: Tensor | None, cos: Tensor | None, eps: float, rms: bool, interleaved: bool) -> Launch:
+    programs, numbers, constants = _configured(q, sin, cos, rms, interleaved)
+    return Launch(qk_norm_fwd_kernel, programs, (*numbers, eps), constants)
+
+
+def _backward(
+    q: Tensor, dq_out: Tensor, dq: Tensor, sin: Tensor | None, cos: Tensor | None, eps: float, rms: bool,
+    dtypes: Sequence[torch.dtype | None], interleaved: bool,
+) -> SummedLaunch:  # fmt: skip
+    """Return the launch. dtypes: of the gradients of weights and biases."""
+    programs, numbers, constants = _configured(q, sin, cos, rms, interleaved, dq_out, dq)
+    tables = len(dtypes) - dtypes.count(None)
+    constants = {**constants, "HAS_BIAS": tables == 4}
+    launch = Launch(qk_norm_bwd_kernel, programs, (*numbers, eps), constants)
+    return SummedLaunch(launch, (tables, programs // 2, q.shape[3]), dtypes, device.arch(q))
+
+
+def _configured(
+    q: Tensor, sin: Tensor | None, cos: Tensor | None, rms: bool, interleaved: bool, *others: Tensor
+) -> tuple[int, tuple[int, ...], Constants]:
+    """Return the number of programs, numbers, and constants of a launch, for q and as large a k. others: tensors
+    like q that the kernel reads or writes by stride."""
     if any(t is not None and t.dtype is torch.float64 for t in (q, sin, cos)):
         raise KernelUnsupported("float64")
-
-
-def _alike(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """Return both, or copies with the same strides."""
-    q, k = readable(q), readable(k)
-    return (q, k) if q.stride() == k.stride() else (q.contiguous(), k.contiguous())
-
-
-def _positions(sin: Tensor | None, cos: Tensor | None, N: int) -> tuple[Any, Any, int, int, tuple[int, int, int]]:
-    """Return the tables as a kernel reads them, the number of prefix tokens, the number of tables, and their
-    strides."""
-    if sin is None or cos is None:
-        return None, None, 0, 1, (0, 0, 0)
-    sin, cos, strides = readable_tables(sin, cos)
-    return sin, cos, N - sin.shape[2], len(sin), strides
-
-
-def _pairs(sin: Tensor | None, d: int, interleaved: bool) -> Constants:
-    """Return the constants of the pairing. Without positions any pairing will do: neighbours, if the second half of a
-    head does not begin at a multiple of 8."""
-    if sin is None:
-        return {"TABLE_HEADS": 1, "INTERLEAVED": d % 16 != 0}
-    return {"TABLE_HEADS": sin.shape[1], "INTERLEAVED": interleaved}
-
-
-def _shares(q: Tensor, cfg: _configs.HeadsConfig) -> tuple[int, int]:
-    """Return steps and programs for q; k has as many."""
-    B, N, H, _ = q.shape
+    B, N, H, d = q.shape
+    # Without positions any pairing will do: neighbours, if the second half of a head does not begin at a multiple of 8
+    tables, P, pairs = Tables(1, 1, (0, 0, 0)), 0, d % 16 != 0
+    if sin is not None:
+        tables, P, pairs = tables_as_read(sin), N - sin.shape[2], interleaved
+    unit, strides = in_units(q.shape, q.stride(), *[t.stride() for t in others], tables.strides)
+    cfg, constants = _plan(d, device.arch(q))
     steps = B * cdiv(N, cfg.block_n) * H
-    return steps, cfg.programs(steps, devices.multiprocessors(q.device.index) / 2)
+    programs = cfg.programs(steps, device.multiprocessors(q.device.index) / 2) if steps else 0
+    constants = {"UNIT": unit, "TABLE_HEADS": tables.heads, "INTERLEAVED": pairs, "RMS": rms, **constants}
+    return 2 * programs, (N, P, H, steps, tables.samples, *strides), constants
 
 
 @_tuned.cached

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from fastvit.ops.layer_norm.op import LayerNormFunction, Norm, checked_norm
+from fastvit.ops.layer_norm.op import LayerNormNode, Norm, NormInputs, NormOptions, checked_norm
 from fastvit.ops.qk_norm import aten
-from fastvit.ops.rotary.op import Rotary, tables
+from fastvit.ops.rotary.op import Rotary, broadcast_tables, check_tables
 from fastvit.ops.runtime import decompositions
-from fastvit.ops.runtime.autograd import (
-    FusedFunction,
-    autocast_dtype,
-    differentiable_once,
-    needs_autograd,
-    repeats_as_views,
-    run,
-)
+from fastvit.ops.runtime.autograd import FusedNode, needs_autograd, run
+from fastvit.ops.runtime.backend import Path
+from fastvit.ops.runtime.call import Call, begin
 from fastvit.ops.runtime.checks import check_float, check_head_dim, check_like
-from fastvit.ops.runtime.dispatch import choose_backend
+from fastvit.ops.runtime.dtypes import autocast_dtype
 from fastvit.ops.runtime.registry import register
 
 
@@ -32,8 +28,8 @@ def _bwd_fake(
     return q.new_empty(q.shape), k.new_empty(k.shape), *of_weights, *of_biases
 
 
-# q, k [B, N, H, d]; tables [B or 1, H or 1, T, d], or None, for all but the first N - T tokens. Backward takes further
-# arguments, after the schema's, to write dq and dk over the outputs' gradients (see `rotary.in_place`).
+# q, k [B, N, H, d]; tables [B or 1, H or 1, T, d], or None, for all but the first N - T tokens. out= of
+# the backward op: two tensors to write dq and dk to, which may be the outputs' gradients.
 qk_norm_fwd = register(
     "qk_norm_fwd(Tensor q, Tensor k, Tensor q_weight, Tensor? q_bias, Tensor k_weight, Tensor? k_bias, Tensor? sin,"
     " Tensor? cos, float eps, bool rms, bool interleaved) -> (Tensor q_out, Tensor k_out)",
@@ -52,23 +48,44 @@ qk_norm_bwd = register(
 )
 
 
-class _QkNorm(FusedFunction):
-    @staticmethod
-    def forward(*inputs: Any) -> Any:
-        return qk_norm_fwd(*inputs)
+class _Options(NamedTuple):
+    op: str
+    eps: float
+    rms: bool
+    has_bias: bool
+    interleaved: bool
+
+
+class _Inputs(NamedTuple):
+    q: Tensor
+    k: Tensor
+    q_weight: Tensor
+    q_bias: Tensor | None
+    k_weight: Tensor
+    k_bias: Tensor | None
+    sin: Tensor | None
+    cos: Tensor | None
+    options: _Options
+    call: Call
+
+
+class _QkNorm(FusedNode):
+    Inputs = _Inputs
+    saves = ("q", "k", "q_weight", "k_weight", "sin", "cos")
+    single = False
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        q, k, q_weight, q_bias, k_weight, _, sin, cos, eps, rms, interleaved = inputs
-        ctx.save_for_backward(q, k, q_weight, k_weight, sin, cos)
-        ctx.options = eps, rms, q_bias is not None, interleaved
+    def compute(t: _Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        *tensors, o, call = t
+        return qk_norm_fwd(*tensors, o.eps, o.rms, o.interleaved, call=call), {}
 
     @staticmethod
-    def backward(ctx: Any, dq_out: Tensor, dk_out: Tensor) -> tuple[Any, ...]:
-        arguments = dq_out, dk_out, *ctx.saved_tensors, *ctx.options
-        dq, dk, dq_weight, dk_weight, *biases = differentiable_once("qk_norm", qk_norm_bwd, *arguments)
-        dq_bias, dk_bias = biases if ctx.options[2] else (None, None)
-        return dq, dk, dq_weight, dq_bias, dk_weight, dk_bias, *(None,) * 5
+    def gradients(s: dict[str, Any], douts: Any, o: _Options, wants: Any, call: Call) -> dict[str, Any]:
+        douts = [torch.zeros_like(x) if dout is None else dout for dout, x in zip(douts, (s["q"], s["k"]), strict=True)]
+        options = o.eps, o.rms, o.has_bias, o.interleaved
+        dq, dk, dq_weight, dk_weight, dq_bias, dk_bias = qk_norm_bwd(*douts, *s.values(), *options, call=call)
+        found = {"q": dq, "k": dk, "q_weight": dq_weight, "k_weight": dk_weight}
+        return found | {"q_bias": dq_bias, "k_bias": dk_bias} if o.has_bias else found
 
 
 def checked_norms(
@@ -103,25 +120,33 @@ def qk_norm(q: Tensor, k: Tensor, q_norm: Norm, k_norm: Norm, rotary: Rotary | N
     Raises:
         TypeError, ValueError: naming the argument, for dtypes, devices, shapes and values that do not fit.
     """
+    call = begin("qk_norm", (q, k, q_norm, k_norm, rotary))
+    autograd, options, norm = call.once("checked", _checked, q, k, q_norm, k_norm, rotary)
+    (q_weight, q_bias), (k_weight, k_bias) = Norm(*q_norm)[:2], Norm(*k_norm)[:2]
+    if rotary is None and call.path is Path.ATEN:  # PyTorch's own norm, and its statistics are kept
+        q = run(LayerNormNode, autograd, NormInputs(q, q_weight, q_bias, norm, call))
+        return q, run(LayerNormNode, autograd, NormInputs(k, k_weight, k_bias, norm, call))
+    sin, cos = (None, None) if rotary is None else broadcast_tables(rotary)
+    tensors = q, k, q_weight, q_bias, k_weight, k_bias, sin, cos
+    found: tuple[Tensor, Tensor] = run(_QkNorm, autograd, _Inputs(*tensors, options, call))
+    return found
+
+
+def _checked(
+    q: Tensor, k: Tensor, q_norm: Norm, k_norm: Norm, rotary: Rotary | None
+) -> tuple[bool, _Options, NormOptions]:
+    """Check a call; return whether it needs autograd, its options, and those of a norm alone."""
     check_float("q", q)
     if q.dim() != 4:
         raise ValueError(f"q must have shape (B, N, H, d), got {tuple(q.shape)}")
     check_like("q", q, ("k", k, tuple(q.shape), "q's shape"))
     check_head_dim("head_dim", q.shape[3])
-    names, dtype = ("q_norm", "k_norm"), autocast_dtype(q) is None
-    norms = checked_norms(names, q, (q_norm, k_norm), q.shape[3], dtype=dtype, x_name="q")
-    (q_weight, q_bias, eps, kind), (k_weight, k_bias, *_) = norms
-    sin = cos = None
-    interleaved = False
+    dtype = autocast_dtype(q) is None
+    q_norm, k_norm = checked_norms(("q_norm", "k_norm"), q, (q_norm, k_norm), q.shape[3], dtype=dtype, x_name="q")
     if rotary is not None:
-        (sin, cos), interleaved = tables(rotary, "q", q, tuple(q.shape), "rotary"), rotary.interleaved
-    tensors = q, k, q_weight, q_bias, k_weight, k_bias
-    autograd = needs_autograd("qk_norm", *tensors)
-    if rotary is None and choose_backend(*tensors) == "aten":  # PyTorch's own norm, and its statistics are kept
-        norm = eps, None, kind == "rms"
-        q = run(LayerNormFunction, autograd, "qk_norm", q, q_weight, q_bias, *norm)
-        return q, run(LayerNormFunction, autograd, "qk_norm", k, k_weight, k_bias, *norm)
-    options = sin, cos, eps, kind == "rms", interleaved
-    if autograd:
-        return _QkNorm.apply(*repeats_as_views(*tensors), *options)
-    return qk_norm_fwd(*tensors, *options)
+        check_tables(rotary, "q", q, tuple(q.shape), "rotary")
+    _, bias, eps, kind = q_norm
+    interleaved = rotary is not None and rotary.interleaved
+    options = _Options("qk_norm", eps, kind == "rms", bias is not None, interleaved)
+    autograd = needs_autograd("qk_norm", q, k, *q_norm[:2], *k_norm[:2])
+    return autograd, options, NormOptions("qk_norm", eps, None, kind == "rms")

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastvit.ops.runtime.checks import promoted_dtype
+from fastvit.ops.runtime.dtypes import promoted_dtype
 
 
 def _join(first: Tensor, second: Tensor, interleaved: bool) -> Tensor:

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from fastvit.ops.rotary import aten
-from fastvit.ops.runtime import decompositions, registry
-from fastvit.ops.runtime.autograd import FusedFunction, differentiable_once, needs_autograd, unviewed
+from fastvit.ops.runtime import decompositions
+from fastvit.ops.runtime.autograd import FusedNode, needs_autograd, run, unviewed
+from fastvit.ops.runtime.call import Call, begin
 from fastvit.ops.runtime.checks import check_float, check_head_dim, check_like
 from fastvit.ops.runtime.registry import register
 
@@ -30,8 +31,8 @@ class Rotary(NamedTuple):
 
 
 # x [B, N, heads, d], of which the first `rotated` heads are, by tables [B or 1, H or 1, T, d] that repeat for every H
-# heads; the first N - T tokens and the other heads are copied. transposed: the gradient. A further argument, after the
-# schema's, makes the op write over x (see `in_place`).
+# heads; the first N - T tokens and the other heads are copied. transposed: the gradient. out=x makes the op write over
+# x, which is contiguous and owned by the caller.
 rotary_op = register(
     "rotary(Tensor x, Tensor sin, Tensor cos, int rotated, bool interleaved, bool transposed) -> Tensor",
     aten=aten.rotary,
@@ -41,51 +42,47 @@ rotary_op = register(
 )
 
 
-def in_place(x: Tensor, backend: Any) -> tuple[Tensor, ...]:
-    """Return rotary_op's further argument that lets it overwrite x, which must be contiguous and owned by the caller.
-    Empty if the dispatcher runs ops, which return new tensors."""
-    return () if backend == "dispatcher" and registry.runner is None else (x,)
+class _Options(NamedTuple):
+    op: str
+    rotated: int
+    interleaved: bool
 
 
-def _backward(
-    dy: Tensor, x: Tensor | None, sin: Tensor, cos: Tensor, rotated: int, interleaved: bool, wants: tuple[bool, ...]
-) -> tuple[Tensor | None, ...]:
-    """Return gradients of x, sin and cos; None if not wanted."""
-    dx = rotary_op(dy, sin, cos, rotated, interleaved, True) if wants[0] else None
-    if x is None:
-        return dx, None, None
-    g, x = (aten.rotated_part(t, sin, rotated).to(torch.promote_types(t.dtype, torch.float32)) for t in (dy, x))
-    products = (aten.signed(g * aten.swapped(x, interleaved), interleaved), sin), (g * x, cos)
-    dsin, dcos = (t.sum(2).transpose(1, 2).sum_to_size(table.shape).to(table.dtype) for t, table in products)
-    return dx, dsin if wants[1] else None, dcos if wants[2] else None
+class _Inputs(NamedTuple):
+    x: Tensor
+    sin: Tensor
+    cos: Tensor
+    options: _Options
+    call: Call
 
 
-class _Rotary(FusedFunction):
-    @staticmethod
-    def forward(name: str, *inputs: Any) -> Any:
-        return rotary_op(*inputs, False)
+class _Rotary(FusedNode):
+    Inputs = _Inputs
+    saves = ("x", "sin", "cos")
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.name, x, sin, cos, *ctx.options = inputs
-        ctx.save_for_backward(x if any(ctx.needs_input_grad[2:4]) else None, sin, cos)
+    def compute(t: _Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        _, rotated, interleaved = t.options
+        return (rotary_op(t.x, t.sin, t.cos, rotated, interleaved, False, call=t.call),), {}
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        arguments = dy, *ctx.saved_tensors, *ctx.options, ctx.needs_input_grad[1:4]
-        return None, *differentiable_once(ctx.name, _backward, *arguments), None, None
+    def reads(t: Any, kept: dict[str, Any], wants: Any) -> dict[str, bool]:
+        return {"x": wants.sin or wants.cos}
 
-
-def tables(
-    rotary: Rotary, name: str, x: Tensor, shape: tuple[int, ...], instead: str | None = None
-) -> tuple[Tensor, Tensor]:
-    """Check `rotary` for q and k of a shape (B, N, H, d), on the device of x, which has that name. Return its tables,
-    broadcastable to (B, H, N - P, d). instead: the op that differentiates tables, if the caller's does not."""
-    check_tables(rotary, name, x, shape, instead)
-    return broadcast_tables(rotary)
+    @staticmethod
+    def gradients(s: dict[str, Any], douts: Any, o: _Options, wants: Any, call: Call) -> dict[str, Any]:
+        (dy,), x, sin, cos = douts, s["x"], s["sin"], s["cos"]
+        dx = rotary_op(dy, sin, cos, o.rotated, o.interleaved, True, call=call) if wants.x else None
+        if x is None:
+            return {"x": dx}
+        g, x = (aten.rotated_part(t, sin, o.rotated).to(torch.promote_types(t.dtype, torch.float32)) for t in (dy, x))
+        products = (aten.signed(g * aten.swapped(x, o.interleaved), o.interleaved), sin), (g * x, cos)
+        dsin, dcos = (t.sum(2).transpose(1, 2).sum_to_size(table.shape).to(table.dtype) for t, table in products)
+        return {"x": dx, "sin": dsin if wants.sin else None, "cos": dcos if wants.cos else None}
 
 
 def broadcast_tables(rotary: Rotary) -> tuple[Tensor, Tensor]:
+    """Return the tables, broadcastable to (B, H, N - P, d)."""
     sin, cos, *_ = rotary
     if sin.dim() < 4:
         sin, cos = (table[(None,) * (4 - table.dim())] for table in (sin, cos))
@@ -93,7 +90,8 @@ def broadcast_tables(rotary: Rotary) -> tuple[Tensor, Tensor]:
 
 
 def check_tables(rotary: Rotary, name: str, x: Tensor, shape: tuple[int, ...], instead: str | None = None) -> None:
-    """Check the tables as `tables` does."""
+    """Check `rotary` for q and k of a shape (B, N, H, d), on the device of x, which has that name. instead: the op that
+    differentiates tables, if the caller's does not."""
     if not isinstance(rotary, Rotary):
         raise TypeError(f"rotary must be an ops.Rotary, got {type(rotary).__name__}")
     sin, cos, prefix, _ = rotary
@@ -127,14 +125,20 @@ def rotary(x: Tensor, rotary: Rotary) -> Tensor:
     Raises:
         TypeError, ValueError: naming the argument, for dtypes, devices and shapes that do not fit.
     """
+    call = begin("rotary", (x, rotary))
+    autograd, options = call.once("checked", _checked, x, rotary)
+    out: Tensor = run(_Rotary, autograd, _Inputs(x, *broadcast_tables(rotary), options, call))
+    return out
+
+
+def _checked(x: Tensor, rotary: Rotary) -> tuple[bool, _Options]:
+    """Check a call; return whether it needs autograd."""
     check_float("x", x)
     if x.dim() != 4:
         raise ValueError(f"x must have shape (B, N, H, d), got {tuple(x.shape)}")
     check_head_dim("head_dim", x.shape[3])
-    arguments = x, *tables(rotary, "x", x, tuple(x.shape)), x.shape[2], rotary.interleaved
-    if needs_autograd("rotary", *arguments[:3]):
-        return _Rotary.apply("rotary", *arguments)
-    return rotary_op(*arguments, False)
+    check_tables(rotary, "x", x, tuple(x.shape))
+    return needs_autograd("rotary", x, rotary.sin, rotary.cos), _Options("rotary", x.shape[2], rotary.interleaved)
 
 
 def rotary_qkvpacked(qkv: Tensor, rotary: Rotary) -> Tensor:
@@ -150,12 +154,20 @@ def rotary_qkvpacked(qkv: Tensor, rotary: Rotary) -> Tensor:
     Raises:
         TypeError, ValueError: as `rotary`.
     """
+    call = begin("rotary_qkvpacked", (qkv, rotary))
+    autograd, options = call.once("checked", _checked_packed, qkv, rotary)
+    heads = qkv.flatten(2, 3)
+    out: Tensor = run(_Rotary, autograd, _Inputs(heads, *broadcast_tables(rotary), options, call)).view(qkv.shape)
+    return out if autograd else unviewed(out)
+
+
+def _checked_packed(qkv: Tensor, rotary: Rotary) -> tuple[bool, _Options]:
+    """Check a call of `rotary_qkvpacked`; return whether it needs autograd."""
     check_float("qkv", qkv)
     if qkv.dim() != 5 or qkv.shape[2] != 3:
         raise ValueError(f"qkv must have shape (B, N, 3, H, d), got {tuple(qkv.shape)}")
     B, N, _, H, d = qkv.shape
     check_head_dim("head_dim", d)
-    arguments = qkv.flatten(2, 3), *tables(rotary, "qkv", qkv, (B, N, H, d)), 2 * H, rotary.interleaved
-    if needs_autograd("rotary_qkvpacked", *arguments[:3]):
-        return _Rotary.apply("rotary_qkvpacked", *arguments).view(qkv.shape)
-    return unviewed(rotary_op(*arguments, False).view(qkv.shape))
+    check_tables(rotary, "qkv", qkv, (B, N, H, d))
+    options = _Options("rotary_qkvpacked", 2 * H, rotary.interleaved)
+    return needs_autograd("rotary_qkvpacked", qkv, rotary.sin, rotary.cos), options

@@ -1,8 +1,8 @@
-"""Base classes and helpers of the ops' gradients."""
+"""The gradients of ops: one base class of their autograd nodes, and what a call has to ask before it uses one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
-from fastvit.ops.runtime.dispatch import is_jit_tracing
+from fastvit.ops.runtime.backend import is_jit_tracing
+from fastvit.ops.runtime.call import begin
 from fastvit.ops.runtime.torch_private import (
     add_batch_dim,
     are_functorch_transforms_active,
@@ -43,91 +44,175 @@ def needs_autograd(name: str, *tensors: Tensor | None) -> bool:
     return False
 
 
-def repeats_as_views(*tensors: Tensor | None) -> tuple[Any, ...]:
-    """Return the arguments, with views for repeated ones while torch.compile traces: it refuses a Function that gets
-    one tensor twice, as linear(x, weight, residual=x) does."""
-    if not is_dynamo_compiling():
-        return tensors
-    seen: list[Tensor | None] = []
-    for t in tensors:
-        repeated = t is not None and any(t is other for other in seen)
-        seen.append(t.view_as(t) if t is not None and repeated else t)
-    return tuple(seen)
-
-
-def unshared(output: Tensor) -> Tensor:
-    """Protect an output that its Function also saves. If it is edited in place, the backward pass raises, but not where
-    torch.compile traces the Function: there the edit would silently change what is saved. So the caller gets a copy,
-    which Inductor removes if nothing edits it."""
-    return output.clone() if is_dynamo_compiling() else output
-
-
 def unviewed(output: Tensor) -> Tensor:
     """Turn a new output that is a view into a tensor without a base: a view that a Function returns, or that was made
     under no_grad, may not be edited in place. A trace keeps its gradient."""
     return output if is_jit_tracing() else output.detach()
 
 
-class FusedFunction(torch.autograd.Function):
-    """Base of the ops' gradients. Subclasses define `forward`, `setup_context` and `backward`, and do the work of
-    `backward` through `differentiable_once` or `consume_saved`."""
+def cast(t: Any, names: tuple[str, ...], dtype: torch.dtype) -> Any:
+    """Return Inputs with the tensors of these names, and those in tuples, in that dtype."""
+    found = {}
+    for name in names:
+        value = getattr(t, name)
+        if isinstance(value, tuple):
+            found[name] = tuple([None if part is None else part.to(dtype) for part in value])
+        elif value is not None:
+            found[name] = value.to(dtype)
+    return t._replace(**found)
 
-    generate_vmap_rule = True
+
+class FusedNode:
+    """Base of the ops' autograd nodes. A subclass defines
+
+    Inputs: a NamedTuple of tensors or None, `options` and `call`. options is a NamedTuple of plain values, of which
+        `op` is the public op's name, and `cast` autocast's dtype, if the op casts inputs.
+    casts: names of the inputs that autocast casts. Autograd casts the gradients back.
+    keeps: names of the tensors that `compute` makes for the backward pass.
+    saves: names of what the backward pass reads: inputs, tensors of `keeps`, and "result", the first result.
+    single: whether the op returns a tensor, not a tuple.
+    variadic: whether the last field of Inputs, and of its gradients, is a tuple of any number of tensors.
+    compute(t): a tuple of the results, and a dict of the tensors of `keeps`.
+    gradients(s, douts, o, wants, call): a dict of gradients by the names of inputs; missing ones are None. s: what was
+        saved, by name; memory that is popped from it is free while the function runs, unless the graph is retained.
+        douts: gradients of the results, not all of them None. o: the options. wants: Inputs of bools, whether an input
+        needs a gradient.
+
+    reads(t, kept, wants): for names of `saves` that the backward pass may not need, whether it does.
+
+    and overrides `kept` if `keeps` depends on the inputs.
+
+    It gets two autograd Functions. torch.compile and functorch take `in_two_steps`, whose tensors for the backward pass
+    are outputs that autograd tracks, and whose casts are nodes of their own. All other calls run `in_one_step`, which
+    saves 7 us for five such tensors, and 4 us a cast."""
+
+    Inputs: Any
+    casts: tuple[str, ...] = ()
+    keeps: tuple[str, ...] = ()
+    saves: tuple[str, ...] = ()
+    single = True
+    variadic = False
+    in_one_step: Callable[..., Any]
+    in_two_steps: Any
 
     @classmethod
-    def apply(cls, *args: Any) -> Any:
-        """Apply the Function without torch's look at the signature of `forward`, which fills in defaults and takes 20
-        us a call. Ops pass all arguments."""
-        if unwrap_if_dead is None or are_functorch_transforms_active is None or are_functorch_transforms_active():
-            return super().apply(*args)
-        return super(torch.autograd.Function, cls).apply(*_unwrapped(args))  # type: ignore[misc]
+    def kept(cls, t: Any) -> tuple[str, ...]:
+        """Return the names of the tensors that `compute` makes for the backward pass."""
+        return cls.keeps
 
+    @staticmethod
+    def compute(t: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        raise NotImplementedError
 
-def _unwrapped(args: tuple[Any, ...]) -> list[Any]:
-    return [unwrap_if_dead(a) if isinstance(a, Tensor) else a for a in args]
+    @staticmethod
+    def reads(t: Any, kept: dict[str, Any], wants: Any) -> dict[str, bool]:
+        return {}
 
-
-class FusedHalf(FusedFunction):
-    """Base of the gradients of a block's halves, for `run`. The first output is the result, the others are what the
-    backward pass reads, and `cast` is what autocast does to the inputs.
-
-    Every half also has a fast variant, used outside torch.compile and functorch: it saves tensors directly instead of
-    returning them as tracked outputs, and casts inside the node. It saves 7 us for a call of five outputs, and 4 us a
-    cast."""
-
-    in_one_step: Callable[..., Any]
+    @staticmethod
+    def gradients(s: dict[str, Any], douts: Any, o: Any, wants: Any, call: Any) -> dict[str, Any]:
+        raise NotImplementedError
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        Inputs, fixed = cls.Inputs, len(cls.Inputs._fields) - 1
 
-        def forward(ctx: Any, *inputs: Any) -> Any:
-            inputs = cls.cast(*inputs)
-            output = cls.forward(*inputs)
-            cls.setup_context(ctx, inputs, output)
-            return output[0]
+        def named(inputs: Sequence[Any]) -> Any:
+            return Inputs(*inputs[:fixed], inputs[fixed:]) if cls.variadic else Inputs(*inputs)
 
-        members = {"forward": staticmethod(forward), "backward": staticmethod(cls.backward)}
-        one: Any = type(cls.__name__, (torch.autograd.Function,), members)
-        cls.in_one_step = super(torch.autograd.Function, one).apply  # type: ignore[misc]  # as `FusedFunction.apply`
+        def save(ctx: Any, t: Any, kept: dict[str, Any], results: Any) -> None:
+            reads, made = cls.reads(t, kept, named(ctx.needs_input_grad)), {**kept, "result": results[0]}
+            s: dict[str, Any] = {}
+            for name in cls.saves:
+                value = made[name] if name in made else getattr(t, name, None)
+                if isinstance(value, tuple):
+                    s |= {f"{name}[{i}]": part for i, part in enumerate(value)}
+                else:
+                    s[name] = value if reads.get(name, True) else None
+            ctx.save_for_backward(*s.values())
+            ctx.names, ctx.options = tuple(s), t.options
+            ctx.set_materialize_grads(False)
 
-    @staticmethod
-    def cast(*inputs: Any) -> tuple[Any, ...]:
-        """Return the inputs of `forward` for those of `run`. Autograd casts the gradients back."""
-        raise NotImplementedError
+        def forward(*inputs: Any) -> Any:
+            t = named(inputs)
+            results, kept = cls.compute(t)
+            return *results, *[kept[name] for name in cls.kept(t)]
+
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+            t = named(inputs)
+            names = cls.kept(t)
+            count = len(output) - len(names)
+            ctx.mark_non_differentiable(*output[count:])
+            save(ctx, t, dict(zip(names, output[count:], strict=True)), output)
+            ctx.count = count
+
+        def forward_in_one_step(ctx: Any, *inputs: Any) -> Any:
+            t = named(inputs)
+            if cls.casts and t.options.cast is not None:
+                t = cast(t, cls.casts, t.options.cast)
+            results, kept = cls.compute(t)
+            save(ctx, t, kept, results)
+            ctx.count = len(results)
+            return results[0] if cls.single else results
+
+        def backward(ctx: Any, *douts: Any) -> Any:
+            wants = ctx.needs_input_grad
+            douts = douts[: ctx.count]
+            if all(dout is None for dout in douts):
+                return (None,) * len(wants)
+            return _backward(ctx, cls, douts, named(wants))
+
+        two = {"forward": forward, "setup_context": setup_context, "backward": backward}
+        one = {"forward": forward_in_one_step, "backward": backward}
+        cls.in_two_steps = _function(cls.__name__, two, generate_vmap_rule=True)
+        # not its `apply`, which looks at the signature of `forward` to fill in defaults, for 20 us a call
+        cls.in_one_step = super(torch.autograd.Function, _function(cls.__name__, one)).apply  # type: ignore[misc]
 
 
-def run(half: type[FusedHalf], autograd: bool, *inputs: Any) -> Any:
-    """Return the half's result. autograd: whether it may need a gradient."""
+def _function(name: str, methods: dict[str, Callable[..., Any]], **attributes: Any) -> Any:
+    """Return an autograd Function with these static methods."""
+    static = {key: staticmethod(method) for key, method in methods.items()}
+    return type(name, (torch.autograd.Function,), {**static, **attributes})
+
+
+def run(node: type[FusedNode], autograd: bool, t: Any) -> Any:
+    """Return the results of an op for its Inputs: a tensor or a tuple. Then remember its call. autograd: whether it may
+    need a gradient."""
+    call, in_two_steps = t.call, autograd and (unwrap_if_dead is None or transforming() or is_dynamo_compiling())
+    if (in_two_steps or not autograd) and node.casts and t.options.cast is not None:
+        t = cast(t, node.casts, t.options.cast)
     if not autograd:
-        return half.forward(*half.cast(*inputs))[0]
-    if unwrap_if_dead is None or transforming() or is_dynamo_compiling():
-        return half.apply(*half.cast(*repeats_as_views(*inputs)))[0]
-    return half.in_one_step(*_unwrapped(inputs))
+        found, _ = node.compute(t)
+        found = found[0] if node.single else found
+    elif in_two_steps:
+        names = node.kept(t)
+        outputs = node.in_two_steps.apply(*_repeats_as_views(_flat(node, t)))
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        if "result" in node.saves and is_dynamo_compiling():
+            # An edit in place would silently change what is saved; in other calls the backward pass then raises.
+            # Inductor removes the copy if nothing edits it.
+            outputs = outputs[0].clone(), *outputs[1:]
+        found = outputs[0] if node.single else outputs[: len(outputs) - len(names)]
+    else:
+        found = node.in_one_step(*[unwrap_if_dead(a) if isinstance(a, Tensor) else a for a in _flat(node, t)])
+    if call.is_first:
+        call.remember()
+    return found
 
 
-def cast_to(dtype: torch.dtype | None, *tensors: Tensor | None) -> list[Any]:
-    """Return the tensors in that dtype, or as they are for None."""
-    return [*tensors] if dtype is None else [None if t is None else t.to(dtype) for t in tensors]
+def _flat(node: type[FusedNode], t: Any) -> Sequence[Any]:
+    return (*t[:-1], *t[-1]) if node.variadic else t
+
+
+def _repeats_as_views(t: Sequence[Any]) -> list[Any]:
+    """Return the inputs, with views for repeated tensors while torch.compile traces: it refuses a Function that gets
+    one tensor twice, as linear(x, weight, residual=x) does."""
+    if not is_dynamo_compiling():
+        return [*t]
+    seen: list[Any] = []
+    for a in t:
+        repeated = isinstance(a, Tensor) and any(a is other for other in seen)
+        seen.append(a.view_as(a) if repeated else a)
+    return seen
 
 
 class _DifferentiableOnce(torch.autograd.Function):
@@ -135,7 +220,7 @@ class _DifferentiableOnce(torch.autograd.Function):
 
     @staticmethod
     def forward(name: str, function: Callable[..., Any], *args: Any) -> Any:
-        return _run_backward(function, args)
+        return function(*args)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -146,69 +231,61 @@ class _DifferentiableOnce(torch.autograd.Function):
         raise NotImplementedError(f"fastvit.ops.{ctx.name} does not support double backward")
 
 
-def differentiable_once(name: str, function: Callable[..., Any], *args: Any) -> Any:
-    """Run function(*args), the backward pass of the op `name`. Differentiating it again raises an error that names the
-    op; an opaque op alone would give no gradient."""
-    if torch.is_grad_enabled():
-        return _DifferentiableOnce.apply(name, function, *args)
-    return _run_backward(function, args)
+def _backward(ctx: Any, node: type[FusedNode], douts: tuple[Any, ...], wants: Any) -> Any:
+    """Return the gradients of all inputs. Differentiating them again raises an error that names the op; an opaque op
+    alone would give no gradient."""
+    o, names, count = ctx.options, ctx.names, len(douts)
 
+    def work(s: dict[str, Any], *douts: Any) -> Any:
+        call = begin(f"{o.op} backward", (*douts, *s.values()), (o, wants))
+        found: dict[str, Any] = dict.fromkeys(wants._fields)
+        found |= node.gradients(s, douts, o, wants, call)
+        call.remember()
+        *first, last = wants._make(found.values())  # raises for a name that no input has
+        if node.variadic:
+            return *first, *(last or (None,) * len(wants[-1]))
+        return *first, last
 
-def consume_saved(ctx: Any, name: str, function: Callable[..., Any], *args: Any) -> Any:
-    """Run function(saved, *args) like `differentiable_once`; `saved` is the list of saved tensors. Unless the graph is
-    retained, the node releases them: what `function` takes out of the list and drops is freed while it still runs.
-    """
-    saved = list(ctx.saved_tensors)
+    saved = dict(zip(names, ctx.saved_tensors, strict=True))
     if torch.is_grad_enabled():
-        n = len(saved)
-        return _DifferentiableOnce.apply(name, lambda *flat: function([*flat[:n]], *flat[n:]), *saved, *args)
+
+        def of_flat(*tensors: Any) -> Any:
+            return _without_autocast(work, dict(zip(names, tensors[count:], strict=True)), *tensors[:count])
+
+        return _DifferentiableOnce.apply(o.op, of_flat, *douts, *saved.values())
     if clear_saved_tensors is not None and not is_dynamo_compiling():
         ctx.maybe_clear_saved_tensors()
-    return _run_backward(function, args, saved)
+    return _without_autocast(work, saved, *douts)
 
 
-def _run_backward(function: Callable[..., Any], args: tuple[Any, ...], saved: list[Any] | None = None) -> Any:
-    """Run function(*args), or function(saved, *args), without autocast: the forward pass has chosen the dtypes."""
+def _without_autocast(work: Callable[..., Any], saved: dict[str, Any], *douts: Any) -> Any:
+    """Run work(saved, *douts) without autocast: the forward pass has chosen the dtypes."""
     if is_any_autocast_enabled is None or is_any_autocast_enabled() or is_dynamo_compiling():
-        kind = next(a.device.type for a in args if isinstance(a, Tensor))
+        kind = next(dout.device.type for dout in douts if dout is not None)
         if kind != "meta":  # autocast refuses meta tensors
             with torch.autocast(kind, enabled=False):
-                return _for_each_gradient(function, args, saved)
-    return _for_each_gradient(function, args, saved)
+                return _for_each_gradient(work, saved, *douts)
+    return _for_each_gradient(work, saved, *douts)
 
 
-def _for_each_gradient(function: Callable[..., Any], args: tuple[Any, ...], saved: list[Any] | None) -> Any:
-    """Run `function` once for each gradient of a batch, and once where there is no batch.
+def _for_each_gradient(work: Callable[..., Any], saved: dict[str, Any], *douts: Any) -> Any:
+    """Run `work` once for each gradient of a batch, and once where there is no batch.
 
     `torch.autograd.grad(is_grads_batched=True)` and `jacobian(vectorize=True)` map over gradients with a vmap that is
     older than torch.func's. It lacks rules for most functions of a backward pass, and for code that depends on a
     tensor's memory."""
-    before = () if saved is None else (saved,)
     if is_batched_gradient is None or is_dynamo_compiling():
-        return function(*before, *args)
-    batched = [isinstance(a, Tensor) and is_batched_gradient(a) for a in args]
+        return work(saved, *douts)
+    batched = [dout is not None and is_batched_gradient(dout) for dout in douts]
     if True not in batched:
-        return function(*before, *args)
+        return work(saved, *douts)
     # level 1: a second level would differentiate twice
-    each = [remove_batch_dim(a, 1, 1, 0) if b else a for a, b in zip(args, batched, strict=True)]
+    each = [remove_batch_dim(a, 1, 1, 0) if b else a for a, b in zip(douts, batched, strict=True)]
     set_dispatch_key_included("VmapMode", False)  # that mode refuses random numbers, which dropout draws again
     try:
         found = []
         for i in range(len(each[batched.index(True)])):
-            before = () if saved is None else ([*saved],)
-            found.append(function(*before, *(a[i] if b else a for a, b in zip(each, batched, strict=True))))
+            found.append(work({**saved}, *(a[i] if b else a for a, b in zip(each, batched, strict=True))))
     finally:
         set_dispatch_key_included("VmapMode", True)
-    if isinstance(found[0], Tensor):
-        return add_batch_dim(torch.stack(found), 0, 1)
     return tuple([None if of[0] is None else add_batch_dim(torch.stack(of), 0, 1) for of in zip(*found, strict=True)])
-
-
-def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """Return autocast's dtype on x's device; None outside autocast and for float64."""
-    if is_any_autocast_enabled is not None and not is_any_autocast_enabled():
-        return None
-    kind = x.device.type
-    if kind != "meta" and torch.is_autocast_enabled(kind) and x.dtype is not torch.float64:  # refuses meta tensors
-        return torch.get_autocast_dtype(kind)
-    return None

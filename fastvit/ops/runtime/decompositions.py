@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fastvit.ops.attention.aten import is_added
 from fastvit.ops.rotary.aten import by_token, rotated_part, signed, swapped
 from fastvit.ops.runtime.activations import activate
-from fastvit.ops.runtime.checks import is_added, promoted_dtype
-from fastvit.ops.runtime.devices import stat_dtype
+from fastvit.ops.runtime.dtypes import promoted_dtype, stat_dtype
 from fastvit.ops.runtime.epilogue import scale_samples
 
 

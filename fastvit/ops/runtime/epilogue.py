@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from fastvit.ops.runtime.autograd import transforming
-from fastvit.ops.runtime.checks import as_rows, check_float, check_like, check_row_scale, promoted_dtype
+from fastvit.ops.runtime.checks import check_float, check_like, check_row_scale
+from fastvit.ops.runtime.dtypes import promoted_dtype
+from fastvit.ops.runtime.rows import as_rows
 
 
 class Epilogue(NamedTuple):
@@ -75,74 +77,74 @@ def add_residual_(
     return x.add_(residual) if residual.dtype is x.dtype else x + residual
 
 
-def input_gradient_operands(g: Tensor, weight: Tensor, layer_scale: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return A [..., N] and B [N, K], whose product is the gradient of x [..., K]. g [..., N] is the gradient of
-    layer_scale * (x @ weight.T + bias). Fold layer_scale into the weight, usually the smaller tensor: choosing by size
-    would add a recompilation. In float16 fold it into g: a small layer_scale (DINOv2 starts at 1e-5) times a weight
-    underflows, while loss scaling protects g."""
-    if layer_scale is None:
-        return g, weight
-    if g.dtype is torch.float16:
-        return (g * layer_scale).to(g.dtype), weight
-    return g, (weight * layer_scale[:, None]).to(weight.dtype)
+class LastLayer(NamedTuple):
+    """The linear layer at the end of a branch, layer_scale * (x @ weight.T + bias), and which gradients are wanted. g
+    [..., N] is the gradient of the result, x [..., K] the layer's input.
 
-
-def total_dtype(
-    weight: Tensor, bias: Tensor | None, layer_scale: Tensor | None, wants: tuple[bool, ...]
-) -> torch.dtype | None:
-    """Return the dtype of the total that `parameter_gradients` takes, or None if it needs none."""
-    _, want_bias, want_scale = wants
-    if not want_bias and (not want_scale or bias is None):
-        return None
-    return weight.dtype if layer_scale is None else _wide(weight)
-
-
-def total_over_rows(g: Tensor, dtype: torch.dtype | None) -> Tensor | None:
-    """Return g [..., N] summed over all rows; None without a dtype."""
-    return None if dtype is None else as_rows(g).sum(0, dtype=dtype)
-
-
-def product_over_rows(g: Tensor, x: Any, layer_scale: Tensor | None, wants: tuple[bool, ...]) -> Tensor | None:
-    """Return G = g.T @ x, or None if `parameter_gradients` needs none; then x may be None. With layer_scale use float32
-    instead of float16: a loss scale that suits a small layer_scale exceeds float16's range."""
-    want_weight, _, want_scale = wants
-    if not (want_weight or want_scale):
-        return None
-    g, x = as_rows(g), as_rows(x)
-    if layer_scale is None or g.dtype is not torch.float16:
-        return g.t() @ x
-    if g.is_cuda:
-        return torch.mm(g.t(), x, out_dtype=torch.float32)
-    return g.t().float() @ x.float()
-
-
-def parameter_gradients(
-    G: Any, total: Any, weight: Tensor, bias: Tensor | None, layer_scale: Tensor | None, wants: tuple[bool, ...]
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return the wanted gradients of weight, bias and layer_scale, from sums over the rows m of g [..., N], the
-    gradient of layer_scale * (x @ weight.T + bias): G = g.T @ x and total = sum_m g[m]. G is overwritten.
-
-    Without layer_scale they are the gradients themselves. With it, which scales both,
+    Without layer_scale the gradients of the parameters are G = g.T @ x and total = sum_m g[m] over rows m. With it,
+    which scales both,
         dlayer_scale[j] = sum_m g[m, j] (x @ weight.T + bias)[m, j] = sum_k weight[j, k] G[j, k] + bias[j] total[j]
     so neither the branch nor a second pass over [M, N] is needed. If g is the residual's gradient too, the norm's
     backward pass reads it and returns its total.
     """
-    want_weight, want_bias, want_scale = wants
-    if layer_scale is None:
-        return G, total if want_bias else None, None
-    wide = _wide(weight)  # the sums over k and m cancel
-    scale = layer_scale.to(wide)
-    dweight = dlayer_scale = None
-    if want_scale:
-        dlayer_scale = torch.linalg.vecdot(weight.to(wide), G.to(wide))
-        if bias is not None:
-            dlayer_scale = torch.addcmul(dlayer_scale, bias.to(wide), total)
-        dlayer_scale = dlayer_scale.to(layer_scale.dtype)
-    if want_weight:
-        in_place = G.dtype is weight.dtype and not transforming()  # under vmap G may have one sample for many scales
-        dweight = G.mul_(scale[:, None]) if in_place else (G * scale[:, None]).to(weight.dtype)
-    return dweight, (total * scale).to(weight.dtype) if want_bias else None, dlayer_scale
 
+    weight: Tensor
+    bias: Tensor | None
+    layer_scale: Tensor | None
+    wants_weight: bool
+    wants_bias: bool
+    wants_scale: bool
 
-def _wide(weight: Tensor) -> torch.dtype:
-    return torch.promote_types(weight.dtype, torch.float32)
+    def input_operands(self, g: Tensor) -> tuple[Tensor, Tensor]:
+        """Return A [..., N] and B [N, K], whose product is the gradient of x. Fold layer_scale into the weight, usually
+        the smaller tensor: choosing by size would add a recompilation. In float16 fold it into g: a small layer_scale
+        (DINOv2 starts at 1e-5) times a weight underflows, while loss scaling protects g."""
+        if self.layer_scale is None:
+            return g, self.weight
+        if g.dtype is torch.float16:
+            return (g * self.layer_scale).to(g.dtype), self.weight
+        return g, (self.weight * self.layer_scale[:, None]).to(self.weight.dtype)
+
+    def product(self, g: Tensor, x: Any) -> Tensor | None:
+        """Return G, or None if no gradient needs it; then x may be None. With layer_scale use float32 instead of
+        float16: a loss scale that suits a small layer_scale exceeds float16's range."""
+        if not (self.wants_weight or self.wants_scale):
+            return None
+        g, x = as_rows(g), as_rows(x)
+        if self.layer_scale is None or g.dtype is not torch.float16:
+            return g.t() @ x
+        if g.is_cuda:
+            return torch.mm(g.t(), x, out_dtype=torch.float32)
+        return g.t().float() @ x.float()
+
+    def total_dtype(self) -> torch.dtype | None:
+        """Return the dtype of the total, or None if no gradient needs it."""
+        if not self.wants_bias and (not self.wants_scale or self.bias is None):
+            return None
+        return self.weight.dtype if self.layer_scale is None else self._wide()
+
+    def total(self, g: Tensor) -> Tensor | None:
+        """Return the total, or None if no gradient needs it."""
+        dtype = self.total_dtype()
+        return None if dtype is None else as_rows(g).sum(0, dtype=dtype)
+
+    def gradients(self, G: Any, total: Any) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Return the wanted gradients of weight, bias and layer_scale. G is overwritten."""
+        weight, bias, layer_scale = self.weight, self.bias, self.layer_scale
+        if layer_scale is None:
+            return G, total if self.wants_bias else None, None
+        wide = self._wide()  # the sums over k and m cancel
+        scale = layer_scale.to(wide)
+        dweight = dlayer_scale = None
+        if self.wants_scale:
+            dlayer_scale = torch.linalg.vecdot(weight.to(wide), G.to(wide))
+            if bias is not None:
+                dlayer_scale = torch.addcmul(dlayer_scale, bias.to(wide), total)
+            dlayer_scale = dlayer_scale.to(layer_scale.dtype)
+        if self.wants_weight:
+            in_place = G.dtype is weight.dtype and not transforming()  # under vmap one G may serve many scales
+            dweight = G.mul_(scale[:, None]) if in_place else (G * scale[:, None]).to(weight.dtype)
+        return dweight, (total * scale).to(weight.dtype) if self.wants_bias else None, dlayer_scale
+
+    def _wide(self) -> torch.dtype:
+        return torch.promote_types(self.weight.dtype, torch.float32)

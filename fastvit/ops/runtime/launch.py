@@ -25,8 +25,8 @@ from torch import Tensor
 from triton.errors import TritonError
 from triton.runtime import driver
 
-from fastvit.ops.runtime import devices, dispatch, plans
-from fastvit.ops.runtime.dispatch import KernelUnsupported
+from fastvit.ops.runtime import backend, call, device
+from fastvit.ops.runtime.backend import KernelUnsupported
 from fastvit.ops.runtime.interpreter import warn_of_bfloat16
 
 # Versions in which `Compiled` is called as below, and a CUDA kernel depends on nothing outside the key of `launch`
@@ -60,7 +60,7 @@ def _in_interpreter(kernel: Any, programs: int, tensors: Any, numbers: Any, cons
 
 
 # called instead of a launch, see `launching`
-_instead: Callable[..., object] | None = _in_interpreter if dispatch.INTERPRET else None
+_instead: Callable[..., object] | None = _in_interpreter if backend.INTERPRET else None
 
 
 @contextlib.contextmanager
@@ -68,7 +68,7 @@ def launching(function: Callable[..., object]) -> Iterator[None]:
     """Call the function with the arguments of `launch`, instead of `launch`, within the context."""
     global _instead
     before = _instead
-    with plans.forgotten():
+    with call.forgotten():
         _instead = function
         try:
             yield
@@ -80,13 +80,13 @@ def launching(function: Callable[..., object]) -> Iterator[None]:
 def nothing_launched(multiprocessors: int) -> Iterator[None]:
     """Launch nothing within the context, to plan memory: launchers allocate what they would on a GPU with so many
     multiprocessors."""
-    before = dispatch.INTERPRET, devices.without_gpu
+    before = backend.INTERPRET, device.without_gpu
     with launching(lambda *_: None):
-        dispatch.INTERPRET, devices.without_gpu = False, multiprocessors
+        backend.INTERPRET, device.without_gpu = False, multiprocessors
         try:
             yield
         finally:
-            dispatch.INTERPRET, devices.without_gpu = before
+            backend.INTERPRET, device.without_gpu = before
 
 
 _compiled: dict[Key, Compiled] = {}
@@ -131,8 +131,8 @@ def launch(
 
 
 class Launch:
-    """A launch without its tensors, for `plans.Plans`. Tensors of later calls have the same types, shapes and strides,
-    so that launches differ in addresses only. unaligned: what is launched instead if an address is not a multiple of
+    """A launch without its tensors, for `Call.once`. Tensors of later calls have the same types, shapes and strides, so
+    that launches differ in addresses only. unaligned: what is launched instead if an address is not a multiple of
     16; None: the same."""
 
     __slots__ = ("_direct", "constants", "kernel", "numbers", "programs", "unaligned")
@@ -161,7 +161,7 @@ class Launch:
 
 
 def _is_aligned(t: Tensor | None) -> bool:
-    return t is None or devices.is_fake(t) or t.data_ptr() & 15 == 0
+    return t is None or device.is_fake(t) or t.data_ptr() & 15 == 0
 
 
 def cdiv(a: int, b: int) -> int:
@@ -177,7 +177,7 @@ def _watched() -> bool:
     return False
 
 
-plans.launches_are_watched = _watched
+call.launches_are_watched = _watched
 
 
 def _by_triton(

@@ -2,7 +2,7 @@
 and one that launches Triton kernels (`launch.py`, imported by the first such call).
 
 Both are one op of the `fastvit::` namespace, with a fake implementation for `torch.compile` and `torch.export`.
-`dispatch.py` decides for each call which one runs."""
+`backend.py` and `call.py` decide for each call which one runs."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastvit.ops.runtime.dispatch import KernelUnsupported, choose_backend, is_jit_tracing, settings, wants_triton
+from fastvit.ops.runtime.backend import KernelUnsupported, Path, choose_path, is_jit_tracing, settings, wants_triton
+from fastvit.ops.runtime.call import UNKEPT, Call
 
 _LIB = torch.library.Library("fastvit", "DEF")
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {}  # overload -> its decomposition
-IMPLEMENTATIONS: dict[Any, Callable[..., Any]] = {}  # overload -> its implementation: (*arguments, backend=)
+IMPLEMENTATIONS: dict[Any, Callable[..., Any]] = {}  # overload -> its implementation: (*arguments, call=, out=)
 LAUNCH_MODULES: set[str] = set()  # names of modules, imported when a kernel is first wanted
 _warned: set[tuple[str, str]] = set()
 
@@ -34,21 +35,21 @@ def register(
     fake: Callable[..., Any],
     flops: Callable[..., int] | None = None,
     decomposition: Callable[..., Any] | None = None,
-    planned: bool = False,
 ) -> Callable[..., Any]:
     """Define `fastvit::<schema>` and return the function that the rest of the package calls. It runs the registered op,
-    or, where nothing observes the call, the implementation without the dispatcher's 3 us. backend=: what
-    `choose_backend` returned for a caller that runs several ops, or the `Plans` of the caller's call.
+    or, where nothing observes the call, the implementation without the dispatcher's 3 us. call=: the call that it is a
+    part of; without one, its own path is chosen, and nothing is kept. out=: for an op whose implementations take it, a
+    tensor or tensors to write results into, which may be arguments; the dispatcher's op returns new ones all the same,
+    see `takes_out`.
 
     schema: "name(Tensor x, ...) -> ..."; the first argument is a tensor on the op's device. No argument is mutated
         and no output aliases an input or another output.
     aten: positional arguments as in the schema.
-    launch: the module of `fastvit.ops`, such as "attention.launch", with a function of the op's name and arguments
-        for Triton. It may raise `KernelUnsupported`.
+    launch: the module of `fastvit.ops`, such as "attention.launch", with a function of the op's name and arguments,
+        and `call=`, for Triton. It may raise `KernelUnsupported`.
     fake: the op on fake tensors; shapes, dtypes and strides exactly as both implementations return them.
     flops: as `torch.utils.flop_counter.register_flop_formula` takes it, shapes for tensors, `out_shape` by keyword.
     decomposition: the op in functions that exporters know, for a forward op.
-    planned: whether the launcher takes `plans=`.
     """
     name = schema[: schema.index("(")]
     LAUNCH_MODULES.add(f"fastvit.ops.{launch}")
@@ -58,31 +59,30 @@ def register(
         function: Callable[..., Any] = getattr(importlib.import_module(f"fastvit.ops.{launch}"), name)
         return function
 
-    def op(*args: Any, backend: Any = None) -> Any:
-        if backend is None:
-            backend = choose_backend(*args)
-        if backend == "dispatcher":
+    def op(*args: Any, call: Call | None = None, out: Any = None) -> Any:
+        if call is None:
+            call = UNKEPT[choose_path(*args)]
+        written = {} if out is None else {"out": out}
+        if call.path is Path.DISPATCHER:
             if runner is not None:
                 with _isolated(args[0]):
-                    return runner(overload, args)
+                    return runner(overload, args, written)
             if decomposition is not None and _wants_functions_of_torch():
                 return decomposition(*args)
             return overload(*args)
-        if backend == "aten":
-            return aten(*args)
-        is_plans = backend != "triton"
+        if call.path is Path.ATEN:
+            return aten(*args, **written)
         try:
-            return launcher()(*args, plans=backend) if is_plans and planned else launcher()(*args)
+            return launcher()(*args, call=call, **written)
         except KernelUnsupported as reason:
             _warn_or_raise(name, str(reason))
-            if is_plans:
-                backend.abandon()
+            call.forget()
             with _isolated(args[0]):
-                return aten(*args)
+                return aten(*args, **written)
 
     def dispatched(*args: Any) -> Any:
         with _isolated(args[0]):
-            return op(*args, backend="triton" if wants_triton(args[0]) else "aten")
+            return op(*args, call=UNKEPT[Path.TRITON if wants_triton(args[0]) else Path.ATEN])
 
     _LIB.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
     _LIB.impl(name, dispatched, "CPU")
@@ -105,13 +105,19 @@ def _wants_functions_of_torch() -> bool:
     return is_jit_tracing() or (torch.compiler.is_exporting() and torch.onnx.is_in_onnx_export())
 
 
-runner: Callable[[Any, tuple[Any, ...]], Any] | None = None  # see `run_by`
+Runner = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+runner: Runner | None = None  # see `run_by`
+
+
+def takes_out(call: Call) -> bool:
+    """Return whether ops of the call write into the tensors that they are given for results."""
+    return call.path is not Path.DISPATCHER or runner is not None
 
 
 @contextlib.contextmanager
-def run_by(function: Callable[[Any, tuple[Any, ...]], Any]) -> Iterator[None]:
-    """Let function(overload, arguments) run what the dispatcher would, within the context. For studies of memory: ops
-    write in place, as they do in calls that nothing observes."""
+def run_by(function: Runner) -> Iterator[None]:
+    """Let function(overload, arguments, keywords) run what the dispatcher would, within the context. For studies of
+    memory: ops write in place, as they do in calls that nothing observes."""
     global runner
     before, runner = runner, function
     try:
@@ -123,7 +129,7 @@ def run_by(function: Callable[[Any, tuple[Any, ...]], Any]) -> Iterator[None]:
 @contextlib.contextmanager
 def _isolated(x: Tensor) -> Iterator[None]:
     """Run an implementation that the dispatcher calls. No autocast: the op has chosen its dtypes. No autograd: that is
-    the FusedFunctions' task, and on when an exported program calls the op itself. On x's device."""
+    the FusedNodes' task, and on when an exported program calls the op itself. On x's device."""
     kind = x.device.type
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.no_grad())

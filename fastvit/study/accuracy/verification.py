@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from fastvit import ops
-from fastvit.ops.runtime import dispatch
-from fastvit.ops.runtime.dispatch import KernelUnsupported
+from fastvit.ops.runtime import backend as backends
+from fastvit.ops.runtime.backend import KernelUnsupported
 from fastvit.study.accuracy import cases, rule
 from fastvit.study.accuracy.cases import HEAD_DIMS
 from fastvit.study.sources import find, model_source
@@ -229,7 +229,7 @@ def _randomised(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 @contextlib.contextmanager
 def _fused(strict: bool) -> Iterator[None]:
-    with ops.use_backend(dispatch.settings()[0], strict=strict), rule.poisoned():
+    with ops.use_backend(backends.settings()[0], strict=strict), rule.poisoned():
         yield
 
 
@@ -250,9 +250,9 @@ def _measured(device: torch.device) -> Iterator[None]:
 
 
 def _path(device: torch.device) -> str:
-    if not dispatch.wants_triton(torch.empty(0, device=device)):
+    if not backends.wants_triton(torch.empty(0, device=device)):
         return "ATen"
-    return "interpreter" if dispatch.INTERPRET else "Triton"
+    return "interpreter" if backends.INTERPRET else "Triton"
 
 
 def _device(device: torch.device | str | None) -> torch.device:

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from dataclasses import astuple, fields
 from typing import Any
 
-from fastvit.ops.runtime import dispatch
+from fastvit.ops.runtime import backend as backends
 from fastvit.study.memory.plan import Parts, plan
 from fastvit.study.memory.step import Setting
 from fastvit.study.memory.traced_step import TracedStep, sizes_to_trace
@@ -46,7 +46,7 @@ def collect(
         return {"plan": None, "note": f"No memory is planned: {'; '.join(refused)}."}
     patches = patch_stops(source, size[0], patch[0])
     sizes = size_stops(size[0], patches)
-    gpu = dispatch.HAVE_TRITON
+    gpu = backends.HAVE_TRITON
     at = sizes_to_trace(source.on_meta(providers[0]), prefix, None if len(patches) > 1 else patch[0])
     try:
         source.on_meta(providers[0], at.side * at.patch, at.patch)

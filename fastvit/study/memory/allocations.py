@@ -17,7 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_iter
 
 from fastvit import ops
-from fastvit.ops.runtime import dispatch, registry
+from fastvit.ops.runtime import backend as backends
+from fastvit.ops.runtime import registry
+from fastvit.ops.runtime.backend import Path
+from fastvit.ops.runtime.call import UNKEPT
 
 _ROUNDED = 512  # CUDA's caching allocator rounds up to multiples of it
 _MULTIPROCESSORS = 132  # an H100's. The partial sums of norms have a row for each
@@ -62,7 +65,7 @@ class OpTrace(NamedTuple):
 
     Attributes:
         op: the overload.
-        leaves, nested: its arguments as `tree_flatten` returns them, with `TensorLayout` for tensors.
+        leaves, nested: its arguments and keywords as `tree_flatten` returns them, with `TensorLayout` for tensors.
         events, storages: ranges (first, end) of those that came while it ran.
         outputs: the storages of those outputs that it has allocated.
     """
@@ -120,17 +123,18 @@ class Allocations(TorchDispatchMode):
             self.scores.add(out.numel())
         return out
 
-    def _run_op(self, op: Any, args: tuple[Any, ...]) -> Any:
+    def _run_op(self, op: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         self._count_tokens(op, args)
         events, storages = len(self.events), len(self.storages)
         outermost, self._inside = not self._inside, True
         try:
-            out = registry.IMPLEMENTATIONS[op](*args, backend="triton" if self.gpu else "aten")
+            path = Path.TRITON if self.gpu else Path.ATEN
+            out = registry.IMPLEMENTATIONS[op](*args, call=UNKEPT[path], **keywords)
         finally:
             self._inside = not outermost
         outputs = tuple(number for number in self.see(out) if number >= storages)  # others were written in place
         if outermost:
-            leaves, nested = tree_flatten(args)
+            leaves, nested = tree_flatten((args, keywords))
             laid = (TensorLayout(tuple(x.shape), x.stride(), x.dtype) if isinstance(x, Tensor) else x for x in leaves)
             came = (events, len(self.events)), (storages, len(self.storages))
             self.ops.append(OpTrace(op, tuple(laid), nested, *came, outputs))
@@ -218,12 +222,12 @@ def as_on(gpu: bool) -> Iterator[None]:
     if not gpu:
         yield
         return
-    if not dispatch.HAVE_TRITON:
+    if not backends.HAVE_TRITON:
         raise ImportError("planning for a GPU runs the launchers of the Triton kernels: pip install triton")
     from fastvit.ops.runtime.launch import nothing_launched
 
     warned, before = registry._warned, set(registry._warned)
-    with nothing_launched(_MULTIPROCESSORS), ops.use_backend(dispatch.settings()[0], strict=False):
+    with nothing_launched(_MULTIPROCESSORS), ops.use_backend(backends.settings()[0], strict=False):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # fallbacks to ATen warn when they really run
             yield

@@ -63,9 +63,9 @@ class _Steps(Allocations):
             self._add_step(func, first)
         return out
 
-    def _run_op(self, op: Any, args: tuple[Any, ...]) -> Any:
+    def _run_op(self, op: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         first = len(self.storages)
-        out = super()._run_op(op, args)
+        out = super()._run_op(op, args, keywords)
         self._add_step(op, first)
         return out
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import ProfilerActivity, profile
 
-from fastvit.ops.runtime.dispatch import hidden_from_profilers
+from fastvit.ops.runtime.backend import hidden_from_profilers
 
 
 def peak_bytes(function: Callable[[], object], device: torch.device) -> int:

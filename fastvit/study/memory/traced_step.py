@@ -22,6 +22,8 @@ from torch import nn
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from fastvit.ops.runtime import registry
+from fastvit.ops.runtime.backend import Path
+from fastvit.ops.runtime.call import UNKEPT
 from fastvit.study.memory.allocations import Allocations, OpTrace, TensorLayout, as_on
 from fastvit.study.memory.plan import Parts, trace_step
 from fastvit.study.memory.step import Setting
@@ -192,10 +194,10 @@ def _run_again(op: Any, leaves: tuple[Any, ...], nested: TreeSpec) -> _OpRun:
         )
 
     seen = Allocations(gpu=True)
-    arguments = tree_unflatten([leaf(x) for x in leaves], nested)
-    first = max(seen.see(arguments)) + 1
+    arguments, keywords = tree_unflatten([leaf(x) for x in leaves], nested)
+    first = max(seen.see((arguments, keywords))) + 1
     with seen:
-        result = registry.IMPLEMENTATIONS[op](*arguments, backend="triton")
+        result = registry.IMPLEMENTATIONS[op](*arguments, call=UNKEPT[Path.TRITON], **keywords)
     outputs = [number - first for number in seen.see(result) if number >= first]
     events = [(number - first, 1 if came else -1) for number, came in seen.events if number >= first]
     number, sign = np.array(events, int).reshape(-1, 2).T

@@ -1,7 +1,7 @@
-"""fastvit.ops.runtime.plans: which calls have the same signature, and what is kept of them.
+"""fastvit.ops.runtime.call: which calls are alike, and what is kept of them.
 
-Whole models, refused kernels and modes: test_planned_calls.py. That planned calls launch what others launch, on tensors
-of other alignments, is in stub_plans.py.
+Whole models, refused kernels and modes: test_remembered_calls.py. That remembered calls launch what others launch, on
+tensors of other alignments, is in stub_calls.py.
 """
 
 import weakref
@@ -9,14 +9,14 @@ import weakref
 import pytest
 import torch
 from op_cases import function, made, results
-from planned import NODES, B, D, N, attended, call, counted, uncached, x_of
+from remembered import NODES, B, D, N, attended, call, counted, uncached, x_of
 
 pytest.importorskip("triton", reason="triton is not installed")
 
 from fastvit import ops
 from fastvit.kernels import _tuned
+from fastvit.ops.runtime import call as runtime_call
 from fastvit.ops.runtime import launch as runtime_launch
-from fastvit.ops.runtime import plans as runtime_plans
 
 
 def other(tensors):
@@ -129,17 +129,17 @@ def test_what_is_equal_and_may_change(weights, heads, triton_backend, device):
     for value in (0.1, 0.5):
         outs.append(attended(x, weights, heads, scale=scale.fill_(value)))
     assert not torch.equal(*outs)
-    assert not runtime_plans._kept
+    assert not runtime_call._kept
 
 
 def test_a_state_that_is_forgotten_during_a_call(weights, triton_backend, device):
-    """Whose first plans are of no use to others then."""
+    """What the first call has worked out is of no use to others then."""
     x = x_of(device, B, N, D)
-    plans = runtime_plans.recall("mlp", (x,), ())
-    assert plans is not runtime_plans.AFRESH
+    first = runtime_call.begin("mlp", (x,), ())
+    assert isinstance(first, runtime_call.FirstCall)
     _tuned.clear_caches()
-    plans.keep()
-    assert not runtime_plans._kept
+    first.remember()
+    assert not runtime_call._kept
 
 
 def test_a_mask_that_is_copied(weights, heads, triton_backend, device):
@@ -255,28 +255,28 @@ def test_a_tensor_that_is_there_twice(weights, triton_backend, device):
 def test_what_is_kept(weights, triton_backend, device, monkeypatch):
     """So many calls, until configurations change or launches mean something else; and no tensor, nor one in what
     compares others with it."""
-    monkeypatch.setattr(runtime_plans, "_MOST", 4)
+    monkeypatch.setattr(runtime_call, "_MOST", 4)
     for rows in range(1, 12):
         call(x_of(device, rows, D), weights)
-        assert 1 <= len(runtime_plans._kept) <= 4
-    kept = [found for alike in runtime_plans._kept.values() for _, found in alike]
+        assert 1 <= len(runtime_call._kept) <= 4
+    kept = [found for alike in runtime_call._kept.values() for _, found in alike]
     assert kept
     assert not any(isinstance(t, torch.Tensor) for found in kept for t in _flat(found))
-    monkeypatch.setattr(runtime_plans, "_MOST_ALIKE", 3)
+    monkeypatch.setattr(runtime_call, "_MOST_ALIKE", 3)
     x = x_of(device, 5, D)
     for hidden in range(1, 12):  # what tells their keys apart is not the first tensor
         call(
             x, [*weights[:2], weights[2][:hidden], weights[3][:hidden], weights[4][:, :hidden].contiguous(), weights[5]]
         )
-    assert max(map(len, runtime_plans._kept.values())) == 3
+    assert max(map(len, runtime_call._kept.values())) == 3
     gone = weakref.ref(x)
     del x
     assert gone() is None
     _tuned.clear_caches()
-    assert not runtime_plans._kept
+    assert not runtime_call._kept
     call(x_of(device, 3, D), weights)
     with runtime_launch.nothing_launched(4):
-        assert not runtime_plans._kept
+        assert not runtime_call._kept
 
 
 def _flat(value):

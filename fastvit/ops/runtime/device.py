@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import functools
+import os
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from fastvit.kernels import _tuned
-from fastvit.ops.runtime.dispatch import KernelUnsupported, cache_folder
-from fastvit.ops.runtime.torch_private import (
-    FakeTensor,
-)
+from fastvit.ops.runtime.backend import KernelUnsupported
+from fastvit.ops.runtime.torch_private import FakeTensor
+
+
+def cache_folder() -> Path | None:
+    """Return the folder of the user's files: $FASTVIT_CACHE_DIR, else fastvit in $XDG_CACHE_HOME, else in ~/.cache. It
+    need not exist. None for a user without a home."""
+    chosen, cache = (os.environ.get(name) for name in ("FASTVIT_CACHE_DIR", "XDG_CACHE_HOME"))
+    try:
+        return Path(chosen).expanduser() if chosen else Path(cache or "~/.cache").expanduser() / "fastvit"
+    except RuntimeError:
+        return None
 
 
 @functools.cache
@@ -50,11 +60,6 @@ def arch(x: Tensor) -> str:
     if found.startswith(("sm_5", "sm_6", "sm_7")):
         raise KernelUnsupported(f"{found} is older than sm_80")
     return found
-
-
-def stat_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype of statistics, softmax and sums over x: float32, or float64 for float64."""
-    return torch.float64 if x.dtype is torch.float64 else torch.float32
 
 
 def is_fake(x: Tensor) -> bool:

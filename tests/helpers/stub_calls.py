@@ -1,19 +1,19 @@
-"""Checks of `runtime/plans.py` and of measured choices, in a process and with a driver as in stub_launches.py."""
+"""Checks of `runtime/call.py` and of measured choices, in a process and with a driver as in stub_launches.py."""
 
 import random
 from unittest import mock
 
 import torch
 from op_cases import function, made
-from planned import NODES
+from remembered import NODES, counted
 from stub_checks import DTYPES, hooked, one_kernel, run_checks
 
 from benchmarks.codegen.launches import recording
 from benchmarks.codegen.stub_driver import stub_gpu
 from benchmarks.gpu.tables import works
 from fastvit.kernels import _tuned
+from fastvit.ops.runtime import call as runtime_call
 from fastvit.ops.runtime import launch as runtime_launch
-from fastvit.ops.runtime import plans
 from fastvit.tuning.tuner import using
 
 
@@ -45,8 +45,8 @@ def _launched(gpu, op, tensors):
     return found
 
 
-def planned_calls_launch_what_others_do():
-    """Whether their plans were made for aligned tensors or for others."""
+def remembered_calls_launch_what_others_do():
+    """Whether the first one had aligned tensors or others."""
     draw = random.Random(0)
     seen = direct = 0
     with stub_gpu() as gpu:
@@ -55,25 +55,25 @@ def planned_calls_launch_what_others_do():
             op, tensors = function(name), _wide(name, tokens, dtype)
             _launched(gpu, op, tensors if draw.random() < 0.5 else _shifted(draw, tensors))
             tensors = _shifted(draw, tensors)
-            with mock.patch.object(plans, "_kept", {}):
+            with mock.patch.object(runtime_call, "_kept", {}):
                 want = _launched(gpu, op, tensors)
             with (
-                mock.patch.object(plans, "_Again", side_effect=plans._Again) as again,
+                counted() as again,
                 mock.patch.object(runtime_launch, "launch", side_effect=runtime_launch.launch) as launch,
             ):
                 got = _launched(gpu, op, tensors)
             assert got == want, f"{name} of {tokens} tokens in {dtype}: {got}, wanted {want}"
-            seen, direct = seen + again.call_count, direct + len(got) - launch.call_count
+            seen, direct = seen + len(again), direct + len(got) - launch.call_count
     assert seen > 200, seen
     assert direct > 300, direct
 
 
-def planned_calls_differ_by_which_tensors_are_there():
+def remembered_calls_differ_by_which_tensors_are_there():
     """A scale instead of a bias, with the same signature."""
     with stub_gpu() as gpu:
         op, tensors = function("layer_norm_mlp gelu"), _wide("layer_norm_mlp gelu", 16)
         without = [{**tensors, name: None} for name in ("fc2_bias", "layer_scale")]
-        with mock.patch.object(plans, "_kept", {}):
+        with mock.patch.object(runtime_call, "_kept", {}):
             want = _launched(gpu, op, without[1])
         for given in (without[0], without[0], without[1]):
             got = _launched(gpu, op, given)
@@ -111,11 +111,11 @@ def a_measured_choice_replaces_a_plan():
     assert again is shipped
 
 
-def hooks_see_every_planned_launch():
+def hooks_see_every_launch_of_a_remembered_call():
     seen = []
     with stub_gpu() as gpu, torch.no_grad():
         op, tensors = function("layer_norm_mlp gelu"), _wide("layer_norm_mlp gelu", 16)
-        for _ in range(2):  # the second one is planned
+        for _ in range(2):  # the second one is remembered
             op(**tensors)
         gpu.launches.clear()
         with hooked(lambda metadata: seen.append(metadata.get())):

@@ -1,0 +1,59 @@
+"""Two block ops whose calls are remembered, and what tells a remembered call from the first of its kind."""
+
+import contextlib
+import sys
+from unittest import mock
+
+import torch
+from op_cases import ROWS
+
+from fastvit import ops
+from fastvit.ops.runtime import call as runtime_call
+
+B, N, D = 2, 16, 16  # a mask's rows are then read in place
+NODES = [name for name in ROWS if name.startswith(("layer_norm_attention", "mlp", "layer_norm_mlp"))]
+
+
+@contextlib.contextmanager
+def _beginning(function):
+    """Let function(call) replace every call that an op begins, within the context."""
+    original = runtime_call.begin
+
+    def begin(*arguments):
+        return function(original(*arguments))
+
+    with contextlib.ExitStack() as stack:
+        for module in [module for name, module in sys.modules.items() if name.startswith("fastvit.ops")]:
+            if getattr(module, "begin", None) is original:
+                stack.enter_context(mock.patch.object(module, "begin", begin))
+        yield
+
+
+def uncached():
+    """Remember nothing within the context."""
+    return _beginning(lambda call: runtime_call.UNKEPT[call.path])
+
+
+@contextlib.contextmanager
+def counted():
+    """Yields a list with an entry for each call that an earlier one was remembered for."""
+    count = []
+
+    def counting(call):
+        count.extend([1] * isinstance(call, runtime_call.LaterCall))
+        return call
+
+    with _beginning(counting):
+        yield count
+
+
+def call(x, weights, **options):
+    return ops.layer_norm_mlp(x, *weights, **({"residual": x} | options))
+
+
+def x_of(device, *shape, dtype=torch.float32):
+    return torch.randn(*shape, device=device).to(dtype)
+
+
+def attended(x, weights, heads, **options):
+    return ops.layer_norm_attention(x, *weights[:2], *heads, 1, **options)
