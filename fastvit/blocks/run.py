@@ -16,13 +16,15 @@ from fastvit.ops.runtime.backend import is_jit_tracing
 
 
 def runs_in_steps(branch: AttentionSpec | MlpSpec) -> bool:
-    """Return whether a half of a block runs as several ops: if layers are called as modules, or if no op has such
-    attention, or such an MLP (without a gate, with a norm before fc2)."""
-    if isinstance(branch, AttentionSpec):
-        return branch.in_steps or AdaptedLinear in (*map(type, branch.qkv), type(branch.proj))
-    if branch.inner_norm is not None and branch.activation not in GATED:
-        return True
-    return AdaptedLinear in (type(branch.fc1), type(branch.value), type(branch.fc2))
+    """Return whether a half of a block runs as several ops: if no op has such attention, or if layers are called as
+    modules."""
+    return (isinstance(branch, AttentionSpec) and branch.in_steps) or _calls_modules(branch)
+
+
+def _calls_modules(branch: AttentionSpec | MlpSpec) -> bool:
+    """Return whether layers are called as modules."""
+    layers = (*branch.qkv, branch.proj) if isinstance(branch, AttentionSpec) else (branch.fc1, branch.value, branch.fc2)
+    return AdaptedLinear in (*map(type, layers),)  # a tuple: torch.compile of 2.9 traces no `in map(...)`
 
 
 def run_block(x: Tensor, block: BlockSpec, rotary: Rotary | None = None, attn_mask: Tensor | None = None) -> Tensor:
@@ -35,8 +37,7 @@ def run_attention_half(
 ) -> Tensor:
     attn, norm = half.branch, half.norm if half.norm.weight is not None else _with_ones(x, half.norm)
     qkv = attn.qkv
-    # `runs_in_steps`, without its call. A tuple: torch.compile of 2.9 traces no `in map(...)`
-    if AdaptedLinear in (*map(type, qkv), type(attn.proj)):
+    if _calls_modules(attn):
         attended = _attend(run_norm(x, norm), attn, rotary, attn_mask)
         return _run_last(attended, attn.proj, attn.proj_drop, x, half)
     packed_or_three: Any = qkv[0] if len(qkv) == 1 else zip(*qkv, strict=True)
@@ -62,9 +63,7 @@ def run_mlp_half(x: Tensor, half: HalfSpec[MlpSpec], residual: Tensor | None = N
     """Run the MLP's half of a block. residual: the tensor that the branch is added to, x if None."""
     mlp, norm = half.branch, half.norm if half.norm.weight is not None else _with_ones(x, half.norm)
     residual = x if residual is None else residual
-    if AdaptedLinear in (type(mlp.fc1), type(mlp.value), type(mlp.fc2)) or (
-        mlp.inner_norm is not None and runs_in_steps(mlp)
-    ):
+    if _calls_modules(mlp):
         return _run_last(_widen(run_norm(x, norm), mlp), mlp.fc2, mlp.drop2, residual, half)
     fc1 = mlp.fc1 if mlp.value is None and not mlp.gate_last else _gate_and_value(mlp)
     dropout_p, layer_scale, row_scale, added = 0.0, None, None, None
@@ -105,7 +104,7 @@ def run_attention(
 
 
 def run_mlp(x: Tensor, mlp: MlpSpec) -> Tensor:
-    if runs_in_steps(mlp):
+    if _calls_modules(mlp):
         return ops.dropout(_run(_widen(x, mlp), mlp.fc2), mlp.drop2)
     fc1 = mlp.fc1 if mlp.value is None and not mlp.gate_last else _gate_and_value(mlp)
     tensors = (*fc1, *mlp.fc2)

@@ -48,6 +48,11 @@ OTHERS = {
     "layer_norm_mlp recompute": OpCase("layer_norm_mlp", {**X, **NORM, **FC, **SCALES}, RECOMPUTE),
     "mlp dropout": OpCase("mlp", {**X, **FC, **SCALES}, DROPOUT),
     "layer_norm_mlp dropout": OpCase("layer_norm_mlp", {**X, **NORM, **FC, **SCALES}, DROPOUT),
+    "layer_norm_mlp inner": OpCase(
+        "layer_norm_mlp",
+        {**X, **NORM, **FC, "inner_weight": ("hidden",), "inner_bias": ("hidden",), **SCALES},
+        {"activation": "quick_gelu"},
+    ),
     "mlp gated dropout": OpCase("mlp", {**X, **GATED_FC, **SCALES}, {"activation": "geglu", **DROPOUT}),
     "layer_norm_mlp gated": OpCase(
         "layer_norm_mlp", {**X, **NORM, **PAIR, "inner_bias": ("gated",), **SCALES}, {"activation": "geglu"}

@@ -78,7 +78,7 @@ def mlp_cases(draw: st.DrawFn, norm: bool, gated: bool) -> Case:
     """Gated: one packed layer or a pair. The input of an inner norm has no rows of one element, and no rows of equal
     elements, which a value's weight with equal rows would make."""
     leading, D = draw(NORMED if norm else LEADING), draw(NORMED_WIDTH if norm else WIDTH)
-    pair, inner = (draw(st.booleans()) if gated else False for _ in range(2))
+    pair, inner = draw(st.booleans()) if gated else False, draw(st.booleans())
     hidden, out = draw(NORMED_WIDTH if inner else WIDTH), draw(WIDTH)
     layers = {"gate": hidden, "value": hidden} if pair else {"fc1": 2 * hidden if gated else hidden}
     shapes = {"x": (*leading, D)} | ({"norm_weight": (D,), "norm_bias": (D,)} if norm else {})

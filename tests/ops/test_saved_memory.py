@@ -106,7 +106,7 @@ def test_a_retained_graph_keeps_what_it_saved(op):
 @pytest.mark.parametrize(("activation", "dact"), [("gelu", "linear_dact"), ("swiglu", "gated_dact")])
 def test_the_scaled_gradient_is_gone_before_the_norm_s_backward_pass(activation, dact, backend, device):
     """The gradient after stochastic depth is as large as x."""
-    module = sys.modules["fastvit.ops.block.mlp"]
+    module = sys.modules["fastvit.ops.block.mlp_node"]
     seen, alive = [], []
 
     def noted(operation, note):

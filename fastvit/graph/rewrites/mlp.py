@@ -130,7 +130,7 @@ def _rewrite(rewriter: GraphRewriter, act: _Act, site: Node) -> None:
     matched |= {linear.node for linear in fc1}
     hidden, drop1 = _past_dropout(hidden, matched)
     inner: Node | None = None
-    if activation in GATED and is_norm(_only_user(hidden)) and not drop1:
+    if is_norm(_only_user(hidden)) and not drop1:
         inner = hidden = _only_user(hidden)
         matched.add(inner)
     end = _only_user(hidden)

@@ -115,7 +115,7 @@ class _Attention(FusedNode):
     Inputs = _Inputs
     casts = ("q", "k", "v")
     keeps = ("lse",)
-    saves = ("q", "k", "v", "mask", "result", "lse", "seed")
+    saves = ("q", "k", "v", "mask", "seed", "result", "lse")
 
     @staticmethod
     def compute(t: _Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -125,7 +125,8 @@ class _Attention(FusedNode):
 
     @staticmethod
     def gradients(s: dict[str, Any], douts: Any, o: AttentionOptions, wants: Any, call: Call) -> dict[str, Any]:
-        arguments = *douts, *s.values(), o.scale, o.dropout_p
+        q, k, v, mask, seed, out, lse = s.values()
+        arguments = *douts, q, k, v, mask, out, lse, seed, o.scale, o.dropout_p
         if wants.mask:
             dq, dk, dv, dmask = attention_bwd_with_mask(*arguments, call=call)
             return {"q": dq, "k": dk, "v": dv, "mask": dmask}
@@ -145,7 +146,7 @@ class _AttentionQkvPacked(FusedNode):
     Inputs = _PackedInputs
     casts = ("qkv",)
     keeps = ("lse",)
-    saves = ("qkv", "mask", "result", "lse", "seed")
+    saves = ("qkv", "mask", "seed", "result", "lse")
 
     @staticmethod
     def compute(t: _PackedInputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -154,7 +155,8 @@ class _AttentionQkvPacked(FusedNode):
 
     @staticmethod
     def gradients(s: dict[str, Any], douts: Any, o: AttentionOptions, wants: Any, call: Call) -> dict[str, Any]:
-        arguments = *douts, *s.values(), o.scale, o.dropout_p
+        qkv, mask, seed, out, lse = s.values()
+        arguments = *douts, qkv, mask, out, lse, seed, o.scale, o.dropout_p
         if wants.mask:
             dqkv, dmask = attention_qkvpacked_bwd_with_mask(*arguments, call=call)
             return {"qkv": dqkv, "mask": dmask}

@@ -74,7 +74,7 @@ class _AttentionVarlen(FusedNode):
     Inputs = _Inputs
     casts = ("q", "k", "v")
     keeps = ("lse",)
-    saves = ("q", "k", "v", "cu_seqlens", "result", "lse", "seed")
+    saves = ("q", "k", "v", "cu_seqlens", "seed", "result", "lse")
 
     @staticmethod
     def compute(t: _Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -84,7 +84,9 @@ class _AttentionVarlen(FusedNode):
 
     @staticmethod
     def gradients(s: dict[str, Any], douts: Any, o: _Options, wants: Any, call: Call) -> dict[str, Any]:
-        dq, dk, dv = attention_varlen_bwd(*douts, *s.values(), o.max_seqlen, o.scale, o.dropout_p, call=call)
+        q, k, v, cu_seqlens, seed, out, lse = s.values()
+        arguments = *douts, q, k, v, cu_seqlens, out, lse, seed, o.max_seqlen, o.scale, o.dropout_p
+        dq, dk, dv = attention_varlen_bwd(*arguments, call=call)
         return {"q": dq, "k": dk, "v": dv}
 
 

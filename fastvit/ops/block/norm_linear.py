@@ -36,6 +36,11 @@ def side_by_side(y: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor |
     return out
 
 
+def of_each_layer(x: Tensor, weights: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return the parts of x (..., out) that belong to these layers, whose outputs are next to each other."""
+    return (x,) if len(weights) == 1 else x.split([len(weight) for weight in weights], dim=-1)
+
+
 class NormedRows(NamedTuple):
     """A norm within an op, as its backward pass needs it. x: None if no gradient needs it; mean, rstd: None unless a
     gradient of x or of the norm is wanted."""
@@ -123,7 +128,7 @@ class _LayerNormLinear(FusedNode):
     single = False
     casts = ("layers",)
     keeps = ("mean", "rstd")
-    saves = ("x", "norm_weight", "norm_bias", "mean", "rstd", "weights")
+    saves = ("x", "norm_weight", "norm_bias", "mean", "rstd")
 
     @staticmethod
     def compute(t: _Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -145,7 +150,7 @@ class _LayerNormLinear(FusedNode):
         if len(douts) == len(weights):
             parts = [None if dout is None else as_rows(dout) for dout in douts]
         else:
-            parts = [*as_rows(douts[0]).split([len(weight) for weight in weights], dim=1)]
+            parts = [*of_each_layer(as_rows(douts[0]), weights)]
         norm = NormedRows(x, norm_weight, norm_bias, mean, rstd, o.eps, o.rms)
         found = norm_linear_backward(parts, norm, weights, Residual(), wants, wants.weights, wants.biases, call)
         return found.of_norm | {"layers": (*found.dweights, *found.dbiases)}

@@ -232,7 +232,7 @@ class _AddLayerNorm(FusedNode):
 
     Inputs = _AddInputs
     keeps = ("mean", "rstd")
-    saves = ("result", "branch", "weight", "layer_scale", "row_scale", "mean", "rstd")
+    saves = ("branch", "weight", "layer_scale", "row_scale", "result", "mean", "rstd")
     single = False
 
     @staticmethod

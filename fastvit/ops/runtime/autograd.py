@@ -69,9 +69,11 @@ class FusedNode:
         `op` is the public op's name, and `cast` autocast's dtype, if the op casts inputs.
     casts: names of the inputs that autocast casts. Autograd casts the gradients back.
     keeps: names of the tensors that `compute` makes for the backward pass.
-    saves: names of what the backward pass reads: inputs, tensors of `keeps`, and "result", the first result.
+    saves: names of what the backward pass reads: inputs, tensors of `keeps`, and "result", the first result. In this
+        order: inputs, then the others.
     single: whether the op returns a tensor, not a tuple.
-    variadic: whether the last field of Inputs, and of its gradients, is a tuple of any number of tensors.
+    variadic: whether the last field of Inputs, and of its gradients, is a tuple of any number of tensors. The backward
+        pass reads those in Inputs' `weights`, under numbers.
     compute(t): a tuple of the results, and a dict of the tensors of `keeps`.
     gradients(s, douts, o, wants, call): a dict of gradients by the names of inputs; missing ones are None. s: what was
         saved, by name; memory that is popped from it is free while the function runs, unless the graph is retained.
@@ -115,21 +117,26 @@ class FusedNode:
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         Inputs, fixed = cls.Inputs, len(cls.Inputs._fields) - 1
+        of_inputs = tuple([name for name in cls.saves if name in Inputs._fields])
+        made = tuple([name for name in cls.saves if name not in Inputs._fields])
+        names = of_inputs + made
+        place = {name: i for i, name in enumerate(names)}
 
         def named(inputs: Sequence[Any]) -> Any:
             return Inputs(*inputs[:fixed], inputs[fixed:]) if cls.variadic else Inputs(*inputs)
 
         def save(ctx: Any, t: Any, kept: dict[str, Any], results: Any) -> None:
-            reads, made = cls.reads(t, kept, named(ctx.needs_input_grad)), {**kept, "result": results[0]}
-            s: dict[str, Any] = {}
-            for name in cls.saves:
-                value = made[name] if name in made else getattr(t, name, None)
-                if isinstance(value, tuple):
-                    s |= {f"{name}[{i}]": part for i, part in enumerate(value)}
-                else:
-                    s[name] = value if reads.get(name, True) else None
-            ctx.save_for_backward(*s.values())
-            ctx.names, ctx.options = tuple(s), t.options
+            if "result" in place:
+                kept["result"] = results[0]
+            values = [getattr(t, name) for name in of_inputs] + [kept.get(name) for name in made]
+            for name, is_read in cls.reads(t, kept, named(ctx.needs_input_grad)).items():
+                if not is_read:
+                    values[place[name]] = None
+            ctx.names, ctx.options = names, t.options
+            if cls.variadic:
+                ctx.names = *names, *range(len(t.weights))
+                values += t.weights
+            ctx.save_for_backward(*values)
             ctx.set_materialize_grads(False)
 
         def forward(*inputs: Any) -> Any:
@@ -139,10 +146,10 @@ class FusedNode:
 
         def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
             t = named(inputs)
-            names = cls.kept(t)
-            count = len(output) - len(names)
+            kept = cls.kept(t)
+            count = len(output) - len(kept)
             ctx.mark_non_differentiable(*output[count:])
-            save(ctx, t, dict(zip(names, output[count:], strict=True)), output)
+            save(ctx, t, dict(zip(kept, output[count:], strict=True)), output)
             ctx.count = count
 
         def forward_in_one_step(ctx: Any, *inputs: Any) -> Any:
@@ -157,7 +164,7 @@ class FusedNode:
         def backward(ctx: Any, *douts: Any) -> Any:
             wants = ctx.needs_input_grad
             douts = douts[: ctx.count]
-            if all(dout is None for dout in douts):
+            if all([dout is None for dout in douts]):
                 return (None,) * len(wants)
             return _backward(ctx, cls, douts, named(wants))
 
@@ -192,6 +199,8 @@ def run(node: type[FusedNode], autograd: bool, t: Any) -> Any:
             # Inductor removes the copy if nothing edits it.
             outputs = outputs[0].clone(), *outputs[1:]
         found = outputs[0] if node.single else outputs[: len(outputs) - len(names)]
+    elif call.is_plain:
+        found = node.in_one_step(*_flat(node, t))
     else:
         found = node.in_one_step(*[unwrap_if_dead(a) if isinstance(a, Tensor) else a for a in _flat(node, t)])
     if call.is_first:
@@ -238,13 +247,13 @@ def _backward(ctx: Any, node: type[FusedNode], douts: tuple[Any, ...], wants: An
 
     def work(s: dict[str, Any], *douts: Any) -> Any:
         call = begin(f"{o.op} backward", (*douts, *s.values()), (o, wants))
-        found: dict[str, Any] = dict.fromkeys(wants._fields)
-        found |= node.gradients(s, douts, o, wants, call)
-        call.remember()
-        *first, last = wants._make(found.values())  # raises for a name that no input has
-        if node.variadic:
-            return *first, *(last or (None,) * len(wants[-1]))
-        return *first, last
+        found = node.gradients(s, douts, o, wants, call)
+        if call.is_first:
+            if not found.keys() <= {*wants._fields}:
+                raise KeyError(f"{node.__name__} returns gradients {[*found]} of inputs {wants._fields}")
+            call.remember()
+        each = tuple([found.get(name) for name in wants._fields])
+        return (*each[:-1], *(each[-1] or (None,) * len(wants[-1]))) if node.variadic else each
 
     saved = dict(zip(names, ctx.saved_tensors, strict=True))
     if torch.is_grad_enabled():

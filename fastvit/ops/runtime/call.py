@@ -52,10 +52,10 @@ Alike = Callable[..., bool]  # whether tensors are like those of the first call
 
 
 class Call:
-    """A call of which nothing is kept."""
+    """A call of which nothing is kept. is_plain: whether its tensors are known to have memory of their own."""
 
     __slots__ = ("path",)
-    is_first = False
+    is_first = is_plain = False
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -83,7 +83,7 @@ class FirstCall(Call):
     """The first call of its kind."""
 
     __slots__ = ("_alike", "_kept", "_key", "_values", "_whole")
-    is_first = True
+    is_first = is_plain = True
 
     def __init__(self, path: Path, key: Key | None, alike: Alike, whole: FirstCall | None = None) -> None:
         self.path = path
@@ -130,6 +130,7 @@ class LaterCall(Call):
     what is kept holds for the rest of the call."""
 
     __slots__ = ("_values",)
+    is_plain = True
 
     def __init__(self, path: Path, values: dict[str, Any]) -> None:
         self.path = path

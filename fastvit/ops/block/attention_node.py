@@ -1,0 +1,287 @@
+"""The attention half of a pre-norm block as one autograd node."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastvit.ops.attention.op import (
+    attention_bwd,
+    attention_bwd_with_mask,
+    attention_fwd,
+    attention_qkvpacked_bwd,
+    attention_qkvpacked_bwd_with_mask,
+    attention_qkvpacked_fwd,
+)
+from fastvit.ops.block.norm_linear import (
+    NormedRows,
+    norm_linear_backward,
+    of_each_layer,
+    side_by_side,
+)
+from fastvit.ops.layer_norm.op import (
+    Residual,
+    layer_norm_fwd,
+    norm_backward,
+)
+from fastvit.ops.linear.op import linear_fwd
+from fastvit.ops.qk_norm.op import qk_norm_bwd, qk_norm_fwd
+from fastvit.ops.rotary.op import rotary_op
+from fastvit.ops.runtime.autograd import FusedNode
+from fastvit.ops.runtime.call import Call
+from fastvit.ops.runtime.epilogue import LastLayer, scale_samples
+from fastvit.ops.runtime.registry import takes_out
+from fastvit.ops.runtime.rows import as_rows, empty_like
+
+
+class AttentionOptions(NamedTuple):
+    op: str
+    eps: float
+    rms: bool  # whether the norm is RMSNorm
+    scale_eps: float
+    scale_rms: bool
+    qk_eps: float
+    qk_rms: bool
+    heads: tuple[int, int, int]  # 3, H, d
+    scale: float
+    dropout_p: float
+    residual_is_x: bool
+    residual_dtype: torch.dtype | None  # of a residual that is not x
+    interleaved: bool  # rotary positions, if there are any
+    cast: torch.dtype | None  # autocast's dtype, for the layers
+
+
+class AttentionInputs(NamedTuple):
+    x: Tensor
+    norm_weight: Tensor
+    norm_bias: Tensor | None
+    qkv_weight: Tensor  # q's alone, if k and v have layers of their own
+    qkv_bias: Tensor | None
+    k_weight: Tensor | None
+    k_bias: Tensor | None
+    v_weight: Tensor | None
+    v_bias: Tensor | None
+    q_norm_weight: Tensor | None
+    q_norm_bias: Tensor | None
+    k_norm_weight: Tensor | None
+    k_norm_bias: Tensor | None
+    scale_weight: Tensor | None  # of the norm before proj
+    scale_bias: Tensor | None
+    proj_weight: Tensor
+    proj_bias: Tensor | None
+    layer_scale: Tensor | None
+    row_scale: Tensor | None
+    residual: Tensor | None  # None if it is x
+    mask: Tensor | None
+    seed: Tensor | None
+    sin: Tensor | None
+    cos: Tensor | None
+    options: AttentionOptions
+    call: Call
+
+
+class _Wanted(NamedTuple):
+    """What gradients are wanted of, or by way of."""
+
+    norm: bool  # x or its norm
+    weights: bool  # q's, k's or v's
+    qkv: bool  # these, their biases, the norms of q and k, or the mask
+    scale_norm: bool
+    last: bool  # proj's weight or LayerScale, which need proj's input
+
+    @classmethod
+    def of(cls, wants: Any) -> _Wanted:
+        """Return it for Inputs of bools."""
+        norm = wants.x or wants.norm_weight or wants.norm_bias
+        weights = wants.qkv_weight or wants.k_weight or wants.v_weight
+        biases = wants.qkv_bias or wants.k_bias or wants.v_bias
+        q_norm, k_norm = wants.q_norm_weight or wants.q_norm_bias, wants.k_norm_weight or wants.k_norm_bias
+        qkv = norm or weights or biases or q_norm or k_norm or wants.mask
+        return cls(norm, weights, qkv, wants.scale_weight or wants.scale_bias, wants.proj_weight or wants.layer_scale)
+
+
+class NormAttention(FusedNode):
+    """residual + row_scale * layer_scale * proj(scale_norm(attention(norm(x)))), with norms of q and k. All norms
+    except the first are optional, and the residual may be x."""
+
+    Inputs = AttentionInputs
+    casts = ("qkv_weight", "qkv_bias", "k_weight", "k_bias", "v_weight", "v_bias", "proj_weight", "proj_bias")
+    saves = (
+        "x", "norm_weight", "norm_bias", "qkv_weight", "k_weight", "v_weight",
+        "q_norm_weight", "q_norm_bias", "k_norm_weight", "k_norm_bias", "mask", "seed", "sin", "cos",
+        "scale_weight", "scale_bias", "proj_weight", "proj_bias", "layer_scale", "row_scale",
+        "mean", "rstd", "qkv", "attended", "lse", "scale_mean", "scale_rstd",
+    )  # fmt: skip
+
+    @classmethod
+    def kept(cls, t: AttentionInputs) -> tuple[str, ...]:
+        of_scale_norm = ("scale_mean", "scale_rstd") if t.scale_weight is not None else ()
+        return "mean", "rstd", "qkv", "attended", "lse", *of_scale_norm
+
+    @staticmethod
+    def compute(t: AttentionInputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        o, call = t.options, t.call
+        y, mean, rstd = layer_norm_fwd(t.x, t.norm_weight, t.norm_bias, o.eps, t.qkv_weight.dtype, o.rms, call=call)
+        qkv = F.linear(y, t.qkv_weight, t.qkv_bias) if t.k_weight is None else side_by_side(y, *_layers(t))
+        del y
+        B, N, _ = t.x.shape
+        qkv = qkv.view(B, N, *o.heads)
+        if t.q_norm_weight is not None:  # not in place: the backward pass reads q and k as they are here
+            q, k, v = qkv.unbind(2)
+            norms = t.q_norm_weight, t.q_norm_bias, t.k_norm_weight, t.k_norm_bias
+            q, k = qk_norm_fwd(q, k, *norms, t.sin, t.cos, o.qk_eps, o.qk_rms, o.interleaved, call=call)
+            attended, lse = attention_fwd(q, k, v, t.mask, t.seed, o.scale, o.dropout_p, call=call)
+            del q, k
+        else:
+            if t.sin is not None:
+                heads = qkv.flatten(2, 3)
+                heads = rotary_op(heads, t.sin, t.cos, 2 * o.heads[1], o.interleaved, False, call=call, out=heads)
+                qkv = heads.view(qkv.shape)
+            attended, lse = attention_qkvpacked_fwd(qkv, t.mask, t.seed, o.scale, o.dropout_p, call=call)
+        kept = {"mean": mean, "rstd": rstd, "qkv": qkv, "attended": attended, "lse": lse}
+        rows = attended.view(B, N, t.proj_weight.shape[1])
+        if t.scale_weight is not None:
+            norm = t.scale_weight, t.scale_bias, o.scale_eps, t.proj_weight.dtype, o.scale_rms
+            rows, kept["scale_mean"], kept["scale_rstd"] = layer_norm_fwd(rows, *norm, call=call.child("scale_norm"))
+        epilogue = t.layer_scale, t.row_scale, t.x if o.residual_is_x else t.residual
+        return (linear_fwd(rows, t.proj_weight, t.proj_bias, "none", *epilogue, call=call),), kept
+
+    @staticmethod
+    def reads(t: AttentionInputs, kept: dict[str, Any], wants: Any) -> dict[str, bool]:
+        o, wanted = t.options, _Wanted.of(wants)
+        return {
+            "x": wanted.norm or wanted.weights, "mean": wanted.norm and not o.rms, "rstd": wanted.norm,
+            "qkv": wanted.qkv, "lse": wanted.qkv, "attended": wanted.qkv or wanted.scale_norm or wanted.last,
+            "scale_mean": not o.scale_rms,
+        }  # fmt: skip
+
+    @staticmethod
+    def gradients(s: dict[str, Any], douts: Any, o: AttentionOptions, wants: Any, call: Call) -> dict[str, Any]:
+        (dout,), wanted = douts, _Wanted.of(wants)
+        found: dict[str, Any] = {"residual": dout.to(o.residual_dtype) if wants.residual else None}
+        if not (wanted.qkv or wanted.scale_norm or wanted.last or wants.proj_bias):
+            return found
+        proj = LastLayer(
+            s["proj_weight"], s["proj_bias"], s["layer_scale"], wants.proj_weight, wants.proj_bias, wants.layer_scale
+        )
+        g = as_rows(scale_samples(dout.to(proj.weight.dtype), s["row_scale"]))
+        rows, do, dscale_weight, dscale_bias = _scale_norm_backward(s, g, proj, o, wanted, dout.shape[:-1], call)
+        found["scale_weight"] = dscale_weight if wants.scale_weight else None
+        found["scale_bias"] = dscale_bias if wants.scale_bias else None
+        G = proj.product(g, rows)
+        # the pass that adds dout to the gradient of x also sums it over rows
+        in_norm = o.residual_is_x and wanted.norm
+        total = None if in_norm else proj.total(g)
+        if wanted.qkv:
+            do = torch.mm(*proj.input_operands(g)) if do is None else do
+            del g, rows
+            found["qkv"] = _qkv_backward(s, do.view(s["attended"].shape), o, wants, found, call)
+            del do
+            residual = Residual(
+                dout.to(s["x"].dtype) if in_norm else None, s["row_scale"], proj.total_dtype() if in_norm else None
+            )
+            dout_total = _input_backward(s, found.pop("qkv"), residual, o, wants, found, call)
+            total = dout_total if in_norm else total
+        found["proj_weight"], found["proj_bias"], found["layer_scale"] = proj.gradients(G, total)
+        return found
+
+
+def _layers(t: Any) -> tuple[list[Tensor], list[Tensor | None]]:
+    """Return the weights and biases of q, k and v."""
+    if t.k_weight is None:
+        return [t.qkv_weight], [t.qkv_bias]
+    return [t.qkv_weight, t.k_weight, t.v_weight], [t.qkv_bias, t.k_bias, t.v_bias]
+
+
+def _scale_norm_backward(
+    s: dict[str, Any], g: Tensor, proj: LastLayer, o: AttentionOptions, wanted: _Wanted, shape: torch.Size, call: Call
+) -> tuple[Any, Any, Tensor | None, Tensor | None]:
+    """Return proj's input, or None if it is not saved; and if there is a norm before it, gradients of attention's
+    result, and of the norm's weight and bias. g: of proj's result; shape: (B, N)."""
+    rows = None if s["attended"] is None else s["attended"].view(*shape, proj.weight.shape[1])
+    weight, bias = s["scale_weight"], s["scale_bias"]
+    if rows is None or weight is None:
+        return rows, None, None, None
+    call = call.child("scale_norm")
+    if not (wanted.qkv or wanted.scale_norm):
+        rows, *_ = layer_norm_fwd(rows, weight, bias, o.scale_eps, proj.weight.dtype, o.scale_rms, call=call)
+        return rows, None, None, None
+    do = torch.mm(*proj.input_operands(g)).view(rows.shape)
+    do, dweight, dbias, rows, _ = norm_backward(
+        do, rows, s["scale_mean"], s["scale_rstd"], weight, bias, want_y=True, call=call
+    )
+    return rows, do, dweight, dbias
+
+
+def _qkv_backward(
+    s: dict[str, Any], do: Tensor, o: AttentionOptions, wants: Any, found: dict[str, Any], call: Call
+) -> Tensor:
+    """Return the gradient of the packed qkv. Put those of the mask, and of the norms of q and k, into `found`. do: the
+    gradient of attention's result."""
+    qkv, sin, cos = s.pop("qkv"), s["sin"], s["cos"]
+    attention = s["mask"], s.pop("attended"), s.pop("lse"), s["seed"], o.scale, o.dropout_p
+    if s["q_norm_weight"] is not None:
+        return _normed_qkv_backward(s, do, qkv, attention, o, wants, found, call)
+    if wants.mask:
+        dqkv, found["mask"] = attention_qkvpacked_bwd_with_mask(do, qkv, *attention, call=call)
+    else:
+        dqkv = attention_qkvpacked_bwd(do, qkv, *attention, call=call)
+    if sin is not None:
+        heads = dqkv.flatten(2, 3)
+        dqkv = rotary_op(heads, sin, cos, 2 * o.heads[1], o.interleaved, True, call=call, out=heads)
+    return dqkv
+
+
+def _normed_qkv_backward(
+    s: dict[str, Any], do: Tensor, qkv: Tensor, attention: tuple[Any, ...], o: AttentionOptions, wants: Any,
+    found: dict[str, Any], call: Call,
+) -> Tensor:  # fmt: skip
+    """Do as `_qkv_backward`, after norms of q and k. attention: the op's arguments after v. The packed gradient is
+    written once."""
+    sin, cos, q_weight, q_bias = s["sin"], s["cos"], s["q_norm_weight"], s["q_norm_bias"]
+    k_weight, k_bias = s["k_norm_weight"], s["k_norm_bias"]
+    q, k, v = qkv.unbind(2)
+    norms = q_weight, q_bias, k_weight, k_bias
+    normed = qk_norm_fwd(q, k, *norms, sin, cos, o.qk_eps, o.qk_rms, o.interleaved, call=call)
+    # both ops write into the packed gradient, the second over what it reads
+    packed = empty_like(qkv) if takes_out(call) else None
+    out = None if packed is None else packed.unbind(2)
+    if wants.mask:
+        dq, dk, dv, found["mask"] = attention_bwd_with_mask(do, *normed, v, *attention, call=call, out=out)
+    else:
+        dq, dk, dv = attention_bwd(do, *normed, v, *attention, call=call, out=out)
+    del normed
+    dq, dk, *of_norms = qk_norm_bwd(
+        dq, dk, q, k, q_weight, k_weight, sin, cos, o.qk_eps, o.qk_rms, q_bias is not None, o.interleaved,
+        call=call, out=None if out is None else out[:2],
+    )  # fmt: skip
+    names = "q_norm_weight", "k_norm_weight", "q_norm_bias", "k_norm_bias"
+    found |= {name: t for name, t in zip(names, of_norms, strict=True) if getattr(wants, name)}
+    return torch.stack((dq, dk, dv), 2) if packed is None else packed
+
+
+def _input_backward(
+    s: dict[str, Any],
+    dqkv: Tensor,
+    residual: Residual,
+    o: AttentionOptions,
+    wants: Any,
+    found: dict[str, Any],
+    call: Call,
+) -> Tensor | None:
+    """Put the gradients of x, the norm, and the layers of q, k and v into `found`. Return the residual's total."""
+    norm = NormedRows(s["x"], s["norm_weight"], s["norm_bias"], s["mean"], s["rstd"], o.eps, o.rms)
+    weights, wants_weights, wants_biases = [s["qkv_weight"]], [wants.qkv_weight], [wants.qkv_bias]
+    if s["k_weight"] is not None:
+        weights += s["k_weight"], s["v_weight"]
+        wants_weights += wants.k_weight, wants.v_weight
+        wants_biases += wants.k_bias, wants.v_bias
+    rows = of_each_layer(dqkv.view(-1, 3 * o.heads[1] * o.heads[2]), weights)
+    of = norm_linear_backward(rows, norm, weights, residual, wants, wants_weights, wants_biases, call)
+    found |= of.of_norm
+    for layer, dweight, dbias in zip(("qkv", "k", "v"), of.dweights, of.dbiases, strict=False):
+        found[f"{layer}_weight"], found[f"{layer}_bias"] = dweight, dbias
+    return of.total

@@ -1,0 +1,262 @@
+"""Attack the memory of calls: random calls, with everything that a caller may change changed between them. Each has to
+launch what it launches when nothing is remembered.
+
+    python tests/helpers/stub_random_calls.py 300        # prints what was seen, or the first difference, as JSON
+
+In a process without a GPU, with a driver that launches nothing, like stub_launches.py.
+"""
+
+import contextlib
+import gc
+import inspect
+import json
+import os
+import random
+import sys
+import threading
+import warnings
+from unittest import mock
+
+import torch
+from op_cases import ROWS, made, more, outputs_of
+from remembered import counted
+from stub_checks import DTYPES, hooked
+
+from benchmarks.codegen.stub_driver import stub_gpu
+from fastvit import ops
+from fastvit.ops.runtime import call as runtime_call
+from fastvit.study.accuracy.cases import WITHOUT_GRADIENT
+from fastvit.tuning.launches import in_library
+
+CPU = torch.device("cpu")
+SIZES = {"d": 16, "D": 64, "hidden": 64, "gated": 32, "patch": 4, "height": 8, "width": 12}
+
+
+class Marked(torch.Tensor):
+    """A subclass that changes nothing."""
+
+
+# ---- what may change of a call's tensors: functions of random numbers and tensors by name ----
+
+
+def _another(draw, t):
+    return t.detach().clone().requires_grad_(t.requires_grad)
+
+
+def _wants(draw, t):
+    return t.detach().requires_grad_(not t.requires_grad) if t.is_floating_point() else t
+
+
+def _shifted(draw, t):
+    """Put it at an address of another alignment."""
+    flat = t.new_empty(t.numel() + 8)[draw.choice((0, 1, 2, 4, 8)) :][: t.numel()]
+    return flat.view(t.shape).copy_(t.detach()).requires_grad_(t.requires_grad)
+
+
+def _in_wider_rows(draw, t):
+    room = t.new_empty((*t.shape[:-1], t.shape[-1] + draw.choice((1, 4, 8, 16))))[..., : t.shape[-1]]
+    return room.copy_(t.detach()).requires_grad_(t.requires_grad)
+
+
+def _other_strides(draw, t):
+    dims = (0, -1) if t.dim() > 1 else (0, 0)
+    return t.detach().transpose(*dims).contiguous().transpose(*dims).requires_grad_(t.requires_grad)
+
+
+def _as_parameter(draw, t):
+    return torch.nn.Parameter(t.detach(), t.requires_grad) if t.is_floating_point() else t
+
+
+def _as_subclass(draw, t):
+    return t.detach().as_subclass(Marked).requires_grad_(t.requires_grad)
+
+
+def _negated(draw, t):
+    return torch._neg_view(-t.detach()) if t.is_floating_point() and not t.requires_grad else t
+
+
+OF_ONE = (_another, _another, _wants, _wants, _shifted, _shifted, _in_wider_rows, _other_strides, _as_parameter)
+OF_ONE += (_as_subclass, _negated)
+
+
+def _fresh(draw, name, tokens=None, dtype=None):
+    """Draw the tensors anew: of other sizes, dtypes, or without those that are optional."""
+    samples, tokens = draw.choice((1, 2, 2, 3)), tokens or draw.choice((15, 16, 16, 33))
+    sizes = SIZES | {"hidden": draw.choice((64, 128)), "gated": draw.choice((32, 64))}
+    tensors = made(name, samples, tokens, CPU, dtype or draw.choice(DTYPES), **sizes)
+    for key in tensors:
+        if key.endswith("bias") or key in ("layer_scale", "row_scale", "pos_embed", "prefix"):
+            if draw.random() < 0.2:
+                tensors[key] = None
+    return tensors
+
+
+def _changed(draw, name, tensors):
+    """Change one tensor, exchange two of a shape, give one twice, or draw all anew."""
+    tensors = dict(tensors)
+    given = [key for key, t in tensors.items() if t is not None]
+    key = draw.choice(given)
+    kind = draw.random()
+    if kind < 0.15:
+        return _fresh(draw, name)
+    if kind < 0.3:
+        same = [k for k in given if tensors[k].shape == tensors[key].shape and k not in WITHOUT_GRADIENT]
+        other = draw.choice(same or [key])
+        if draw.random() < 0.5:
+            tensors[other] = tensors[key]
+        tensors[key], tensors[other] = tensors[other], tensors[key]
+        return tensors
+    if key in WITHOUT_GRADIENT or key == "cu_seqlens":
+        return tensors
+    with torch.no_grad():
+        tensors[key] = draw.choice(OF_ONE)(draw, tensors[key])
+    return tensors
+
+
+OPTIONS = {
+    "eps": (1e-6, 0.5),
+    "scale": (None, 0.5),
+    "dropout_p": (0.0, 0.25),
+    "p": (0.25, 0.5),
+    "recompute": ("none", "activation", "all"),
+}
+
+
+def _options(draw, name):
+    """Draw options of the row's op."""
+    row = ROWS[name]
+    taken = inspect.signature(getattr(ops, row.op)).parameters
+    return {key: draw.choice(values) for key, values in OPTIONS.items() if key in taken and draw.random() < 0.2}
+
+
+# ---- what may change around a call ----
+
+
+class Settings:
+    """Settings of the process, which stay until they change again."""
+
+    def __init__(self):
+        self.environment = dict.fromkeys(("FASTVIT_BACKEND", "FASTVIT_STRICT"))
+        self.autocast = self.mode = self.hook = None
+        self.in_thread = False
+        self.seen = []  # by the hook
+
+    def change(self, draw):
+        match draw.randrange(9):
+            case 0:
+                torch.set_float32_matmul_precision(draw.choice(("highest", "high")))
+            case 1:
+                torch.use_deterministic_algorithms(draw.random() < 0.5, warn_only=True)
+            case 2:
+                self.environment["FASTVIT_BACKEND"] = draw.choice((None, None, "auto", "triton", "aten"))
+            case 3:
+                self.environment["FASTVIT_STRICT"] = draw.choice((None, "0"))
+            case 4:
+                self.autocast = draw.choice((None, None, torch.bfloat16, torch.float16))
+            case 5:
+                self.mode = draw.choice((None, None, torch.no_grad, torch.inference_mode))
+            case 6:
+                self.in_thread = draw.random() < 0.3
+            case 7:
+                self.hook = draw.choice((None, None, None, self.seen.append))
+            case 8:
+                gc.collect(draw.choice((0, 0, 0, 0, 0, 0, 0, 2)))
+
+    @contextlib.contextmanager
+    def __call__(self):
+        for name, value in self.environment.items():
+            os.environ.pop(name, None) if value is None else os.environ.update({name: value})
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.autocast("cpu", self.autocast, enabled=self.autocast is not None))
+            if self.mode is not None:
+                stack.enter_context(self.mode())
+            if self.hook is not None:
+                stack.enter_context(hooked(self.hook))
+            yield
+
+    def on_triton(self, x):
+        """Decide as `wants_triton` does with a GPU."""
+        return self.environment["FASTVIT_BACKEND"] != "aten"
+
+
+def _launched(gpu, settings, name, tensors, options):
+    """Return a call's launches, forward and backward: kernels, grids, numbers, and for each pointer the tensor and the
+    place in it that it points to, if it was given. Also return its error, and how many launches the hook has seen."""
+    gpu.launches.clear()
+    settings.seen.clear()
+    call = ROWS[name].call(ops, **more(name), **options)
+    ranges = {}
+    for key, t in tensors.items():
+        if t is not None:
+            storage = t.untyped_storage()
+            ranges[key] = storage.data_ptr(), storage.nbytes()
+
+    def place(argument):
+        address = argument.data_ptr() if isinstance(argument, torch.Tensor) else argument or 0
+        if address == 0:
+            return None
+        found = [(key, address - start) for key, (start, size) in ranges.items() if 0 <= address - start < size]
+        return found or "new"
+
+    error = []
+
+    def work():
+        try:
+            with settings():
+                outputs = outputs_of(call(**tensors))
+                wanted = [o for o in outputs if o.requires_grad]
+                if wanted:
+                    torch.autograd.backward(wanted, [torch.ones_like(o) for o in wanted])
+        except (ValueError, TypeError, RuntimeError, NotImplementedError) as raised:
+            error.append(f"{type(raised).__name__}: {raised}")
+
+    thread = threading.Thread(target=work)
+    (thread.start(), thread.join()) if settings.in_thread else work()
+    found = []
+    for kernel, grid, arguments in gpu.launches:
+        signature = [*kernel.src.signature.items()]
+        passed = [
+            place(a) if kind.startswith("*") else a
+            for (_, kind), a in zip(signature, arguments, strict=True)
+            if kind != "constexpr"
+        ]
+        found.append((kernel.name, id(kernel), grid, passed))
+    for t in tensors.values():
+        if t is not None and t.is_leaf:
+            t.grad = None
+    return found, error, len(settings.seen)
+
+
+def main(calls):
+    draw, settings = random.Random(0), Settings()
+    names = [*ROWS]
+    states = {name: [_fresh(draw, name, 16, dtype) for dtype in (torch.bfloat16, torch.float32)] for name in names}
+    launches = remembered = errors = 0
+    with stub_gpu() as gpu, in_library(wants_triton=settings.on_triton), counted() as count:
+        for step in range(calls):
+            if step % 40 == 0:  # a few ops at a time, so that calls are alike
+                some = draw.sample(names, 4)
+            name = draw.choice(some)
+            if draw.random() < 0.3:
+                settings.change(draw)
+            if draw.random() < 0.6:
+                states[name].append(_changed(draw, name, draw.choice(states[name])))
+                del states[name][:-4]
+            tensors, options = draw.choice(states[name]), _options(draw, name)
+            got = _launched(gpu, settings, name, tensors, options)
+            remembered += len(count)
+            kept, runtime_call._kept = runtime_call._kept, {}
+            want = _launched(gpu, settings, name, tensors, options)
+            runtime_call._kept = kept
+            count.clear()
+            if got != want:
+                print(json.dumps({"problem": f"call {step} of {name} with {options}: {got}, wanted {want}"}))
+                sys.exit(1)
+            launches, errors = launches + len(got[0]), errors + bool(got[1])
+    print(json.dumps({"calls": calls, "launches": launches, "remembered": remembered, "errors": errors}))
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    with ops.use_backend("auto"), mock.patch("fastvit.ops.runtime.backend._chosen", None):
+        main(int(sys.argv[1]))
