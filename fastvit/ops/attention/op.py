@@ -12,7 +12,7 @@ from fastvit.ops.attention import aten
 from fastvit.ops.attention.aten import lse_shape
 from fastvit.ops.dropout.op import draw_seeds
 from fastvit.ops.runtime import decompositions
-from fastvit.ops.runtime.autograd import FusedNode, needs_autograd, run
+from fastvit.ops.runtime.autograd import Computed, FusedNode, inputs, needs_autograd, run
 from fastvit.ops.runtime.call import Call, begin
 from fastvit.ops.runtime.checks import check_dropout, check_float, check_head_dim, check_like
 from fastvit.ops.runtime.dtypes import autocast_dtype, stat_dtype
@@ -101,14 +101,7 @@ class AttentionOptions(NamedTuple):
     cast: torch.dtype | None  # autocast's dtype
 
 
-class _Inputs(NamedTuple):
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    mask: Tensor | None
-    seed: Tensor | None
-    options: AttentionOptions
-    call: Call
+_Inputs = inputs("q", "k", "v", "mask", "seed")
 
 
 class _Attention(FusedNode):
@@ -118,7 +111,7 @@ class _Attention(FusedNode):
     saves = ("q", "k", "v", "mask", "seed", "result", "lse")
 
     @staticmethod
-    def compute(t: _Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def compute(t: Any) -> Computed:
         *tensors, o, call = t
         out, lse = attention_fwd(*tensors, o.scale, o.dropout_p, call=call)
         return (out,), {"lse": lse}
@@ -134,12 +127,7 @@ class _Attention(FusedNode):
         return {"q": dq, "k": dk, "v": dv}
 
 
-class _PackedInputs(NamedTuple):
-    qkv: Tensor
-    mask: Tensor | None
-    seed: Tensor | None
-    options: AttentionOptions
-    call: Call
+_PackedInputs = inputs("qkv", "mask", "seed")
 
 
 class _AttentionQkvPacked(FusedNode):
@@ -149,7 +137,7 @@ class _AttentionQkvPacked(FusedNode):
     saves = ("qkv", "mask", "seed", "result", "lse")
 
     @staticmethod
-    def compute(t: _PackedInputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def compute(t: Any) -> Computed:
         out, lse = attention_qkvpacked_fwd(t.qkv, t.mask, t.seed, t.options.scale, t.options.dropout_p, call=t.call)
         return (out,), {"lse": lse}
 

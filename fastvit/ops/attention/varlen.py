@@ -11,7 +11,7 @@ from fastvit.ops.attention import varlen_aten as aten
 from fastvit.ops.attention.op import checked_scale
 from fastvit.ops.dropout.op import draw_seeds
 from fastvit.ops.runtime import decompositions
-from fastvit.ops.runtime.autograd import FusedNode, needs_autograd, run
+from fastvit.ops.runtime.autograd import Computed, FusedNode, inputs, needs_autograd, run
 from fastvit.ops.runtime.call import Call, begin
 from fastvit.ops.runtime.checks import check_float, check_like
 from fastvit.ops.runtime.dtypes import autocast_dtype, stat_dtype
@@ -60,14 +60,7 @@ class _Options(NamedTuple):
     cast: torch.dtype | None  # autocast's dtype
 
 
-class _Inputs(NamedTuple):
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    cu_seqlens: Tensor
-    seed: Tensor | None
-    options: _Options
-    call: Call
+_Inputs = inputs("q", "k", "v", "cu_seqlens", "seed")
 
 
 class _AttentionVarlen(FusedNode):
@@ -77,7 +70,7 @@ class _AttentionVarlen(FusedNode):
     saves = ("q", "k", "v", "cu_seqlens", "seed", "result", "lse")
 
     @staticmethod
-    def compute(t: _Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def compute(t: Any) -> Computed:
         *tensors, o, call = t
         out, lse = attention_varlen_fwd(*tensors, o.max_seqlen, o.scale, o.dropout_p, call=call)
         return (out,), {"lse": lse}

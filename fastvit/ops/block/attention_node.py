@@ -30,7 +30,7 @@ from fastvit.ops.layer_norm.op import (
 from fastvit.ops.linear.op import linear_fwd
 from fastvit.ops.qk_norm.op import qk_norm_bwd, qk_norm_fwd
 from fastvit.ops.rotary.op import rotary_op
-from fastvit.ops.runtime.autograd import FusedNode
+from fastvit.ops.runtime.autograd import Computed, FusedNode
 from fastvit.ops.runtime.call import Call
 from fastvit.ops.runtime.epilogue import LastLayer, scale_samples
 from fastvit.ops.runtime.registry import takes_out
@@ -122,7 +122,7 @@ class NormAttention(FusedNode):
         return "mean", "rstd", "qkv", "attended", "lse", *of_scale_norm
 
     @staticmethod
-    def compute(t: AttentionInputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def compute(t: AttentionInputs) -> Computed:
         o, call = t.options, t.call
         y, mean, rstd = layer_norm_fwd(t.x, t.norm_weight, t.norm_bias, o.eps, t.qkv_weight.dtype, o.rms, call=call)
         qkv = F.linear(y, t.qkv_weight, t.qkv_bias) if t.k_weight is None else side_by_side(y, *_layers(t))

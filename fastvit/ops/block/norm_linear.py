@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastvit.ops.layer_norm.op import NormTuple, Residual, layer_norm_fwd, norm_backward
 from fastvit.ops.linear.op import check_linear
-from fastvit.ops.runtime.autograd import FusedNode, needs_autograd, run, transforming, unviewed
+from fastvit.ops.runtime.autograd import Computed, FusedNode, needs_autograd, run, transforming, unviewed
 from fastvit.ops.runtime.backend import is_jit_tracing
 from fastvit.ops.runtime.call import Call, begin
 from fastvit.ops.runtime.checks import check_float, check_norm
@@ -131,7 +131,7 @@ class _LayerNormLinear(FusedNode):
     saves = ("x", "norm_weight", "norm_bias", "mean", "rstd")
 
     @staticmethod
-    def compute(t: _Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def compute(t: _Inputs) -> Computed:
         o, weights, biases = t.options, t.weights, t.biases
         y, mean, rstd = layer_norm_fwd(t.x, t.norm_weight, t.norm_bias, o.eps, weights[0].dtype, o.rms, call=t.call)
         kept = {"mean": mean, "rstd": rstd}

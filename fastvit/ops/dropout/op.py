@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fastvit.ops.dropout import aten
 from fastvit.ops.runtime import decompositions
-from fastvit.ops.runtime.autograd import FusedNode, needs_autograd, run
+from fastvit.ops.runtime.autograd import Computed, FusedNode, inputs, needs_autograd, run
 from fastvit.ops.runtime.call import Call, begin
 from fastvit.ops.runtime.checks import check_dropout, check_float
 from fastvit.ops.runtime.epilogue import Epilogue
@@ -42,11 +42,7 @@ class _Options(NamedTuple):
     p: float
 
 
-class _Inputs(NamedTuple):
-    x: Tensor
-    seed: Tensor
-    options: _Options
-    call: Call
+_Inputs = inputs("x", "seed")
 
 
 class _Dropout(FusedNode):
@@ -54,7 +50,7 @@ class _Dropout(FusedNode):
     saves = ("seed",)
 
     @staticmethod
-    def compute(t: _Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def compute(t: Any) -> Computed:
         return (dropout_op(t.x, t.seed, t.options.p, call=t.call),), {}
 
     @staticmethod

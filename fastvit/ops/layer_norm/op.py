@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fastvit.ops.layer_norm import aten
 from fastvit.ops.runtime import decompositions
-from fastvit.ops.runtime.autograd import FusedNode, needs_autograd, run
+from fastvit.ops.runtime.autograd import Computed, FusedNode, inputs, needs_autograd, run
 from fastvit.ops.runtime.call import Call, begin
 from fastvit.ops.runtime.checks import NORMS, check_eps, check_float, check_like, check_norm, check_row_scale
 from fastvit.ops.runtime.dtypes import autocast_dtype, stat_dtype
@@ -178,12 +178,7 @@ class NormOptions(NamedTuple):
     rms: bool
 
 
-class NormInputs(NamedTuple):
-    x: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    options: NormOptions
-    call: Call
+NormInputs = inputs("x", "weight", "bias")
 
 
 class LayerNormNode(FusedNode):
@@ -194,7 +189,7 @@ class LayerNormNode(FusedNode):
     saves = ("x", "weight", "mean", "rstd")
 
     @staticmethod
-    def compute(t: NormInputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def compute(t: Any) -> Computed:
         _, eps, out_dtype, rms = t.options
         y, mean, rstd = layer_norm_fwd(t.x, t.weight, t.bias, eps, out_dtype, rms, call=t.call)
         return (y,), {"mean": mean, "rstd": rstd}
@@ -216,15 +211,7 @@ class _AddOptions(NamedTuple):
     dtypes: tuple[torch.dtype, torch.dtype]  # of residual and branch
 
 
-class _AddInputs(NamedTuple):
-    residual: Tensor
-    branch: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    layer_scale: Tensor | None
-    row_scale: Tensor | None
-    options: _AddOptions
-    call: Call
+_AddInputs = inputs("residual", "branch", "weight", "bias", "layer_scale", "row_scale")
 
 
 class _AddLayerNorm(FusedNode):
@@ -236,7 +223,7 @@ class _AddLayerNorm(FusedNode):
     single = False
 
     @staticmethod
-    def compute(t: _AddInputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def compute(t: Any) -> Computed:
         *tensors, o, call = t
         s, y, mean, rstd = add_layer_norm_fwd(*tensors, o.eps, o.rms, call=call)
         return (s, y), {"mean": mean, "rstd": rstd}

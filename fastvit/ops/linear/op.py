@@ -11,7 +11,7 @@ from torch import Tensor
 from fastvit.ops.linear import aten
 from fastvit.ops.runtime import decompositions
 from fastvit.ops.runtime.activations import check_activation
-from fastvit.ops.runtime.autograd import FusedNode, needs_autograd, run
+from fastvit.ops.runtime.autograd import Computed, FusedNode, inputs, needs_autograd, run
 from fastvit.ops.runtime.call import Call, begin
 from fastvit.ops.runtime.checks import check_float, check_like
 from fastvit.ops.runtime.dtypes import autocast_dtype
@@ -80,15 +80,7 @@ class _Options(NamedTuple):
     residual_dtype: torch.dtype | None
 
 
-class _Inputs(NamedTuple):
-    x: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    layer_scale: Tensor | None
-    row_scale: Tensor | None
-    residual: Tensor | None
-    options: _Options
-    call: Call
+_Inputs = inputs("x", "weight", "bias", "layer_scale", "row_scale", "residual")
 
 
 class _Linear(FusedNode):
@@ -99,7 +91,7 @@ class _Linear(FusedNode):
     saves = ("x", "weight", "bias", "layer_scale", "row_scale")
 
     @staticmethod
-    def compute(t: _Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def compute(t: Any) -> Computed:
         x, weight, bias, layer_scale, row_scale, residual, o, call = t
         return (linear_fwd(x, weight, bias, o.activation, layer_scale, row_scale, residual, call=call),), {}
 
@@ -120,12 +112,7 @@ class _Linear(FusedNode):
         return found | {"x": dx, "weight": dweight, "bias": dbias, "layer_scale": dlayer_scale}
 
 
-class _ActInputs(NamedTuple):
-    x: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    options: _Options
-    call: Call
+_ActInputs = inputs("x", "weight", "bias")
 
 
 class _LinearAct(FusedNode):
@@ -137,7 +124,7 @@ class _LinearAct(FusedNode):
     saves = ("x", "weight", "pre")
 
     @staticmethod
-    def compute(t: _ActInputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def compute(t: Any) -> Computed:
         h, pre = linear_act_fwd(t.x, t.weight, t.bias, t.options.activation, call=t.call)
         return (h,), {"pre": pre}
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastvit.ops.patch_embed import aten
 from fastvit.ops.runtime import decompositions
-from fastvit.ops.runtime.autograd import FusedNode, needs_autograd, run
+from fastvit.ops.runtime.autograd import Computed, FusedNode, inputs, needs_autograd, run
 from fastvit.ops.runtime.call import Call, begin
 from fastvit.ops.runtime.checks import check_float, check_image, check_like, check_statistics
 from fastvit.ops.runtime.dtypes import autocast_dtype
@@ -60,15 +60,7 @@ class _Options(NamedTuple):
     cast: torch.dtype | None  # autocast's dtype, for the weight
 
 
-class _Inputs(NamedTuple):
-    image: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    pos_embed: Tensor | None
-    prefix: Tensor | None
-    normalize: Tensor | None
-    options: _Options
-    call: Call
+_Inputs = inputs("image", "weight", "bias", "pos_embed", "prefix", "normalize")
 
 
 class _PatchEmbed(FusedNode):
@@ -77,7 +69,7 @@ class _PatchEmbed(FusedNode):
     saves = ("image", "weight", "normalize")
 
     @staticmethod
-    def compute(t: _Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def compute(t: Any) -> Computed:
         *tensors, _, call = t
         return (patch_embed_fwd(*tensors, call=call),), {}
 

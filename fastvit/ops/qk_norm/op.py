@@ -11,7 +11,7 @@ from fastvit.ops.layer_norm.op import LayerNormNode, Norm, NormInputs, NormOptio
 from fastvit.ops.qk_norm import aten
 from fastvit.ops.rotary.op import Rotary, broadcast_tables, check_tables
 from fastvit.ops.runtime import decompositions
-from fastvit.ops.runtime.autograd import FusedNode, needs_autograd, run
+from fastvit.ops.runtime.autograd import Computed, FusedNode, inputs, needs_autograd, run
 from fastvit.ops.runtime.backend import Path
 from fastvit.ops.runtime.call import Call, begin
 from fastvit.ops.runtime.checks import check_float, check_head_dim, check_like
@@ -56,17 +56,7 @@ class _Options(NamedTuple):
     interleaved: bool
 
 
-class _Inputs(NamedTuple):
-    q: Tensor
-    k: Tensor
-    q_weight: Tensor
-    q_bias: Tensor | None
-    k_weight: Tensor
-    k_bias: Tensor | None
-    sin: Tensor | None
-    cos: Tensor | None
-    options: _Options
-    call: Call
+_Inputs = inputs("q", "k", "q_weight", "q_bias", "k_weight", "k_bias", "sin", "cos")
 
 
 class _QkNorm(FusedNode):
@@ -75,7 +65,7 @@ class _QkNorm(FusedNode):
     single = False
 
     @staticmethod
-    def compute(t: _Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def compute(t: Any) -> Computed:
         *tensors, o, call = t
         return qk_norm_fwd(*tensors, o.eps, o.rms, o.interleaved, call=call), {}
 

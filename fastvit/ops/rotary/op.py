@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fastvit.ops.rotary import aten
 from fastvit.ops.runtime import decompositions
-from fastvit.ops.runtime.autograd import FusedNode, needs_autograd, run, unviewed
+from fastvit.ops.runtime.autograd import Computed, FusedNode, inputs, needs_autograd, run, unviewed
 from fastvit.ops.runtime.call import Call, begin
 from fastvit.ops.runtime.checks import check_float, check_head_dim, check_like
 from fastvit.ops.runtime.registry import register
@@ -48,12 +48,7 @@ class _Options(NamedTuple):
     interleaved: bool
 
 
-class _Inputs(NamedTuple):
-    x: Tensor
-    sin: Tensor
-    cos: Tensor
-    options: _Options
-    call: Call
+_Inputs = inputs("x", "sin", "cos")
 
 
 class _Rotary(FusedNode):
@@ -61,7 +56,7 @@ class _Rotary(FusedNode):
     saves = ("x", "sin", "cos")
 
     @staticmethod
-    def compute(t: _Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def compute(t: Any) -> Computed:
         _, rotated, interleaved = t.options
         return (rotary_op(t.x, t.sin, t.cos, rotated, interleaved, False, call=t.call),), {}
 

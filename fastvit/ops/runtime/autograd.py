@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import namedtuple
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -62,6 +63,14 @@ def cast(t: Any, names: tuple[str, ...], dtype: torch.dtype) -> Any:
     return t._replace(**found)
 
 
+Computed = tuple[tuple[Any, ...], dict[str, Any]]  # what `FusedNode.compute` returns
+
+
+def inputs(*names: str) -> Any:
+    """Return a class for `FusedNode.Inputs` of tensors, or None, of these names."""
+    return namedtuple("Inputs", [*names, "options", "call"])
+
+
 class FusedNode:
     """Base of the ops' autograd nodes. A subclass defines
 
@@ -103,7 +112,7 @@ class FusedNode:
         return cls.keeps
 
     @staticmethod
-    def compute(t: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def compute(t: Any) -> Computed:
         raise NotImplementedError
 
     @staticmethod

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import compress, repeat
 from typing import Any, TypeVar
 
@@ -176,8 +176,10 @@ def begin(op: str, arguments: tuple[Any, ...], options: Key = ()) -> Call:
         if types[0] not in _TENSORS or not (x.is_cuda or x.is_cpu):
             return _DISPATCHED
         if not _TENSORS.issuperset(types):
-            arguments, structure = _flattened(arguments)
-            options, types = (options, structure), tuple(map(type, arguments))
+            flat: list[Any] = []
+            structure: list[Any] = []
+            _flatten(arguments, flat, structure)
+            arguments, options, types = tuple(flat), (options, *structure), tuple(map(type, flat))
         settings = None
         if on_triton := wants_triton(x):
             if x.is_cuda and not is_on_current_device(x):
@@ -186,11 +188,12 @@ def begin(op: str, arguments: tuple[Any, ...], options: Key = ()) -> Call:
         elif is_any_autocast_enabled():
             return _DISPATCHED
         key = op, types, x.shape, options, torch.is_grad_enabled(), settings
-        tensors = [*compress(arguments, map(operator.is_not, arguments, _NONES))]  # that are not None, in C
+        if type(None) in types:
+            arguments = tuple(compress(arguments, map(operator.is_not, arguments, _NONES)))  # in C
         for alike, later in _kept.get(key, ()):
-            if alike(*tensors):
+            if alike(*arguments):
                 return _ON_TRITON if on_triton and launches_are_watched() else later
-        return _first(Path.TRITON if on_triton else Path.ATEN, key, types, options, tensors)
+        return _first(Path.TRITON if on_triton else Path.ATEN, key, types, options, arguments)
     except (AttributeError, TypeError, SystemError):  # SystemError: from guards with other arguments
         return _DISPATCHED
 
@@ -226,35 +229,30 @@ def _guards(tensors: Sequence[Tensor]) -> Alike:
         return alike
     again = [(i, first[id(t)]) for i, t in enumerate(tensors) if first[id(t)] != i]
 
+    each = operator.itemgetter(*places, places[0])  # a tuple also of one
+
     def alike_with_repeats(*others: Any) -> bool:
         for i, j in again:
             if others[i] is not others[j]:
                 return False
-        once = [*others]
-        for i, _ in reversed(again):
-            del once[i]
-        return alike(*once)
+        return alike(*each(others)[:-1])
 
     return alike_with_repeats
 
 
-def _flattened(arguments: tuple[Any, ...]) -> tuple[tuple[Any, ...], Key]:
-    """Return the tensors in the arguments and in tuples among them, and their places with everything else."""
-    tensors: list[Any] = []
-    structure: list[Any] = []
-    rest = list(reversed(arguments))
-    while rest:
-        value = rest.pop()
+def _flatten(arguments: Iterable[Any], tensors: list[Any], structure: list[Any]) -> None:
+    """Append the tensors in the arguments, and in tuples among them, to one list, and everything else with its place to
+    the other."""
+    for value in arguments:
         if value is None or isinstance(value, Tensor):
             tensors.append(value)
         elif isinstance(value, tuple | list):
-            rest += reversed(value)
-            structure += len(rest), type(value), len(value)
+            structure += len(tensors), type(value), len(value)
+            _flatten(value, tensors, structure)
         elif type(value) in _VALUES:
-            structure += len(rest), value
+            structure += len(tensors), value
         else:
             raise TypeError(f"{type(value).__name__} is neither a tensor nor a plain value")
-    return tuple(tensors), tuple(structure)
 
 
 def _forget() -> None:

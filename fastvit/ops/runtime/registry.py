@@ -25,6 +25,7 @@ DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {}  # overload -> its decomposit
 IMPLEMENTATIONS: dict[Any, Callable[..., Any]] = {}  # overload -> its implementation: (*arguments, call=, out=)
 LAUNCH_MODULES: set[str] = set()  # names of modules, imported when a kernel is first wanted
 _warned: set[tuple[str, str]] = set()
+_DISPATCHER, _ATEN = Path.DISPATCHER, Path.ATEN
 
 
 def register(
@@ -62,23 +63,23 @@ def register(
     def op(*args: Any, call: Call | None = None, out: Any = None) -> Any:
         if call is None:
             call = UNKEPT[choose_path(*args)]
-        written = {} if out is None else {"out": out}
-        if call.path is Path.DISPATCHER:
+        path = call.path
+        if path is _DISPATCHER:
             if runner is not None:
                 with _isolated(args[0]):
-                    return runner(overload, args, written)
+                    return runner(overload, args, {} if out is None else {"out": out})
             if decomposition is not None and _wants_functions_of_torch():
                 return decomposition(*args)
             return overload(*args)
-        if call.path is Path.ATEN:
-            return aten(*args, **written)
+        if path is _ATEN:
+            return aten(*args) if out is None else aten(*args, out=out)
         try:
-            return launcher()(*args, call=call, **written)
+            return launcher()(*args, call=call) if out is None else launcher()(*args, call=call, out=out)
         except KernelUnsupported as reason:
             _warn_or_raise(name, str(reason))
             call.forget()
             with _isolated(args[0]):
-                return aten(*args, **written)
+                return aten(*args) if out is None else aten(*args, out=out)
 
     def dispatched(*args: Any) -> Any:
         with _isolated(args[0]):
