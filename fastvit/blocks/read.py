@@ -186,7 +186,7 @@ def describe_attention(
     """Describe attention, after checking that the ops take its head dimension, norms and probabilities. kv_heads: the
     heads of k and v, or None for as many as q has."""
     head_dim, rest = divmod(proj.in_features, num_heads)
-    if rest or head_dim % 8 or not 16 <= head_dim <= 256:  # not `takes_head_dim`, without its call
+    if rest or head_dim % 8 or not 16 <= head_dim <= 256:  # not `takes_head_dim`, whose call takes 60 ns
         raise CannotFuse(f"head_dim {proj.in_features / num_heads:g} is not a multiple of 8 from 16 to 256")
     p = proj_drop.p if proj_drop is not None and proj_drop.training else 0.0
     if attn_drop >= 1.0 or p >= 1.0:
@@ -200,7 +200,10 @@ def describe_attention(
         in_steps = in_steps or widths != {head_dim}
         if widths not in ({head_dim}, {num_heads * head_dim}) or (kv_heads and widths != {head_dim}):
             raise CannotFuse(f"norms of q and k over {sorted(widths)} of {num_heads} heads of {head_dim}")
-    return AttentionSpec(qkv, read_layer(proj), num_heads, scale, attn_drop, p, scale_norm, qk_norm, kv_heads, in_steps)
+    last = read_layer(proj)
+    adapted = AdaptedLinear in (*map(type, qkv), type(last))  # a tuple: torch.compile of 2.9 traces no `in map(...)`
+    norms = scale_norm, qk_norm
+    return AttentionSpec(qkv, last, num_heads, scale, attn_drop, p, *norms, kv_heads, in_steps, adapted)
 
 
 def describe_mlp(
@@ -216,7 +219,9 @@ def describe_mlp(
     activation = ACTIVATIONS.get(type(act)) or ACTIVATIONS[qualified_name(act)]
     if act.__dict__.get("approximate") == "tanh":  # nn.GELU's
         activation = "gelu_tanh"
-    return MlpSpec(read_layer(fc1), read_layer(fc2), activation, act, p1, p2, inner_norm=inner_norm)
+    first, last = read_layer(fc1), read_layer(fc2)
+    adapted = AdaptedLinear in (type(first), type(last))
+    return MlpSpec(first, last, activation, act, p1, p2, inner_norm=inner_norm, adapted=adapted)
 
 
 def describe_gated_mlp(
@@ -229,5 +234,6 @@ def describe_gated_mlp(
     for gated, plain in GATED.items():
         if plain == mlp.activation:
             value = read_layer(fc1[1]) if len(fc1) == 2 else None
-            return mlp._replace(activation=gated, value=value, gate_last=gate_last)
+            adapted = mlp.adapted or type(value) is AdaptedLinear
+            return mlp._replace(activation=gated, value=value, gate_last=gate_last, adapted=adapted)
     raise CannotFuse(f"a gate with {mlp.activation}")

@@ -18,13 +18,7 @@ from fastvit.ops.runtime.backend import is_jit_tracing
 def runs_in_steps(branch: AttentionSpec | MlpSpec) -> bool:
     """Return whether a half of a block runs as several ops: if no op has such attention, or if layers are called as
     modules."""
-    return (isinstance(branch, AttentionSpec) and branch.in_steps) or _calls_modules(branch)
-
-
-def _calls_modules(branch: AttentionSpec | MlpSpec) -> bool:
-    """Return whether layers are called as modules."""
-    layers = (*branch.qkv, branch.proj) if isinstance(branch, AttentionSpec) else (branch.fc1, branch.value, branch.fc2)
-    return AdaptedLinear in (*map(type, layers),)  # a tuple: torch.compile of 2.9 traces no `in map(...)`
+    return branch.adapted or (isinstance(branch, AttentionSpec) and branch.in_steps)
 
 
 def run_block(x: Tensor, block: BlockSpec, rotary: Rotary | None = None, attn_mask: Tensor | None = None) -> Tensor:
@@ -37,7 +31,7 @@ def run_attention_half(
 ) -> Tensor:
     attn, norm = half.branch, half.norm if half.norm.weight is not None else _with_ones(x, half.norm)
     qkv = attn.qkv
-    if _calls_modules(attn):
+    if attn.adapted:
         attended = _attend(run_norm(x, norm), attn, rotary, attn_mask)
         return _run_last(attended, attn.proj, attn.proj_drop, x, half)
     packed_or_three: Any = qkv[0] if len(qkv) == 1 else zip(*qkv, strict=True)
@@ -63,7 +57,7 @@ def run_mlp_half(x: Tensor, half: HalfSpec[MlpSpec], residual: Tensor | None = N
     """Run the MLP's half of a block. residual: the tensor that the branch is added to, x if None."""
     mlp, norm = half.branch, half.norm if half.norm.weight is not None else _with_ones(x, half.norm)
     residual = x if residual is None else residual
-    if _calls_modules(mlp):
+    if mlp.adapted:
         return _run_last(_widen(run_norm(x, norm), mlp), mlp.fc2, mlp.drop2, residual, half)
     fc1 = mlp.fc1 if mlp.value is None and not mlp.gate_last else _gate_and_value(mlp)
     dropout_p, layer_scale, row_scale, added = 0.0, None, None, None
@@ -104,7 +98,7 @@ def run_attention(
 
 
 def run_mlp(x: Tensor, mlp: MlpSpec) -> Tensor:
-    if _calls_modules(mlp):
+    if mlp.adapted:
         return ops.dropout(_run(_widen(x, mlp), mlp.fc2), mlp.drop2)
     fc1 = mlp.fc1 if mlp.value is None and not mlp.gate_last else _gate_and_value(mlp)
     tensors = (*fc1, *mlp.fc2)

@@ -41,7 +41,8 @@ class AttentionSpec(NamedTuple):
     qkv: one packed layer (3 * H * d, D), or three layers for q, k and v. scale: None for d**-0.5. attn_drop, proj_drop:
     dropout of the probabilities, and after the projection. scale_norm: a norm before the projection. qk_norm: norms of
     q and k, over each head or over all heads. kv_heads: heads of k and v, a divisor of num_heads; 0 for num_heads.
-    in_steps: whether no op has all of it, because of kv_heads or norms over all heads."""
+    in_steps: whether no op has all of it, because of kv_heads or norms over all heads. adapted: whether a layer is an
+    AdaptedLinear."""
 
     qkv: tuple[LinearSpec, ...]
     proj: LinearSpec
@@ -53,6 +54,7 @@ class AttentionSpec(NamedTuple):
     qk_norm: tuple[Norm, Norm] | None = None
     kv_heads: int = 0
     in_steps: bool = False
+    adapted: bool = False
 
 
 class MlpSpec(NamedTuple):
@@ -60,7 +62,8 @@ class MlpSpec(NamedTuple):
 
     activation: its name in `ops.mlp`. act: the activation, or the gate's, as a module. drop1, drop2: dropout after the
     activation, which is 0.0 or equal to drop2, and after fc2. value: a gated MLP's second layer, if fc1 is the gate's
-    alone; None if fc1 holds both, with the gate's rows last if gate_last. inner_norm: a norm before fc2."""
+    alone; None if fc1 holds both, with the gate's rows last if gate_last. inner_norm: a norm before fc2.
+    adapted: whether a layer is an AdaptedLinear."""
 
     fc1: LinearSpec
     fc2: LinearSpec
@@ -71,6 +74,7 @@ class MlpSpec(NamedTuple):
     value: LinearSpec | None = None
     gate_last: bool = False
     inner_norm: Norm | None = None
+    adapted: bool = False
 
 
 class HalfSpec(NamedTuple, Generic[Branch]):

@@ -85,9 +85,9 @@ def _fresh(draw, name, tokens=None, dtype=None):
     sizes = SIZES | {"hidden": draw.choice((64, 128)), "gated": draw.choice((32, 64))}
     tensors = made(name, samples, tokens, CPU, dtype or draw.choice(DTYPES), **sizes)
     for key in tensors:
-        if key.endswith("bias") or key in ("layer_scale", "row_scale", "pos_embed", "prefix"):
-            if draw.random() < 0.2:
-                tensors[key] = None
+        optional = key.endswith("bias") or key in ("layer_scale", "row_scale", "pos_embed", "prefix")
+        if optional and draw.random() < 0.2:
+            tensors[key] = None
     return tensors
 
 

@@ -274,14 +274,15 @@ def _input_backward(
 ) -> Tensor | None:
     """Put the gradients of x, the norm, and the layers of q, k and v into `found`. Return the residual's total."""
     norm = NormedRows(s["x"], s["norm_weight"], s["norm_bias"], s["mean"], s["rstd"], o.eps, o.rms)
-    weights, wants_weights, wants_biases = [s["qkv_weight"]], [wants.qkv_weight], [wants.qkv_bias]
+    names, weights, wants_weights, wants_biases = ["qkv"], [s["qkv_weight"]], [wants.qkv_weight], [wants.qkv_bias]
     if s["k_weight"] is not None:
+        names += "k", "v"
         weights += s["k_weight"], s["v_weight"]
         wants_weights += wants.k_weight, wants.v_weight
         wants_biases += wants.k_bias, wants.v_bias
     rows = of_each_layer(dqkv.view(-1, 3 * o.heads[1] * o.heads[2]), weights)
     of = norm_linear_backward(rows, norm, weights, residual, wants, wants_weights, wants_biases, call)
     found |= of.of_norm
-    for layer, dweight, dbias in zip(("qkv", "k", "v"), of.dweights, of.dbiases, strict=False):
-        found[f"{layer}_weight"], found[f"{layer}_bias"] = dweight, dbias
+    for name, dweight, dbias in zip(names, of.dweights, of.dbiases, strict=True):
+        found[f"{name}_weight"], found[f"{name}_bias"] = dweight, dbias
     return of.total

@@ -28,10 +28,10 @@ def _check_gated(x: Tensor, weight: Weights, bias: Biases, *, dtype: bool) -> in
         if weight.shape[0] % 2:
             raise ValueError(f"fc1_weight must have 2 * hidden rows, of the gate and of the value, got {len(weight)}")
         return weight.shape[0] // 2
-    if not isinstance(weight, list | tuple) or len(weight) != 2:
+    if not isinstance(weight, (list, tuple)) or len(weight) != 2:
         raise TypeError(f"fc1_weight must be a tensor, or the gate's and the value's, got {_words(weight)}")
     biases = (None, None) if bias is None else bias
-    if not isinstance(biases, list | tuple) or len(biases) != 2:
+    if not isinstance(biases, (list, tuple)) or len(biases) != 2:
         raise TypeError(f"fc1_bias must be one for each of fc1_weight's two, or None, got {_words(bias)}")
     for i, (w, b) in enumerate(zip(weight, biases, strict=True)):
         check_linear(x, w, b, dtype=dtype, names=("x", f"fc1_weight[{i}]", f"fc1_bias[{i}]"))
@@ -45,7 +45,7 @@ def _check_gated(x: Tensor, weight: Weights, bias: Biases, *, dtype: bool) -> in
 
 def _words(value: Any) -> str:
     name = type(value).__name__
-    return f"{name} of {len(value)}" if isinstance(value, list | tuple) else name
+    return f"{name} of {len(value)}" if isinstance(value, (list, tuple)) else name
 
 
 def _checked(

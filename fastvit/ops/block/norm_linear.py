@@ -111,13 +111,11 @@ class _Inputs(NamedTuple):
     call: Call
     layers: tuple[Any, ...]  # n weights, then n biases
 
-    @property
-    def weights(self) -> tuple[Any, ...]:
-        return self.layers[: len(self.layers) // 2]
 
-    @property
-    def biases(self) -> tuple[Any, ...]:
-        return self.layers[len(self.layers) // 2 :]
+def _halves(layers: tuple[Any, ...]) -> tuple[Any, Any]:
+    """Return the weights and the biases, or what belongs to them."""
+    n = len(layers) // 2
+    return layers[:n], layers[n:]
 
 
 class _LayerNormLinear(FusedNode):
@@ -132,7 +130,7 @@ class _LayerNormLinear(FusedNode):
 
     @staticmethod
     def compute(t: _Inputs) -> Computed:
-        o, weights, biases = t.options, t.weights, t.biases
+        o, (weights, biases) = t.options, _halves(t.layers)
         y, mean, rstd = layer_norm_fwd(t.x, t.norm_weight, t.norm_bias, o.eps, weights[0].dtype, o.rms, call=t.call)
         kept = {"mean": mean, "rstd": rstd}
         if o.op == "layer_norm_linear" and len(weights) > 1:
@@ -142,7 +140,7 @@ class _LayerNormLinear(FusedNode):
     @staticmethod
     def reads(t: _Inputs, kept: dict[str, Any], wants: Any) -> dict[str, bool]:
         wants_norm = wants.x or wants.norm_weight or wants.norm_bias
-        return {"x": wants_norm or any(wants.weights), "mean": not t.options.rms}
+        return {"x": wants_norm or any(_halves(wants.layers)[0]), "mean": not t.options.rms}
 
     @staticmethod
     def gradients(s: dict[str, Any], douts: Any, o: _Options, wants: Any, call: Call) -> dict[str, Any]:
@@ -152,7 +150,7 @@ class _LayerNormLinear(FusedNode):
         else:
             parts = [*of_each_layer(as_rows(douts[0]), weights)]
         norm = NormedRows(x, norm_weight, norm_bias, mean, rstd, o.eps, o.rms)
-        found = norm_linear_backward(parts, norm, weights, Residual(), wants, wants.weights, wants.biases, call)
+        found = norm_linear_backward(parts, norm, weights, Residual(), wants, *_halves(wants.layers), call)
         return found.of_norm | {"layers": (*found.dweights, *found.dbiases)}
 
 

@@ -55,7 +55,6 @@ Statistics = Sequence[float] | Tensor
 
 class _Options(NamedTuple):
     op: str
-    size: tuple[int, int]  # H, W
     dtypes: tuple[torch.dtype | None, ...]  # of the first five inputs
     cast: torch.dtype | None  # autocast's dtype, for the weight
 
@@ -78,18 +77,23 @@ class _PatchEmbed(FusedNode):
         return {"image": wants.weight}
 
     @staticmethod
+    def sizes(t: Any) -> tuple[int, ...]:
+        return t.image.shape[2], t.image.shape[3]
+
+    @staticmethod
     def gradients(s: dict[str, Any], douts: Any, o: _Options, wants: Any, call: Call) -> dict[str, Any]:
         (dout,), weight = douts, s["weight"]
-        dtypes = dict(zip(_Inputs._fields, o.dtypes, strict=False))
+        dtypes = dict(zip(("image", "weight", "bias", "pos_embed", "prefix"), o.dtypes, strict=True))
         found: dict[str, Tensor] = {}
         if wants.image:
-            found["image"] = patch_embed_bwd_image(dout, weight, *o.size, dtypes["image"], call=call)
+            found["image"] = patch_embed_bwd_image(dout, weight, *s["sizes"], dtypes["image"], call=call)
         if wants.weight:
             found["weight"] = patch_embed_bwd_weight(dout, s["image"], weight, s["normalize"], call=call)
         if wants.bias or wants.pos_embed or wants.prefix:
+            # one pass over dout serves all three; plain sums are ATen's. A single image needs no sum over images
             wide = torch.promote_types(dout.dtype, torch.float32)
             sums = dout[0] if dout.shape[0] == 1 else dout.sum(0, dtype=wide)
-            n = math.prod(aten.patch_grid(weight, *o.size))
+            n = math.prod(aten.patch_grid(weight, *s["sizes"]))
             prefix, patches = sums.split([sums.shape[0] - n, n])
             if wants.bias:
                 found["bias"] = patches.sum(0, dtype=wide)
@@ -209,4 +213,4 @@ def _checked(
     tensors = image, weight, bias, pos_embed, prefix
     dtypes = tuple([None if t is None else t.dtype for t in tensors])
     autograd = needs_autograd("patch_embed", *tensors)
-    return autograd, _Options("patch_embed", (image.shape[2], image.shape[3]), dtypes, cast)
+    return autograd, _Options("patch_embed", dtypes, cast)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections import namedtuple
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -81,8 +82,8 @@ class FusedNode:
     saves: names of what the backward pass reads: inputs, tensors of `keeps`, and "result", the first result. In this
         order: inputs, then the others.
     single: whether the op returns a tensor, not a tuple.
-    variadic: whether the last field of Inputs, and of its gradients, is a tuple of any number of tensors. The backward
-        pass reads those in Inputs' `weights`, under numbers.
+    variadic: whether the last field of Inputs, and of its gradients, is a tuple of any number of weights and as many
+        biases. The weights are saved, too, under numbers.
     compute(t): a tuple of the results, and a dict of the tensors of `keeps`.
     gradients(s, douts, o, wants, call): a dict of gradients by the names of inputs; missing ones are None. s: what was
         saved, by name; memory that is popped from it is free while the function runs, unless the graph is retained.
@@ -90,6 +91,7 @@ class FusedNode:
         needs a gradient.
 
     reads(t, kept, wants): for names of `saves` that the backward pass may not need, whether it does.
+    sizes(t): numbers for the backward pass that torch.compile may have to treat as symbols, in s["sizes"].
 
     and overrides `kept` if `keeps` depends on the inputs.
 
@@ -120,6 +122,10 @@ class FusedNode:
         return {}
 
     @staticmethod
+    def sizes(t: Any) -> tuple[int, ...]:
+        return ()
+
+    @staticmethod
     def gradients(s: dict[str, Any], douts: Any, o: Any, wants: Any, call: Any) -> dict[str, Any]:
         raise NotImplementedError
 
@@ -130,21 +136,22 @@ class FusedNode:
         made = tuple([name for name in cls.saves if name not in Inputs._fields])
         names = of_inputs + made
         place = {name: i for i, name in enumerate(names)}
+        saves_result, values_of = "result" in place, operator.attrgetter(*of_inputs, "options")
 
         def named(inputs: Sequence[Any]) -> Any:
             return Inputs(*inputs[:fixed], inputs[fixed:]) if cls.variadic else Inputs(*inputs)
 
-        def save(ctx: Any, t: Any, kept: dict[str, Any], results: Any) -> None:
-            if "result" in place:
+        def save(ctx: Any, t: Any, values: list[Any], kept: dict[str, Any], results: Any) -> None:
+            if saves_result:
                 kept["result"] = results[0]
-            values = [getattr(t, name) for name in of_inputs] + [kept.get(name) for name in made]
+            values += [kept.get(name) for name in made]
             for name, is_read in cls.reads(t, kept, named(ctx.needs_input_grad)).items():
                 if not is_read:
                     values[place[name]] = None
-            ctx.names, ctx.options = names, t.options
+            ctx.names, ctx.options, ctx.sizes = names, t.options, cls.sizes(t)
             if cls.variadic:
-                ctx.names = *names, *range(len(t.weights))
-                values += t.weights
+                ctx.names = *names, *range(len(t[-1]) // 2)
+                values += t[-1][: len(t[-1]) // 2]
             ctx.save_for_backward(*values)
             ctx.set_materialize_grads(False)
 
@@ -158,7 +165,8 @@ class FusedNode:
             kept = cls.kept(t)
             count = len(output) - len(kept)
             ctx.mark_non_differentiable(*output[count:])
-            save(ctx, t, dict(zip(kept, output[count:], strict=True)), output)
+            values = [getattr(t, name) for name in of_inputs]
+            save(ctx, t, values, dict(zip(kept, output[count:], strict=True)), output)
             ctx.count = count
 
         def forward_in_one_step(ctx: Any, *inputs: Any) -> Any:
@@ -166,7 +174,7 @@ class FusedNode:
             if cls.casts and t.options.cast is not None:
                 t = cast(t, cls.casts, t.options.cast)
             results, kept = cls.compute(t)
-            save(ctx, t, kept, results)
+            save(ctx, t, [*values_of(t)[:-1]], kept, results)  # torch.compile does not know attrgetter
             ctx.count = len(results)
             return results[0] if cls.single else results
 
@@ -252,10 +260,12 @@ class _DifferentiableOnce(torch.autograd.Function):
 def _backward(ctx: Any, node: type[FusedNode], douts: tuple[Any, ...], wants: Any) -> Any:
     """Return the gradients of all inputs. Differentiating them again raises an error that names the op; an opaque op
     alone would give no gradient."""
-    o, names, count = ctx.options, ctx.names, len(douts)
+    o, names, sizes, count = ctx.options, ctx.names, ctx.sizes, len(douts)
 
     def work(s: dict[str, Any], *douts: Any) -> Any:
-        call = begin(f"{o.op} backward", (*douts, *s.values()), (o, wants))
+        call = begin(f"{o.op} backward", (*douts, *s.values()), (o, wants, sizes))
+        if sizes:
+            s["sizes"] = sizes
         found = node.gradients(s, douts, o, wants, call)
         if call.is_first:
             if not found.keys() <= {*wants._fields}:
