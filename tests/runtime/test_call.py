@@ -5,6 +5,7 @@ tensors of other alignments, is in stub_calls.py.
 """
 
 import weakref
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from fastvit import ops
 from fastvit.kernels import _tuned
+from fastvit.ops.runtime import autograd
 from fastvit.ops.runtime import call as runtime_call
 from fastvit.ops.runtime import launch as runtime_launch
 
@@ -140,6 +142,44 @@ def test_a_state_that_is_forgotten_during_a_call(weights, triton_backend, device
     _tuned.clear_caches()
     first.remember()
     assert not runtime_call._kept
+
+
+def test_names(triton_backend, device):
+    """A name that is given twice is an error in the first call, one that is missing in later ones; a part of a call has
+    names of its own."""
+    x = x_of(device, B, N, D)
+    first = runtime_call.begin("mlp", (x,), ())
+    assert first.once("a", lambda: 1) == 1
+    assert first.child("part").once("a", lambda: 2) == 2
+    with pytest.raises(RuntimeError, match="a call works out 'a' twice"):
+        first.once("a", lambda: 3)
+    first.remember()
+    later = runtime_call.begin("mlp", (x,), ())
+    assert (later.once("a", None), later.child("part").once("a", None)) == (1, 2)
+    for missing in (lambda: later.once("b", lambda: 4), lambda: later.child("b")):
+        with pytest.raises(KeyError, match="b"):
+            missing()
+
+
+def test_a_gradient_of_no_input():
+    class Node(autograd.FusedNode):
+        Inputs = autograd.inputs("x")
+
+        @staticmethod
+        def compute(t):
+            return (t.x + 1,), {}
+
+        @staticmethod
+        def gradients(s, douts, o, wants, call):
+            return {"y": douts[0]}
+
+    class Options(NamedTuple):
+        op: str
+
+    x = torch.ones(3, requires_grad=True)
+    y = autograd.run(Node, True, Node.Inputs(x, Options("of_a_test"), runtime_call.begin("of_a_test", (x,))))
+    with pytest.raises(KeyError, match=r"Node returns gradients \['y'\] of inputs"):
+        y.sum().backward()
 
 
 def test_a_mask_that_is_copied(weights, heads, triton_backend, device):

@@ -14,5 +14,5 @@ def test_random_calls_launch_what_first_calls_do(calls: int) -> None:
     found = json.loads(python("tests/helpers/stub_random_calls.py", str(calls)).splitlines()[-1])
     assert "problem" not in found, found["problem"]
     assert found["calls"] == calls
-    assert found["launches"] > 2 * calls
-    assert found["remembered"] > calls / 5
+    assert found["launches"] > calls
+    assert found["remembered"] > calls / 6

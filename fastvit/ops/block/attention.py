@@ -159,9 +159,10 @@ def _checked(
     autograd = needs_autograd("layer_norm_attention", *tensors, branch.layer_scale, branch.residual)
     residual = branch.residual
     options = AttentionOptions(
-        "layer_norm_attention", before[2], before[3] == "rms", after[2], after[3] == "rms",
-        q_norm[2], q_norm[3] == "rms", (3, num_heads, head_dim), scale, dropout_p,
-        residual_is_x=residual is x, residual_dtype=None if residual is None else residual.dtype,
+        op="layer_norm_attention", eps=before[2], rms=before[3] == "rms", scale_eps=after[2],
+        scale_rms=after[3] == "rms", qk_eps=q_norm[2], qk_rms=q_norm[3] == "rms", heads=(3, num_heads, head_dim),
+        scale=scale, dropout_p=dropout_p, residual_is_x=residual is x,
+        residual_dtype=None if residual is None else residual.dtype,
         interleaved=rotary is not None and rotary.interleaved, cast=cast,
     )  # fmt: skip
     return autograd, options

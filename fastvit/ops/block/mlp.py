@@ -76,7 +76,7 @@ def _checked(
     autograd = needs_autograd(op, x, *tensors)
     residual_is_x = branch.residual is x and (cast in (None, x.dtype) or norm is not None)
     return autograd, MlpOptions(
-        op, GATED[activation] if gated else activation, gated, dropout_p,
+        op=op, activation=GATED[activation] if gated else activation, gated=gated, dropout_p=dropout_p,
         keep_pre=autograd and recompute != "all", keep_h=autograd and recompute == "none",
         cast=cast, dtype=cast or fc2[0].dtype, eps=eps, rms=kind == "rms",
         inner_eps=inner[2], inner_rms=inner[3] == "rms", residual_is_x=residual_is_x,

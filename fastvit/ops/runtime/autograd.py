@@ -136,7 +136,7 @@ class FusedNode:
         made = tuple([name for name in cls.saves if name not in Inputs._fields])
         names = of_inputs + made
         place = {name: i for i, name in enumerate(names)}
-        saves_result, values_of = "result" in place, operator.attrgetter(*of_inputs, "options")
+        saves_result, values_of = "result" in place, operator.attrgetter(*of_inputs, "options", "call")
 
         def named(inputs: Sequence[Any]) -> Any:
             return Inputs(*inputs[:fixed], inputs[fixed:]) if cls.variadic else Inputs(*inputs)
@@ -174,7 +174,7 @@ class FusedNode:
             if cls.casts and t.options.cast is not None:
                 t = cast(t, cls.casts, t.options.cast)
             results, kept = cls.compute(t)
-            save(ctx, t, [*values_of(t)[:-1]], kept, results)  # torch.compile does not know attrgetter
+            save(ctx, t, [*values_of(t)[:-2]], kept, results)  # torch.compile does not know attrgetter
             ctx.count = len(results)
             return results[0] if cls.single else results
 
@@ -263,7 +263,7 @@ def _backward(ctx: Any, node: type[FusedNode], douts: tuple[Any, ...], wants: An
     o, names, sizes, count = ctx.options, ctx.names, ctx.sizes, len(douts)
 
     def work(s: dict[str, Any], *douts: Any) -> Any:
-        call = begin(f"{o.op} backward", (*douts, *s.values()), (o, wants, sizes))
+        call = begin(node.__name__, (*douts, *s.values()), (o, wants, sizes))
         if sizes:
             s["sizes"] = sizes
         found = node.gradients(s, douts, o, wants, call)
