@@ -19,8 +19,8 @@ def _beginning(function):
     """Let function(call) replace every call that an op begins, within the context."""
     original = runtime_call.begin
 
-    def begin(*arguments):
-        return function(original(*arguments))
+    def begin(*arguments, **options):
+        return function(original(*arguments, **options))
 
     with contextlib.ExitStack() as stack:
         for module in [module for name, module in sys.modules.items() if name.startswith("fastvit.ops")]:

@@ -120,7 +120,7 @@ def test_simple_norm_is_another_formula() -> None:
 def test_the_report_names_the_norms_that_run_by_themselves() -> None:
     model = vit(scale_attn_norm=True, scale_mlp_norm=True, norm_layer="rmsnorm")
     block, branches = fastvit.accelerate(model), fastvit.accelerate(nn.ModuleList([model.blocks[0].attn]))
-    assert outcome(block, "blocks.0") == ("accelerated", "layer_norm_attention, rms_norm, linear")
+    assert outcome(block, "blocks.0") == ("accelerated", "layer_norm_attention, layer_norm_mlp")
     assert outcome(branches, "0") == ("accelerated", "attention_qkvpacked, rms_norm, linear")
 
 

@@ -71,7 +71,8 @@ CASES = cases()
 def test_python_functions_per_call(name):
     call, limit = CASES[name]
     with torch.inference_mode():
-        call()
+        for _ in range(2):  # after which it is remembered
+            call()
         entered = functions_entered(call)
     assert len(entered) <= limit, "\n".join(entered)
     overloads = [f for f in entered if f.endswith("_ops.py:__call__")]
@@ -82,7 +83,8 @@ def test_python_functions_of_a_block_in_training():
     """Count functions of the package in a forward pass: 11 of them, of 60 ns each, ask whether a submodule's class
     still has its own forward."""
     block, x = fastvit.Block(D, 2), torch.randn(1, N, D, requires_grad=True)
-    block(x)
+    for _ in range(2):  # after which its calls are remembered
+        block(x)
     entered = [name for name in functions_entered(lambda: block(x)) if PACKAGE in name]
     assert 50 < len(entered) <= 120, "\n".join(entered)
 

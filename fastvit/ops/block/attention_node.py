@@ -177,9 +177,9 @@ class NormAttention(FusedNode):
         total = None if in_norm else proj.total(g)
         if wanted.qkv:
             do = torch.mm(*proj.input_operands(g)) if do is None else do
-            del g, rows
-            found["qkv"] = _qkv_backward(s, do.view(s["attended"].shape), o, wants, found, call)
-            del do
+            s["do"] = do.view(s["attended"].shape)
+            del g, rows, do
+            found["qkv"] = _qkv_backward(s, o, wants, found, call)
             residual = Residual(
                 dout.to(s["x"].dtype) if in_norm else None, s["row_scale"], proj.total_dtype() if in_norm else None
             )
@@ -216,12 +216,10 @@ def _scale_norm_backward(
     return rows, do, dweight, dbias
 
 
-def _qkv_backward(
-    s: dict[str, Any], do: Tensor, o: AttentionOptions, wants: Any, found: dict[str, Any], call: Call
-) -> Tensor:
-    """Return the gradient of the packed qkv. Put those of the mask, and of the norms of q and k, into `found`. do: the
-    gradient of attention's result."""
-    qkv, sin, cos = s.pop("qkv"), s["sin"], s["cos"]
+def _qkv_backward(s: dict[str, Any], o: AttentionOptions, wants: Any, found: dict[str, Any], call: Call) -> Tensor:
+    """Return the gradient of the packed qkv from s["do"], that of attention's result. Put those of the mask, and of the
+    norms of q and k, into `found`."""
+    do, qkv, sin, cos = s.pop("do"), s.pop("qkv"), s["sin"], s["cos"]
     attention = s["mask"], s.pop("attended"), s.pop("lse"), s["seed"], o.scale, o.dropout_p
     if s["q_norm_weight"] is not None:
         return _normed_qkv_backward(s, do, qkv, attention, o, wants, found, call)
@@ -229,6 +227,7 @@ def _qkv_backward(
         dqkv, found["mask"] = attention_qkvpacked_bwd_with_mask(do, qkv, *attention, call=call)
     else:
         dqkv = attention_qkvpacked_bwd(do, qkv, *attention, call=call)
+    del do, qkv, attention  # before the rotation, which on ATen makes float32 copies
     if sin is not None:
         heads = dqkv.flatten(2, 3)
         dqkv = rotary_op(heads, sin, cos, 2 * o.heads[1], o.interleaved, True, call=call, out=heads)

@@ -59,7 +59,11 @@ def _launch(
 def readable_tables(sin: Tensor, cos: Tensor, call: Call) -> Any:
     """Return both tables (B or 1, H or 1, T, d) as a kernel reads them: copies, unless their strides are equal."""
     if sin.stride() != cos.stride() or sin.stride(3) != 1 or sin.stride(2) > MAX_STRIDE:
-        return call.as_read(torch.Tensor.contiguous, sin, cos)
+        call.forget()
+        for dim in (0, 1):  # one copy of what is expanded in both
+            if sin.stride(dim) == cos.stride(dim) == 0:
+                sin, cos = sin.narrow(dim, 0, 1), cos.narrow(dim, 0, 1)
+        return sin.contiguous(), cos.contiguous()
     return sin, cos
 
 

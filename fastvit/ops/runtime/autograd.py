@@ -263,15 +263,15 @@ def _backward(ctx: Any, node: type[FusedNode], douts: tuple[Any, ...], wants: An
     o, names, sizes, count = ctx.options, ctx.names, ctx.sizes, len(douts)
 
     def work(s: dict[str, Any], *douts: Any) -> Any:
-        call = begin(node.__name__, (*douts, *s.values()), (o, wants, sizes))
+        call = begin(node.__name__, (*douts, *s.values()), (o, wants, sizes), kernels_only=True)
         if sizes:
             s["sizes"] = sizes
         found = node.gradients(s, douts, o, wants, call)
+        each = tuple([found.pop(name, None) for name in wants._fields])
+        if found:
+            raise KeyError(f"{node.__name__} returns gradients {[*found]} of inputs {wants._fields}")
         if call.is_first:
-            if not found.keys() <= {*wants._fields}:
-                raise KeyError(f"{node.__name__} returns gradients {[*found]} of inputs {wants._fields}")
             call.remember()
-        each = tuple([found.get(name) for name in wants._fields])
         return (*each[:-1], *(each[-1] or (None,) * len(wants[-1]))) if node.variadic else each
 
     saved = dict(zip(names, ctx.saved_tensors, strict=True))

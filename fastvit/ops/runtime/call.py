@@ -14,7 +14,7 @@ is an error.
 
 Two calls are alike if op, path and options are equal, and grad mode, autocast's dtype and the precision of float32
 matmuls; and if their tensors have the same classes, dtypes, devices, shapes, strides, requires_grad and dispatch keys,
-and are repeated at the same places. Nothing is kept of a call on the dispatcher's path, of one whose kernels read
+and are repeated at the same places. No value is kept of a call on the dispatcher's path, of one whose kernels read
 copies of its tensors, or that a kernel refused; and never a tensor.
 
 So what is kept cannot be stale: all that `once` computes follows from what is compared. Values may also depend on
@@ -82,16 +82,17 @@ class Call:
 class FirstCall(Call):
     """The first call of its kind."""
 
-    __slots__ = ("_alike", "_kept", "_key", "_values", "_whole")
+    __slots__ = ("_alike", "_is_kept", "_kept", "_key", "_values", "_whole")
     is_first = is_plain = True
 
     def __init__(self, path: Path, key: Key | None, alike: Alike, whole: FirstCall | None = None) -> None:
         self.path = path
-        self._key = key  # None for a part of a call, and when nothing is to be kept
+        self._key = key  # None for a part of a call, and for one that is remembered
         self._alike = alike
         self._kept = _kept  # may be forgotten before the call has succeeded
         self._values: dict[str, Any] = {}
-        self._whole = whole or self
+        self._whole = whole  # that this is a part of
+        self._is_kept = True
 
     def once(self, name: str, function: Callable[..., T], *args: Any) -> T:
         if name in self._values:
@@ -100,7 +101,7 @@ class FirstCall(Call):
         return value
 
     def child(self, name: str) -> Call:
-        return self.once(name, FirstCall, self.path, None, self._alike, self._whole)
+        return self.once(name, FirstCall, self.path, None, self._alike, self._whole or self)
 
     def as_read(self, convert: Callable[[Any], Any], *tensors: Tensor | None) -> Any:
         converted = [convert(t) for t in tensors]
@@ -113,11 +114,12 @@ class FirstCall(Call):
             if len(self._kept) >= _MOST:
                 self._kept.clear()
             others = self._kept.get(self._key, ())
-            self._kept[self._key] = (*others[1 - _MOST_ALIKE :], (self._alike, self.later()))
+            later = self.later() if self._is_kept else UNKEPT[self.path]
+            self._kept[self._key] = (*others[1 - _MOST_ALIKE :], (self._alike, later))
             self._key = None
 
     def forget(self) -> None:
-        self._whole._key = None
+        (self._whole or self)._is_kept = False
 
     def later(self) -> LaterCall:
         """Return what calls like this one are."""
@@ -149,11 +151,11 @@ class LaterCall(Call):
 
 
 UNKEPT = {path: Call(path) for path in Path}
-_DISPATCHED, _ON_TRITON = UNKEPT[Path.DISPATCHER], UNKEPT[Path.TRITON]
+_DISPATCHED, _ON_TRITON, _ON_ATEN = (UNKEPT[path] for path in (Path.DISPATCHER, Path.TRITON, Path.ATEN))
 
 _MOST = 8192  # keys, some 3 KB each; then all are forgotten
 _MOST_ALIKE = 16  # calls of one key
-Kept = dict[Key, tuple[tuple[Alike, LaterCall], ...]]
+Kept = dict[Key, tuple[tuple[Alike, Call], ...]]  # UNKEPT if later calls have to work out everything, too
 _kept: Kept = {}
 launches_are_watched: Callable[[], bool] = bool  # False, until `launch.py` is imported and asks Triton's hooks
 _NONES = repeat(None)
@@ -161,19 +163,22 @@ _VALUES = frozenset({bool, int, float, str, type(None), torch.dtype, type})  # t
 _TENSORS = frozenset({Tensor, Parameter, type(None)})  # no subclass such as a fake, a distributed or a tracer's
 
 
-def begin(op: str, arguments: tuple[Any, ...], options: Key = ()) -> Call:
+def begin(op: str, arguments: tuple[Any, ...], options: Key = (), *, kernels_only: bool = False) -> Call:
     """Begin a call: choose its path, and find what calls like it have worked out.
 
     The path is that of `backend.choose_path`, but autocast is left to ops that run kernels.
 
     arguments: x, then other tensors, None, or tuples and lists of these and of plain values. options: plain values, or
-    tuples of them. Arguments of other kinds go by the dispatcher's path, and the op's checks see them.
+    tuples of them. Arguments of other kinds go by the dispatcher's path, and the op's checks see them. kernels_only: the
+    call works out nothing but launches, so that nothing is kept of it on the ATen path.
     """
     if is_observed():
         return _DISPATCHED
     try:
         x, types = arguments[0], tuple(map(type, arguments))
-        if types[0] not in _TENSORS or not (x.is_cuda or x.is_cpu):
+        if x is None:  # no gradient of a first result
+            x = next(t for t in arguments if t is not None)
+        if type(x) not in _TENSORS or not (x.is_cuda or x.is_cpu):
             return _DISPATCHED
         if not _TENSORS.issuperset(types):
             flat: list[Any] = []
@@ -187,6 +192,8 @@ def begin(op: str, arguments: tuple[Any, ...], options: Key = ()) -> Call:
             settings = float32_precision(), autocast_dtype(x) if is_any_autocast_enabled() else None
         elif is_any_autocast_enabled():
             return _DISPATCHED
+        elif kernels_only:
+            return _ON_ATEN
         key = op, types, x.shape, options, torch.is_grad_enabled(), settings
         if type(None) in types:
             arguments = tuple(compress(arguments, map(operator.is_not, arguments, _NONES)))  # in C
@@ -194,7 +201,7 @@ def begin(op: str, arguments: tuple[Any, ...], options: Key = ()) -> Call:
             if alike(*arguments):
                 return _ON_TRITON if on_triton and launches_are_watched() else later
         return _first(Path.TRITON if on_triton else Path.ATEN, key, types, options, arguments)
-    except (AttributeError, TypeError, SystemError):  # SystemError: from guards with other arguments
+    except (AttributeError, TypeError, StopIteration, SystemError):  # SystemError: from guards with other arguments
         return _DISPATCHED
 
 
@@ -207,7 +214,23 @@ def _first(path: Path, key: Key, types: tuple[type, ...], options: Key, tensors:
         return _DISPATCHED  # it knows what is in the wrapper of a functorch transform that has ended
     if (path is Path.TRITON and launches_are_watched()) or not _are_values(options):
         return UNKEPT[path]
+    if path is Path.ATEN and not _was_seen(hash(key)):
+        return UNKEPT[path]
     return FirstCall(path, key, _guards(tensors))
+
+
+_seen: set[int] = set()  # hashes of keys
+
+
+def _was_seen(key: int) -> bool:
+    """Return whether an ATen call with this hash was seen before. Calls on the CPU are kept from the second one on: if
+    every one has another shape, guards between the tensors on the heap would fragment it."""
+    if key in _seen:
+        return True
+    if len(_seen) >= _MOST:
+        _seen.clear()
+    _seen.add(key)
+    return False
 
 
 def _are_values(options: Any) -> bool:
