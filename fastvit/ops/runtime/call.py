@@ -168,9 +168,11 @@ def begin(op: str, arguments: tuple[Any, ...], options: Key = (), *, kernels_onl
 
     The path is that of `backend.choose_path`, but autocast is left to ops that run kernels.
 
-    arguments: x, then other tensors, None, or tuples and lists of these and of plain values. options: plain values, or
-    tuples of them. Arguments of other kinds go by the dispatcher's path, and the op's checks see them. kernels_only: the
-    call works out nothing but launches, so that nothing is kept of it on the ATen path.
+    Args:
+        arguments: x, then other tensors, None, or tuples and lists of these and of plain values. Arguments of other
+            kinds go by the dispatcher's path, and the op's checks see them.
+        options: plain values, or tuples of them.
+        kernels_only: the call works out nothing but launches, so that nothing is kept of it on the ATen path.
     """
     if is_observed():
         return _DISPATCHED
