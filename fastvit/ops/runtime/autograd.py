@@ -52,18 +52,6 @@ def unviewed(output: Tensor) -> Tensor:
     return output if is_jit_tracing() else output.detach()
 
 
-def cast(t: Any, names: tuple[str, ...], dtype: torch.dtype) -> Any:
-    """Return Inputs with the tensors of these names, and those in tuples, in that dtype."""
-    found = {}
-    for name in names:
-        value = getattr(t, name)
-        if isinstance(value, tuple):
-            found[name] = tuple([None if part is None else part.to(dtype) for part in value])
-        elif value is not None:
-            found[name] = value.to(dtype)
-    return t._replace(**found)
-
-
 Computed = tuple[tuple[Any, ...], dict[str, Any]]  # what `FusedNode.compute` returns
 
 
@@ -77,7 +65,7 @@ class FusedNode:
 
     Inputs: a NamedTuple of tensors or None, `options` and `call`. options is a NamedTuple of plain values, of which
         `op` is the public op's name, and `cast` autocast's dtype, if the op casts inputs.
-    casts: names of the inputs that autocast casts. Autograd casts the gradients back.
+    casts: names of the inputs that autocast casts; of a variadic op its last field. Autograd casts the gradients back.
     keeps: names of the tensors that `compute` makes for the backward pass.
     saves: names of what the backward pass reads: inputs, tensors of `keeps`, and "result", the first result. In this
         order: inputs, then the others.
@@ -107,6 +95,7 @@ class FusedNode:
     variadic = False
     in_one_step: Callable[..., Any]
     in_two_steps: Any
+    cast_inputs: Callable[[Any], Any]  # Inputs in autocast's dtype
 
     @classmethod
     def kept(cls, t: Any) -> tuple[str, ...]:
@@ -136,10 +125,18 @@ class FusedNode:
         made = tuple([name for name in cls.saves if name not in Inputs._fields])
         names = of_inputs + made
         place = {name: i for i, name in enumerate(names)}
+        cast_places = tuple([Inputs._fields.index(name) for name in cls.casts])
         saves_result, values_of = "result" in place, operator.attrgetter(*of_inputs, "options", "call")
 
         def named(inputs: Sequence[Any]) -> Any:
             return Inputs(*inputs[:fixed], inputs[fixed:]) if cls.variadic else Inputs(*inputs)
+
+        def cast(inputs: Sequence[Any], dtype: torch.dtype) -> list[Any]:
+            found, places = [*inputs], cast_places if not cls.variadic else range(fixed, len(inputs))
+            for i in places:
+                if found[i] is not None:
+                    found[i] = found[i].to(dtype)
+            return found
 
         def save(ctx: Any, t: Any, values: list[Any], kept: dict[str, Any], results: Any) -> None:
             if saves_result:
@@ -172,7 +169,7 @@ class FusedNode:
         def forward_in_one_step(ctx: Any, *inputs: Any) -> Any:
             t = named(inputs)
             if cls.casts and t.options.cast is not None:
-                t = cast(t, cls.casts, t.options.cast)
+                t = named(cast(inputs, t.options.cast))
             results, kept = cls.compute(t)
             save(ctx, t, [*values_of(t)[:-2]], kept, results)  # torch.compile does not know attrgetter
             ctx.count = len(results)
@@ -185,6 +182,7 @@ class FusedNode:
                 return (None,) * len(wants)
             return _backward(ctx, cls, douts, named(wants))
 
+        cls.cast_inputs = staticmethod(lambda t: named(cast(_flat(cls, t), t.options.cast)))
         two = {"forward": forward, "setup_context": setup_context, "backward": backward}
         one = {"forward": forward_in_one_step, "backward": backward}
         cls.in_two_steps = _function(cls.__name__, two, generate_vmap_rule=True)
@@ -203,7 +201,7 @@ def run(node: type[FusedNode], autograd: bool, t: Any) -> Any:
     need a gradient."""
     call, in_two_steps = t.call, autograd and (unwrap_if_dead is None or transforming() or is_dynamo_compiling())
     if (in_two_steps or not autograd) and node.casts and t.options.cast is not None:
-        t = cast(t, node.casts, t.options.cast)
+        t = node.cast_inputs(t)
     if not autograd:
         found, _ = node.compute(t)
         found = found[0] if node.single else found
