@@ -96,7 +96,7 @@ def submodules(
         if child is None:
             raise CannotFuse(f"it has no {name}")
         kind = type(child)
-        if kind not in allowed and f"{kind.__module__}.{kind.__qualname__}" not in allowed:  # without another call
+        if kind not in allowed and f"{kind.__module__}.{kind.__qualname__}" not in allowed:  # a call would take 60 ns
             raise CannotFuse(f"{name} is {class_name(kind)}")
         if kind is not checked:
             if not has_own_forward(kind, kind.forward):
