@@ -135,7 +135,7 @@ def test_what_is_equal_and_may_change(weights, heads, triton_backend, device):
 
 
 def test_a_state_that_is_forgotten_during_a_call(weights, triton_backend, device):
-    """What the first call has worked out is of no use to others then."""
+    """The values of the first call are of no use to others then."""
     x = x_of(device, B, N, D)
     first = runtime_call.begin("mlp", (x,), ())
     assert isinstance(first, runtime_call.FirstCall)

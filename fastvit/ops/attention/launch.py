@@ -130,7 +130,7 @@ def attention_varlen_bwd(
 
 
 class BackwardTensors(NamedTuple):
-    """What a mask's gradient is computed from: tensors as the kernels read them, and the statistics of
+    """The inputs of a mask's gradient: tensors as the kernels read them, and the statistics of
     `attention_bwd_dq_kernel`."""
 
     do: Tensor

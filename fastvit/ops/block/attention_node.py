@@ -16,17 +16,8 @@ from fastvit.ops.attention.op import (
     attention_qkvpacked_bwd_with_mask,
     attention_qkvpacked_fwd,
 )
-from fastvit.ops.block.norm_linear import (
-    NormedRows,
-    norm_linear_backward,
-    of_each_layer,
-    side_by_side,
-)
-from fastvit.ops.layer_norm.op import (
-    Residual,
-    layer_norm_fwd,
-    norm_backward,
-)
+from fastvit.ops.block.norm_linear import NormedRows, norm_linear_backward, of_each_layer, side_by_side
+from fastvit.ops.layer_norm.op import Residual, layer_norm_fwd, norm_backward
 from fastvit.ops.linear.op import linear_fwd
 from fastvit.ops.qk_norm.op import qk_norm_bwd, qk_norm_fwd
 from fastvit.ops.rotary.op import rotary_op
@@ -84,7 +75,7 @@ class AttentionInputs(NamedTuple):
 
 
 class _Wanted(NamedTuple):
-    """What gradients are wanted of, or by way of."""
+    """Groups of gradients, and whether one of a group is wanted."""
 
     norm: bool  # x or its norm
     weights: bool  # q's, k's or v's
@@ -263,14 +254,9 @@ def _normed_qkv_backward(
 
 
 def _input_backward(
-    s: dict[str, Any],
-    dqkv: Tensor,
-    residual: Residual,
-    o: AttentionOptions,
-    wants: Any,
-    found: dict[str, Any],
+    s: dict[str, Any], dqkv: Tensor, residual: Residual, o: AttentionOptions, wants: Any, found: dict[str, Any],
     call: Call,
-) -> Tensor | None:
+) -> Tensor | None:  # fmt: skip
     """Put the gradients of x, the norm, and the layers of q, k and v into `found`. Return the residual's total."""
     norm = NormedRows(s["x"], s["norm_weight"], s["norm_bias"], s["mean"], s["rstd"], o.eps, o.rms)
     names, weights, wants_weights, wants_biases = ["qkv"], [s["qkv_weight"]], [wants.qkv_weight], [wants.qkv_bias]

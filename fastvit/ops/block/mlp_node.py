@@ -63,7 +63,7 @@ class MlpInputs(NamedTuple):
 
 
 class _Wanted(NamedTuple):
-    """What gradients are wanted of, or by way of."""
+    """Groups of gradients, and whether one of a group is wanted."""
 
     before: bool  # x or the norm
     pre: bool  # these or fc1
@@ -80,7 +80,7 @@ class _Wanted(NamedTuple):
 
 
 class Mlp(FusedNode):
-    """Of a norm of x."""
+    """The MLP of a norm of x."""
 
     Inputs = MlpInputs
     casts: tuple[str, ...] = ("fc1_weight", "fc1_bias", "value_weight", "value_bias", "fc2_weight", "fc2_bias")
@@ -162,7 +162,7 @@ class Mlp(FusedNode):
 
 
 class PlainMlp(Mlp):
-    """Of x itself, which autocast casts, too."""
+    """The MLP of x itself, which autocast casts, too."""
 
     casts: tuple[str, ...] = ("x", *Mlp.casts)
 

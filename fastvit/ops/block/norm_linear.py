@@ -158,10 +158,16 @@ Weights = Tensor | Sequence[Tensor]
 Biases = Tensor | Sequence[Tensor | None] | None
 
 
-def flat_layers(weight: Weights, bias: Biases) -> tuple[Any, ...]:
-    """Return n weights and n biases, of one layer or of several."""
+def _listed(weight: Weights, bias: Biases) -> tuple[Sequence[Tensor], Sequence[Tensor | None]]:
+    """Return the weights and the biases of one layer or of several."""
     weights: Sequence[Tensor] = (weight,) if isinstance(weight, Tensor) else weight
     biases: Sequence[Tensor | None] = (bias,) if isinstance(bias, Tensor) else bias or (None,) * len(weights)
+    return weights, biases
+
+
+def flat_layers(weight: Weights, bias: Biases) -> tuple[Any, ...]:
+    """Return n weights and n biases, of one layer or of several."""
+    weights, biases = _listed(weight, bias)
     return *weights, *biases
 
 
@@ -172,8 +178,7 @@ def check_norm_and_layers(
     None."""
     check_float("x", x)
     cast = autocast_dtype(x)
-    weights: Sequence[Tensor] = (weight,) if isinstance(weight, Tensor) else weight
-    biases: Sequence[Tensor | None] = (bias,) if isinstance(bias, Tensor) else bias or (None,) * len(weights)
+    weights, biases = _listed(weight, bias)
     if not weights or len(weights) != len(biases):
         raise ValueError(
             f"{names[1]} must be one for each weight, or None, got {len(biases)} for {len(weights)} weights"

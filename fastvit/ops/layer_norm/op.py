@@ -134,7 +134,7 @@ add_layer_norm_bwd = register(
 
 
 class Residual(NamedTuple):
-    """What joins the gradient of a norm's input.
+    """The residual branch in a norm's backward pass, which joins the gradient of the norm's input.
 
     dresidual: the gradient of the residual branch, or None.
     row_scale, total_dtype: for `total`, the sum of row_scale * dresidual over rows; no sum for None.

@@ -51,7 +51,9 @@ def gated_act(pre: Tensor, activation: str, *, call: Call) -> Tensor:
     if pre.dtype is torch.float64:
         raise KernelUnsupported("float64")
     h = pre.new_empty(*pre.shape[:-1], pre.shape[-1] // 2)
-    _elementwise(None, pre, activation, None, h, call)
+    if pre.numel():
+        (pre,) = call.as_read(by_rows, pre)
+        call.once("gated_act", _act, pre, activation)(None, pre, None, h, None)
     return h
 
 
@@ -62,7 +64,7 @@ def gated_dact(
     ours = call.once("gated_dact is ours", is_our_matmul, dy, N, True, True)
     dpre, h = empty_like(pre), pre.new_empty(*pre.shape[:-1], N)
     if not ours or pre.numel() == 0:
-        return dpre, h, _elementwise(dy @ weight, pre, activation, dpre, h, call)
+        return dpre, h, _activation_backward(dy @ weight, pre, activation, dpre, h, call)
     dy, weight, pre = call.as_read(aligned_rows, dy, weight, pre)
     launch = call.once("gated_dact", _dact, dy, weight, pre, activation)
     (dbias,) = launch(pre, dy, weight, pre, dpre, h)
@@ -73,7 +75,7 @@ def gated_act_bwd(dh: Tensor, pre: Tensor, activation: str, *, call: Call) -> tu
     if pre.dtype is torch.float64:
         raise KernelUnsupported("float64")
     dpre = empty_like(pre)
-    return dpre, _elementwise(dh, pre, activation, dpre, None, call)
+    return dpre, _activation_backward(dh, pre, activation, dpre, None, call)
 
 
 def _forward(
@@ -116,16 +118,13 @@ def _gated_plan(
     return cdiv(M, cfg.block_m) * cdiv(N, cfg.block_n), gemm_constants(cfg, K, precision, activation)
 
 
-def _elementwise(
-    dh: Tensor | None, pre: Tensor, activation: str, dpre: Tensor | None, h: Tensor | None, call: Call
-) -> Any:
-    """Write dpre and h; return dbias, or None without dh."""
+def _activation_backward(
+    dh: Tensor, pre: Tensor, activation: str, dpre: Tensor, h: Tensor | None, call: Call
+) -> Tensor:
+    """Write dpre and h; return dbias."""
     if pre.numel() == 0:
-        return None if dh is None else pre.new_zeros(pre.shape[-1])
+        return pre.new_zeros(pre.shape[-1])
     dh, pre = call.as_read(by_rows, dh, pre)
-    if dh is None:
-        call.once("gated_act", _act, pre, activation)(None, pre, dpre, h, None)
-        return None
     (dbias,) = call.once("gated_act_bwd", _act_backward, dh, pre, activation)(pre, dh, pre, dpre, h)
     return dbias
 

@@ -78,10 +78,11 @@ class FusedNode:
         douts: gradients of the results, not all of them None. o: the options. wants: Inputs of bools, whether an input
         needs a gradient.
 
+    and, where it differs from the default,
+
+    kept(t): `keeps`, if it depends on the inputs.
     reads(t, kept, wants): for names of `saves` that the backward pass may not need, whether it does.
     sizes(t): numbers for the backward pass that torch.compile may have to treat as symbols, in s["sizes"].
-
-    and overrides `kept` if `keeps` depends on the inputs.
 
     It gets two autograd Functions. torch.compile and functorch take `in_two_steps`, whose tensors for the backward pass
     are outputs that autograd tracks, and whose casts are nodes of their own. All other calls run `in_one_step`, which

@@ -52,8 +52,8 @@ HAVE_TRITON = importlib.util.find_spec("triton") is not None
 
 
 class Path(Enum):
-    """What runs an op. Under DISPATCHER that is a registered op, which everything that observes a call can see, and
-    whose results are new tensors; it then runs one of the other two."""
+    """The ways to run an op. DISPATCHER calls the registered op, which everything that observes a call can see, and
+    whose results are new tensors; the registered op then runs one of the other two."""
 
     DISPATCHER = "dispatcher"
     TRITON = "triton"

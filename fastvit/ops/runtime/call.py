@@ -35,13 +35,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fastvit.kernels import _tuned
-from fastvit.ops.runtime.backend import (
-    Path,
-    has_lazy_values,
-    is_observed,
-    is_on_current_device,
-    wants_triton,
-)
+from fastvit.ops.runtime.backend import Path, has_lazy_values, is_observed, is_on_current_device, wants_triton
 from fastvit.ops.runtime.device import float32_precision
 from fastvit.ops.runtime.dtypes import autocast_dtype
 from fastvit.ops.runtime.torch_private import TensorGuards, is_any_autocast_enabled, unwrap_if_dead
@@ -76,7 +70,7 @@ class Call:
         """Keep what the call has worked out, after it has succeeded. Does nothing unless it is the first."""
 
     def forget(self) -> None:
-        """Keep nothing of the call, because a kernel refused it."""
+        """Keep no value of the call, because a kernel refused it or reads copies of its tensors."""
 
 
 class FirstCall(Call):
@@ -166,7 +160,8 @@ _TENSORS = frozenset({Tensor, Parameter, type(None)})  # no subclass such as a f
 def begin(op: str, arguments: tuple[Any, ...], options: Key = (), *, kernels_only: bool = False) -> Call:
     """Begin a call: choose its path, and find what calls like it have worked out.
 
-    The path is that of `backend.choose_path`, but autocast is left to ops that run kernels.
+    The path is that of `backend.choose_path`, but under autocast a call that runs kernels stays on the Triton path,
+    because ops cast their inputs themselves.
 
     Args:
         arguments: x, then other tensors, None, or tuples and lists of these and of plain values. Arguments of other
