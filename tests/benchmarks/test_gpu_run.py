@@ -120,13 +120,13 @@ def test_rehearsal_with_a_process_that_dies_killed_and_taken_up_again(tmp_path):
 
 
 @needs_triton
-def test_the_deadline_is_kept(tmp_path):
-    run = rehearse(tmp_path, "--first", "--minutes", "0.033")
+def test_a_run_without_time_begins_nothing(tmp_path):
+    run = rehearse(tmp_path, "--first", "--minutes", "0.01")  # under a second: on a faster machine, too
     out, _ = run.communicate()
     assert run.returncode == 1
     steps = {r["name"]: r["status"] for r in read(tmp_path / "results.jsonl") if r["kind"] == "step"}
-    assert steps["rows, first part"] == "cut", out
-    assert steps["correct layer_norm"] == "cut"
+    assert {"environment", "correct layer_norm", "tune", "rows, second part"} < steps.keys()
+    assert set(steps.values()) == {"cut"}, out
     assert "0 results: 0 wrong, 0 failed, 26 missing" in out
 
 
