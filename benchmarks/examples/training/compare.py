@@ -1,0 +1,102 @@
+"""Compare runs: a table, and curves against epochs and against time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fastvit.study.memory.plot import COLOURS
+
+from .state import Record, Run
+
+HEADS = ["run", "model", "parameters", "GFLOPs", "accuracy", "best", "loss", "images/s", "peak MiB", "minutes"]
+THEMES = ("light", "dark")
+_LINES = ("fused", "sdpa", "compile", "eager")  # colours of the memory study, in the order of the runs
+
+
+class Curve(NamedTuple):
+    """name: of the run's folder; about: the model; epochs: one record for each."""
+
+    name: str
+    about: Record
+    epochs: list[Record]
+
+
+def read(folder: Path) -> Curve:
+    """Read a run's log. Raises ValueError if no epoch has ended."""
+    run = Run(folder, writes=False)
+    run.settings()
+    records = run.records()
+    about = next((r for r in records if r["kind"] == "run"), None)
+    epochs = [r for r in records if r["kind"] == "epoch"]
+    if about is None or not epochs:
+        raise ValueError(f"{folder} has no epoch that has ended")
+    return Curve(folder.name, about, epochs)
+
+
+def row(curve: Curve) -> list[str]:
+    """Return the cells of a row under HEADS. GFLOPs: of one image forward; a multiply-add counts as two."""
+    last, about = curve.epochs[-1], curve.about
+    speed, peak = last["images_per_second"], last["peak_bytes"]
+    return [
+        curve.name, about["name"] + ", plain" * about["plain"], f"{about['parameters'] / 1e6:.2f} M",
+        f"{about['flops'] / 1e9:.3f}", f"{last['accuracy']:.2%}", f"{max(r['accuracy'] for r in curve.epochs):.2%}",
+        f"{last['loss']:.4f}", f"{speed:,.0f}" if speed else "-", f"{peak / 2**20:,.0f}" if peak else "-",
+        f"{last['seconds'] / 60:.1f}",
+    ]  # fmt: skip
+
+
+def draw(curves: list[Curve], theme: str) -> Any:
+    """Draw accuracy and loss against epochs and against time, and what an image costs: a matplotlib figure."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    colours = COLOURS[theme]
+    ink = colours["ink"]
+    with rc_context({"font.family": "DejaVu Sans", "font.size": 10, "text.color": ink, "axes.labelcolor": ink}):
+        figure = Figure(figsize=(10.5, 6.4), layout="constrained")
+        grid = figure.add_gridspec(4, 3, width_ratios=(1.2, 1.2, 1))
+        panels = [[figure.add_subplot(grid[2 * i : 2 * i + 2, j]) for j in range(2)] for i in range(2)]
+        for column, axis_name in enumerate(("epochs", "minutes of training")):
+            for line, (what, title) in enumerate((("accuracy", "test accuracy, %"), ("train_loss", "training loss"))):
+                panel = panels[line][column]
+                for i, curve in enumerate(curves):
+                    x = [r["epoch"] + 1 if column == 0 else r["seconds"] / 60 for r in curve.epochs]
+                    y = [r[what] * (100 if what == "accuracy" else 1) for r in curve.epochs]
+                    panel.plot(x, y, color=colours[_LINES[i % 4]], linewidth=2, label=curve.name,
+                               linestyle="-" if i < 4 else "--")  # fmt: skip
+                _style(panel, title, colours)
+                panel.set_xlabel(axis_name if line else "")
+        panels[0][0].legend(frameon=False, labelcolor=ink, loc="lower right")
+        for i, (title, values, digits) in enumerate(_costs(curves)):
+            panel = figure.add_subplot(grid[i, 2])
+            places = range(len(curves))
+            panel.barh(places, values, color=[colours[_LINES[j % 4]] for j in places], height=0.62)
+            for place, value in zip(places, values, strict=True):
+                panel.annotate(f"{value:,.{digits}f}", (value, place), (4, 0), textcoords="offset points", va="center")
+            panel.set_yticks(places, [curve.name for curve in curves])
+            panel.invert_yaxis()
+            panel.set_xlim(0, max(*values, 1e-9) * 1.3)
+            panel.set_xticks([])
+            _style(panel, title, colours)
+        return figure
+
+
+def _costs(curves: list[Curve]) -> list[tuple[str, list[float], int]]:
+    """Return (title, values, digits) of what a run costs."""
+    ends = [(curve.epochs[-1], curve.about) for curve in curves]
+    return [
+        ("images per second", [last["images_per_second"] or 0.0 for last, _ in ends], 0),
+        ("peak memory, MiB", [(last["peak_bytes"] or 0) / 2**20 for last, _ in ends], 0),
+        ("parameters, millions", [about["parameters"] / 1e6 for _, about in ends], 2),
+        ("GFLOPs of an image", [about["flops"] / 1e9 for _, about in ends], 3),
+    ]
+
+
+def _style(panel: Any, title: str, colours: dict[str, str]) -> None:
+    panel.set_facecolor("none")
+    panel.set_title(title, loc="left", fontsize=11, fontweight="bold", color=colours["ink"])
+    panel.tick_params(colors=colours["ink"], length=0)
+    panel.grid(color=colours["faint"], linewidth=0.8)
+    panel.set_axisbelow(True)
+    panel.spines[:].set_visible(False)

@@ -1,0 +1,263 @@
+"""The training loop: steps, evaluation, log, checkpoints, interrupts."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+import signal
+import time
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from timm.utils import ModelEmaV3
+from torch import Tensor, nn
+
+from fastvit.study.memory.peak import peak_bytes
+
+from . import models, recipe
+from .data import Data, TestBatches, TrainBatches, batches, seed_all
+from .models import Model
+from .state import Record, Run
+
+MEASURED = 1  # the step, from 0, whose peak memory is measured: the optimizer has its state by then
+
+
+class Stopped(Exception):
+    """The user or the system has asked the run to end; everything is saved. `status`: of the process."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__()
+        self.status = status
+
+
+class Trainer:
+    """Trains one model on one data set; over several processes each has an object of its own."""
+
+    def __init__(self, args: argparse.Namespace, data: Data, run: Run, device: torch.device) -> None:
+        self.args, self.run, self.device = args, run, device
+        self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        self.data = TrainBatches(
+            data.train, recipe.train_transform(args, data), recipe.collate(args, data), args.batch, args.accumulate,
+            args.seed, self.rank, self.world,
+        )  # fmt: skip
+        each = args.batch // (args.accumulate * self.world)
+        self.test = TestBatches(data.test, recipe.test_transform(args, data), each, self.rank, self.world)
+        if self.data.steps == 0:
+            raise ValueError(f"--batch must be at most the {len(data.train.labels)} training images, got {args.batch}")
+        self.total = args.steps or self.data.steps * args.epochs
+
+        seed_all(args.seed)
+        model = models.build(args, data, device)
+        self.teacher = models.teacher(args, data, device)
+        self.about = {
+            "name": args.model, "plain": args.plain, "data": data.name, "images": len(data.train.labels),
+            "parameters": sum(p.numel() for p in model.module.parameters()),
+            "flops": models.flops(model, args.img_size or data.size, device),
+        }  # fmt: skip
+        if args.freeze:
+            models.freeze(model.module)
+        if args.checkpointing:
+            model.module.set_grad_checkpointing(True)
+        if self.teacher is not None and hasattr(model.module, "set_distilled_training"):
+            model.module.set_distilled_training(True)
+        self.average = ModelEmaV3(model.module, args.ema, use_warmup=True) if args.ema else None
+        if args.parallel == "fsdp":
+            for module in (model.module, *([self.average.module] if self.average is not None else [])):
+                models.shard(module)
+        self.model = model
+        self.optimizer = recipe.optimizer(args, model.module)
+        self.schedule = recipe.schedule(args, self.optimizer, self.total, self.data.steps)
+        self.call = models.spread(model.module, args, device)
+        self.at: Record = {"step": 0, "seconds": 0.0, "losses": [], "peak_bytes": None, "timed": 0}
+
+    # ---- the run ----
+
+    def fit(self, resume: bool) -> Record:
+        """Train to the end, or until a signal asks to stop. Returns the last evaluation.
+
+        Raises:
+            Stopped: after a signal; the checkpoint is written.
+            ValueError: a loss that is not finite; an image that cannot be read.
+        """
+        module, average = self.model.module, self.average.module if self.average is not None else None
+        if resume:
+            self.at |= self.run.restore(module, average, self.optimizer)
+            self.run.forget_after(self.at["step"])
+        else:
+            self.run.log("run", **self.about, torch=torch.__version__, device=_name(self.device), world=self.world)
+        first, parts = self.at["step"], self.args.accumulate
+        every = self.args.save_every or self.data.steps
+        feed = batches(self.data, range(first * parts, self.total * parts), self.args.workers, self.device)
+        found: Record = {}
+        with _signals() as asked:
+            for step in range(first, self.total):
+                self._timed_step(step, feed)
+                self.at["step"] = done = step + 1
+                ended = done % self.data.steps == 0 or done == self.total
+                stop = False
+                if done % self.args.log_every == 0 or ended or self.world == 1:
+                    stop = self._agreed(bool(asked))
+                if done % self.args.log_every == 0 or ended:
+                    self._log_losses(step)
+                if ended:
+                    found = self._epoch(step)
+                if stop or ended or done % every == 0:
+                    self._share_losses()
+                    self.run.save(module, average, self.optimizer, self.at)
+                if stop and done < self.total:
+                    raise Stopped(128 + asked[0] if asked else 1)
+        self.run.export(average if average is not None else module)
+        return found or next((r for r in reversed(self.run.records()) if r["kind"] == "epoch"), {})
+
+    def _timed_step(self, step: int, feed: Iterator[tuple[Tensor, ...]]) -> None:
+        """Take a step, and count its time with that of waiting for its images."""
+        start = time.perf_counter()
+        micro = [next(feed) for _ in range(self.args.accumulate)]
+        if step != MEASURED or self.at["peak_bytes"] is not None:
+            self.at["losses"].append(self._step(step, micro))
+            self.at["seconds"] += time.perf_counter() - start
+            self.at["timed"] += 1
+            return
+        held = self._held_bytes()
+        activations = peak_bytes(lambda: self.at["losses"].append(self._step(step, micro)), self.device)
+        self.at["peak_bytes"] = held + activations
+
+    def _step(self, step: int, micro: list[tuple[Tensor, ...]]) -> Tensor:
+        """Take one step of the optimizer. Returns the mean loss of this process's images."""
+        self.schedule.step_update(step)
+        self.call.train()
+        total = torch.zeros((), device=self.device)
+        for part, (images, targets) in enumerate(micro):
+            seed_all(self.args.seed, step, part, self.rank, 2)  # dropout and stochastic depth
+            with self._reduced(last=part == len(micro) - 1):
+                with self._autocast():
+                    taught = None
+                    if self.teacher is not None:
+                        with torch.no_grad():
+                            taught = self.teacher.module(self.teacher.prepared(images))
+                    loss = recipe.loss_of(self.args, self.call(self.model.prepared(images)), targets, taught)
+                (loss / len(micro)).backward()
+            total += loss.detach() / len(micro)
+        if self.args.clip:
+            nn.utils.clip_grad_norm_(self.model.module.parameters(), self.args.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if self.average is not None:
+            self.average.update(self.model.module, step + 1)
+        return total
+
+    def _reduced(self, last: bool) -> contextlib.AbstractContextManager[Any]:
+        """Return a context in which gradients are summed over the processes only after the last part of a batch."""
+        if self.args.parallel == "fsdp":
+            self.model.module.set_requires_gradient_sync(last)
+        elif self.world > 1 and not last:
+            return self.call.no_sync()
+        return contextlib.nullcontext()
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.args.amp)
+
+    def _held_bytes(self) -> int:
+        """Return the bytes of parameters, buffers, the optimizer's state and the average, as long as the run."""
+        modules = [self.model.module, *(m.module for m in (self.teacher, self.average) if m is not None)]
+        tensors = [t for module in modules for t in (*module.parameters(), *module.buffers())]
+        tensors += [t for state in self.optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
+        return sum(getattr(t, "_local_tensor", t).nbytes for t in tensors)
+
+    # ---- log and evaluation ----
+
+    def _agreed(self, asked: bool) -> bool:
+        """Return whether any process was asked to stop."""
+        if self.world == 1:
+            return asked
+        flag = torch.tensor(float(asked), device=self.device)
+        dist.all_reduce(flag, dist.ReduceOp.MAX)
+        return bool(flag)
+
+    def _share_losses(self) -> None:
+        """Replace the losses since the last record by their means over the processes."""
+        if self.world > 1 and self.at["losses"]:
+            losses = torch.stack([loss.to(self.device) for loss in self.at["losses"]])
+            dist.all_reduce(losses)
+            self.at["losses"] = list(losses / self.world)
+
+    def _log_losses(self, step: int) -> None:
+        self._share_losses()
+        losses = torch.stack([loss.to(self.device) for loss in self.at["losses"]])
+        self.at["losses"] = []
+        loss, rate = losses.mean().item(), max(group["lr"] for group in self.optimizer.param_groups)
+        self.run.log("train", step=step + 1, epoch=step // self.data.steps, loss=loss, lr=rate)
+        self.at["loss"] = loss
+        if not math.isfinite(loss):
+            raise ValueError(f"the loss is {loss} at step {step + 1}: try a smaller --lr, or --clip 1")
+
+    def _epoch(self, step: int) -> Record:
+        """Evaluate and log an epoch."""
+        found = {"test": self.evaluate(self.model)}
+        if self.average is not None:
+            found["average"] = self.evaluate(Model(self.average.module, self.model.mean, self.model.std))
+        best = found.get("average", found["test"])
+        images = self.at["timed"] * self.args.batch
+        record = {
+            "step": step + 1, "epoch": step // self.data.steps, "train_loss": self.at["loss"], **best,
+            "seconds": self.at["seconds"], "peak_bytes": self.at["peak_bytes"],
+            "images_per_second": images / self.at["seconds"] if self.at["timed"] else None,
+        }  # fmt: skip
+        if self.average is not None:
+            record["without_average"] = found["test"]["accuracy"]
+        self.run.log("epoch", **record)
+        if self.rank == 0:
+            speed = record["images_per_second"]
+            print(
+                f"epoch {record['epoch'] + 1}/{self.args.epochs}  loss {record['train_loss']:.3f}  test loss "
+                f"{best['loss']:.3f}  accuracy {best['accuracy']:.2%}  {speed or math.nan:,.0f} images/s",
+                flush=True,
+            )
+        return record
+
+    @torch.no_grad()
+    def evaluate(self, model: Model) -> Record:
+        """Return loss, accuracy and top-5 accuracy on the test images, over all processes."""
+        model.module.eval()
+        sums = torch.zeros(4, dtype=torch.float64, device=self.device)
+        for images, labels in batches(self.test, range(len(self.test)), self.args.workers, self.device):
+            with self._autocast():
+                logits = model.module(model.prepared(images))
+            sums += torch.tensor([*scores(logits, labels), len(labels)], dtype=torch.float64, device=self.device)
+        if self.world > 1:
+            dist.all_reduce(sums)
+        loss, right, among_five = (sums[:3] / sums[3]).tolist()
+        return {"loss": loss, "accuracy": right, "top5": among_five}
+
+
+def scores(logits: Tensor, labels: Tensor) -> tuple[float, int, int]:
+    """Return the summed cross entropy of logits (b, classes), and how often the class is first, among the first 5."""
+    loss = nn.functional.cross_entropy(logits.float(), labels, reduction="sum").item()
+    order = logits.topk(min(5, logits.shape[1]), dim=1).indices == labels[:, None]
+    return loss, int(order[:, 0].sum()), int(order.any(1).sum())
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[list[int]]:
+    """Collect SIGINT and SIGTERM in a list, so that the running step ends first. A second one interrupts at once."""
+    asked: list[int] = []
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if asked:
+            raise KeyboardInterrupt
+        asked.append(number)
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"

@@ -1,0 +1,130 @@
+"""The folder of a run: its settings, its log, and the checkpoint from which it continues."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from fastvit._output import write_file
+
+FREE = {"out", "resume", "workers", "save_every", "verb", "run"}  # may differ in a resumed run
+_WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
+_TO_ALL = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+Record = dict[str, Any]
+
+
+class Run:
+    """The folder `out`: settings.json, log.jsonl, checkpoint.pt and model.safetensors.
+
+    Files are written by one of several processes.
+    """
+
+    def __init__(self, out: Path, writes: bool) -> None:
+        self.out, self.writes = out, writes
+        self.checkpoint, self.weights = out / "checkpoint.pt", out / "model.safetensors"
+        self._settings, self._log = out / "settings.json", out / "log.jsonl"
+
+    def begin(self, args: argparse.Namespace) -> bool:
+        """Write the settings of a new run, or compare those of a resumed one. Returns whether there is a checkpoint.
+
+        Raises:
+            ValueError: there is a run already, and not --resume; or other settings.
+        """
+        now = json.loads(json.dumps({k: v for k, v in vars(args).items() if k not in FREE}, default=str))
+        if not self._settings.exists():
+            if self.writes:
+                self.out.mkdir(parents=True, exist_ok=True)
+                write_file(self._settings, json.dumps(now, indent=1) + "\n")
+            return False
+        if not args.resume:
+            raise ValueError(f"{self.out} has a run already: --resume continues it, --out chooses another folder")
+        before = self.settings()
+        other = [f"{k} {before.get(k)!r}, now {now.get(k)!r}" for k in before | now if before.get(k) != now.get(k)]
+        if other:
+            raise ValueError(f"{self.out} has a run with other settings: {'; '.join(other)}")
+        return self.checkpoint.exists()
+
+    def settings(self) -> Record:
+        """Return the settings of the run. Raises ValueError if there are none."""
+        try:
+            found = json.loads(self._settings.read_text())
+        except (OSError, ValueError):
+            found = None
+        if not isinstance(found, dict):
+            raise ValueError(f"{self.out} has no run: there is no readable {self._settings.name}")
+        return found
+
+    def records(self) -> list[Record]:
+        """Return the log, a line a record; a line that a killed process did not finish is left out."""
+        found = []
+        for line in self._log.read_text().splitlines() if self._log.exists() else ():
+            try:
+                found.append(json.loads(line))
+            except ValueError:
+                continue
+        return found
+
+    def log(self, kind: str, **values: Any) -> None:
+        if self.writes:
+            with self._log.open("a") as file:
+                file.write(json.dumps({"kind": kind, **values}) + "\n")
+
+    def forget_after(self, step: int) -> None:
+        """Remove from the log what is done again after the checkpoint of this step."""
+        if self.writes:
+            kept = [record for record in self.records() if record.get("step", 0) <= step]
+            write_file(self._log, "".join(json.dumps(record) + "\n" for record in kept))
+
+    def save(self, module: nn.Module, average: nn.Module | None, optimizer: torch.optim.Optimizer, at: Record) -> None:
+        """Write a checkpoint of all processes' parameters and of the place in the run."""
+        state = {
+            "model": get_model_state_dict(module, options=_WHOLE),
+            "average": get_model_state_dict(average, options=_WHOLE) if average is not None else None,
+            "optimizer": get_optimizer_state_dict(module, optimizer, options=_WHOLE),
+            "at": at,
+        }
+        if self.writes:
+            buffer = io.BytesIO()
+            torch.save(state, buffer)
+            write_file(self.checkpoint, buffer.getvalue())
+
+    def restore(self, module: nn.Module, average: nn.Module | None, optimizer: torch.optim.Optimizer) -> Record:
+        """Read the checkpoint, and return the place in the run.
+
+        Raises:
+            ValueError: it is damaged, or of another model.
+        """
+        try:
+            state = torch.load(self.checkpoint, map_location="cpu", weights_only=True)
+            options = _TO_ALL if dist.is_initialized() else StateDictOptions(full_state_dict=True)
+            set_model_state_dict(module, state["model"], options=options)
+            if average is not None:
+                set_model_state_dict(average, state["average"], options=options)
+            set_optimizer_state_dict(module, optimizer, state["optimizer"], options=options)
+            at: Record = state["at"]
+        except (RuntimeError, KeyError, EOFError, pickle.UnpicklingError) as error:
+            raise ValueError(f"{self.checkpoint} is no readable checkpoint of this run: {error}") from None
+        return at
+
+    def export(self, module: nn.Module) -> None:
+        """Write the weights as model.safetensors, which `fastvit.create_model(weights=)` reads."""
+        from safetensors.torch import save
+
+        tensors: dict[str, Any] = get_model_state_dict(module, options=_WHOLE)
+        if self.writes:
+            write_file(self.weights, save({name: tensor.contiguous() for name, tensor in tensors.items()}))
