@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import json
 import os
 import sys
 from collections.abc import Callable
@@ -30,10 +31,10 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silence the profiler that rea
 _EXAMPLES = """examples:
   train.py run --data cifar-10-python.tar.gz --model vit_cifar_small --epochs 200 --amp --out runs/cifar
   train.py run --resume --out runs/cifar ...          # the same arguments; goes on where a run has stopped
-  train.py run --plain --out runs/plain               # the same ViT in plain PyTorch: the same losses
+  train.py run --plain --dropout 0 --out runs/plain   # in plain PyTorch: the losses of --dropout 0 without --plain
   train.py run --model vit_small_patch14_dinov2 --weights dinov2_vits14_pretrain.pth --img-size 56 --mixup 0 \\
       --cutmix 0 --layer-decay 0.75 --lr 3e-4 --out runs/tuned              # fine-tuning; --freeze: the head alone
-  train.py run --teacher resnet --teacher-weights runs/resnet/model.safetensors --distill hard --out runs/taught
+  train.py run --teacher runs/resnet --distill hard --out runs/taught
   torchrun --nproc-per-node 8 benchmarks/examples/train.py run --parallel fsdp --compile --amp --out runs/eight
   train.py evaluate runs/cifar --scales 1,1.25,1.5    # the mean over sizes of the images
 """
@@ -64,15 +65,14 @@ def _run_options(parser: argparse.ArgumentParser) -> None:
     add("--layer-decay", type=_rate, help="each layer learns more slowly than the next one by this factor")
     add("--clip", type=float, default=1.0, help="largest norm of the gradient; 0: not clipped")
     add("--ema", type=_share, default=0.0, help="also average the weights, with this decay; 0.9998 is usual")
-    add("--crop", type=_rate, default=0.3, help="least share of an image's area that RandomResizedCrop keeps")
-    add("--rand-augment", type=int, default=9, choices=range(10), help="magnitude of RandAugment; 0: none")
+    add("--crop", type=_rate, help="least area that RandomResizedCrop keeps; default: 0.3, for digits 0.7")
+    add("--rand-augment", type=int, choices=range(10), help="its magnitude; 0: none; default: 9, for digits 5")
     add("--mixup", type=float, default=0.8, help="alpha of MixUp; 0: none")
     add("--cutmix", type=float, default=1.0, help="alpha of CutMix; 0: none")
     add("--smoothing", type=_share, default=0.1, help="label smoothing")
     add("--dropout", type=_share, help="of tokens, attention and MLP; default: the model's own, 0.1 for CIFAR's")
     add("--drop-path", type=_share, default=0.1, help="stochastic depth")
-    add("--teacher", help="distil this model, which takes the same images")
-    add("--teacher-weights", type=Path, help="its model.safetensors")
+    add("--teacher", type=Path, metavar="RUN", help="distil the model of this run, from the same images")
     add("--distill", choices=("hard", "soft"), default="hard", help="learn its choice, or its probabilities")
     add("--temperature", type=_rate, default=1.0, help="of soft distillation")
 
@@ -98,13 +98,12 @@ def _train(args: argparse.Namespace) -> int:
     from training.state import Run
 
     args.set = dict(args.set)
+    args.teacher = args.teacher and str(args.teacher)
     world = int(os.environ.get("WORLD_SIZE", "1"))
     args.parallel = (args.parallel or "ddp") if world > 1 else None
     if args.batch % (2 * args.accumulate * world):
         each = f"--accumulate {args.accumulate} and {world} processes"
         raise ValueError(f"--batch must give each part an even number of images, got {args.batch} for {each}")
-    if (args.teacher is None) != (args.teacher_weights is None):
-        raise ValueError("--teacher and --teacher-weights go together")
     device = _device(args.device)
     run = Run(args.out, writes=os.environ.get("RANK", "0") == "0")
     if world > 1:
@@ -162,8 +161,14 @@ def _compare(args: argparse.Namespace) -> int:
 
     if args.plot is not None:
         terminal.check_picture("--plot", args.plot)
+    if args.json is not None:
+        terminal.check_folder("--json", args.json)
     curves = [compare.read(folder) for folder in args.runs]
-    terminal.print_table(compare.HEADS, [compare.row(curve) for curve in curves])
+    rows, notes = [compare.row(curve) for curve in curves], compare.notes(curves)
+    terminal.print_table(compare.HEADS, rows)
+    print(*notes, sep="\n")
+    if args.json is not None:
+        terminal.write(args.json, json.dumps({"heads": compare.HEADS, "rows": rows, "notes": notes}, indent=1) + "\n")
     if args.plot is not None:
         for theme in compare.THEMES:
             path = args.plot.with_stem(f"{args.plot.stem}_{theme}")
@@ -238,6 +243,7 @@ def main() -> int:
     compare = verbs.add_parser("compare", help="compare runs in a table and a picture")
     compare.add_argument("runs", type=Path, nargs="+", help="folders of runs")
     compare.add_argument("--plot", type=Path, help="writes NAME_light.svg and NAME_dark.svg; .png too")
+    compare.add_argument("--json", type=Path, help="file for the table")
     args = parser.parse_args()
     return {"run": _train, "evaluate": _evaluate, "compare": _compare}[args.verb](args)
 

@@ -4,12 +4,18 @@ models weights.
 timm and transformers import torchvision for their data pipelines. A CUDA build of torchvision cannot load its compiled
 operators with a CPU-only torch, and then fails at import, where it registers fake implementations for operators that
 do not exist. Declaring their schemas is enough: nothing here calls them.
+
+    python -m benchmarks.harness.libraries PROGRAM.py ARGUMENTS
+
+runs a program that imports them.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
+import runpy
 import sys
 from typing import Any
 
@@ -50,3 +56,10 @@ def _import_torchvision() -> None:
         for operator in ("nms", "qnms"):
             library.define(operator + _NMS)
         importlib.import_module("torchvision")
+
+
+if __name__ == "__main__":
+    load("timm")
+    sys.argv = sys.argv[1:]
+    sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))  # as python itself sets it
+    runpy.run_path(sys.argv[0], run_name="__main__")

@@ -15,10 +15,11 @@ _LINES = ("fused", "sdpa", "compile", "eager")  # colours of the memory study, i
 
 
 class Curve(NamedTuple):
-    """name: of the run's folder; about: the model; epochs: one record for each."""
+    """name: of the run's folder; about: the model; losses: by step; epochs: one record for each."""
 
     name: str
     about: Record
+    losses: dict[int, float]
     epochs: list[Record]
 
 
@@ -31,7 +32,8 @@ def read(folder: Path) -> Curve:
     epochs = [r for r in records if r["kind"] == "epoch"]
     if about is None or not epochs:
         raise ValueError(f"{folder} has no epoch that has ended")
-    return Curve(folder.name, about, epochs)
+    losses = {r["step"]: r["loss"] for r in records if r["kind"] == "train"}
+    return Curve(folder.name, about, losses, epochs)
 
 
 def row(curve: Curve) -> list[str]:
@@ -44,6 +46,22 @@ def row(curve: Curve) -> list[str]:
         f"{last['loss']:.4f}", f"{speed:,.0f}" if speed else "-", f"{peak / 2**20:,.0f}" if peak else "-",
         f"{last['seconds'] / 60:.1f}",
     ]  # fmt: skip
+
+
+def notes(curves: list[Curve]) -> list[str]:
+    """Return lines below the table: data and machine, and how far a model is from itself in plain PyTorch."""
+    about = curves[0].about
+    parts = [f"{about['data']}: {about['images']:,} images; {about['device']}, torch {about['torch']}"]
+    for plain in (curve for curve in curves if curve.about["plain"]):
+        for fused in curves:
+            if fused.about == {**plain.about, "plain": False} and fused.losses.keys() == plain.losses.keys():
+                apart = max(abs(fused.losses[step] - plain.losses[step]) for step in fused.losses)
+                images = abs(fused.epochs[-1]["right"] - plain.epochs[-1]["right"])
+                parts.append(
+                    f"{fused.name} and {plain.name}: training losses of {max(fused.losses)} steps differ by at most "
+                    f"{apart:.1e}, correct test images by {images}"
+                )
+    return parts
 
 
 def draw(curves: list[Curve], theme: str) -> Any:

@@ -68,6 +68,7 @@ class Data:
         size: side of the images in pixels.
         mean, std: of the training images by channel, in [0, 1].
         mirrored: whether an image and its mirror image are of one class.
+        crop, rand_augment: augmentation that suits the data, as --crop and --rand-augment.
         vit, resnet: the models that --model vit and --model resnet stand for; `options` are arguments of that ViT.
     """
 
@@ -81,6 +82,8 @@ class Data:
     vit: str
     resnet: str
     mirrored: bool = True
+    crop: float = 0.3
+    rand_augment: int = 9
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -122,7 +125,7 @@ def _digits() -> Data:
     return Data(
         "digits", ArrayImages(images[train], found.target[train]), ArrayImages(images[test], found.target[test]),
         [str(name) for name in found.target_names], 8, *_statistics(images[train]),
-        vit="vit_cifar_small", resnet="resnet18", mirrored=False, options=options,
+        vit="vit_cifar_small", resnet="resnet18", mirrored=False, crop=0.7, rand_augment=5, options=options,
     )  # fmt: skip
 
 

@@ -9,8 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastvit import zoo
-
 from . import models, recipe
 from .data import TestBatches, batches, read
 from .loop import scores
@@ -40,22 +38,16 @@ def evaluate(
         flip: average over each image and its mirror image.
 
     Raises:
-        ValueError: the run has no weights yet, or the data have other classes.
+        ValueError: the run has no weights yet, or not for so many classes.
     """
     data = read(source or args.data)
-    args = argparse.Namespace(**{**vars(args), "weights": None})
-    name = data.vit if args.model == "vit" else args.model
-    model = models.build(args, data, device, **({"dynamic_img_size": True} if name in zoo.CONFIGS else {}))
-    if not run.weights.exists():
-        raise ValueError(f"{run.out} has no {run.weights.name} yet: --resume continues the run")
-    models.load(model.module, run.weights)
-    model.module.eval()
+    model = models.trained(args, data, device, run.weights)
     patch = getattr(getattr(model.module, "patch_embed", None), "patch_size", (1, 1))[0]
     base = args.img_size or data.size
     sizes = list(dict.fromkeys(max(round(base * scale / patch), 1) * patch for scale in scales))
     sums = torch.zeros(len(sizes) + 1, 3, dtype=torch.float64)
     test = TestBatches(data.test, recipe.test_transform(args, data), args.batch, 0, 1)
-    for images, labels in batches(test, range(len(test)), args.workers if hasattr(args, "workers") else 0, device):
+    for images, labels in batches(test, range(len(test)), 0, device):
         mean = torch.zeros(len(labels), len(data.classes), device=device)
         for i, size in enumerate(sizes):
             with torch.autocast(device.type, torch.bfloat16, enabled=args.amp):

@@ -51,7 +51,7 @@ class Trainer:
         self.total = args.steps or self.data.steps * args.epochs
 
         seed_all(args.seed)
-        model = models.build(args, data, device)
+        model = models.build(args, data, device, args.weights)
         self.teacher = models.teacher(args, data, device)
         self.about = {
             "name": args.model, "plain": args.plain, "data": data.name, "images": len(data.train.labels),
@@ -230,8 +230,8 @@ class Trainer:
             sums += torch.tensor([*scores(logits, labels), len(labels)], dtype=torch.float64, device=self.device)
         if self.world > 1:
             dist.all_reduce(sums)
-        loss, right, among_five = (sums[:3] / sums[3]).tolist()
-        return {"loss": loss, "accuracy": right, "top5": among_five}
+        loss, accuracy, top5 = (sums[:3] / sums[3]).tolist()
+        return {"loss": loss, "accuracy": accuracy, "top5": top5, "right": int(sums[1])}
 
 
 def scores(logits: Tensor, labels: Tensor) -> tuple[float, int, int]:

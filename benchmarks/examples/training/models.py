@@ -18,7 +18,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import fastvit
 from fastvit import zoo
 
-from .data import Data
+from .data import IMAGENET, Data
+from .state import Run
 
 SMALL = 64  # pixels; smaller images keep their size in the first layer of a ResNet
 
@@ -43,10 +44,11 @@ class Model:
         return (images.float() / 255 - self.mean) / self.std
 
 
-def build(args: argparse.Namespace, data: Data, device: torch.device, **more: Any) -> Model:
-    """Make the model that --model names, with the weights of --weights.
+def build(args: argparse.Namespace, data: Data, device: torch.device, weights: str | None = None, **more: Any) -> Model:
+    """Make the model that --model names.
 
     Args:
+        weights: what it starts from, with a new head; None for random weights.
         more: further arguments of one of our models.
 
     Raises:
@@ -55,15 +57,14 @@ def build(args: argparse.Namespace, data: Data, device: torch.device, **more: An
     name = {"vit": data.vit, "resnet": data.resnet}.get(args.model, args.model)
     size = args.img_size or data.size
     if name not in zoo.CONFIGS:
-        return _of_timm(name, args, data, size, device)
+        return _of_timm(name, args, data, size, device, weights)
+    mean, std = _statistics(args, data)
     options = {
-        "num_classes": len(data.classes), "img_size": size, "mean": data.mean, "std": data.std,
-        "drop_path_rate": args.drop_path,
+        "num_classes": len(data.classes), "img_size": size, "mean": mean, "std": std, "drop_path_rate": args.drop_path,
     }  # fmt: skip
     if args.dropout is not None:
         options |= dict.fromkeys(("pos_drop_rate", "proj_drop_rate", "attn_drop_rate"), args.dropout)
     options |= (data.options if args.model == "vit" else {}) | args.set | more
-    weights = args.weights
     module = fastvit.create_model(name, weights, drop_head=weights is not None, device=device, **options)
     if not args.plain:
         return Model(module)
@@ -74,14 +75,16 @@ def build(args: argparse.Namespace, data: Data, device: torch.device, **more: An
     return Model(plain)
 
 
-def _of_timm(name: str, args: argparse.Namespace, data: Data, size: int, device: torch.device) -> Model:
+def _of_timm(
+    name: str, args: argparse.Namespace, data: Data, size: int, device: torch.device, weights: str | None
+) -> Model:
     if not timm.is_model(name):
         fastvit.zoo.config(name)  # raises, with the nearest names
     if args.plain:
         raise ValueError(f"--plain takes one of our models, got {name}")
     options = {"num_classes": len(data.classes), "drop_path_rate": args.drop_path, "drop_rate": args.dropout or 0.0}
-    if args.weights is not None:
-        options["checkpoint_path"] = str(args.weights)
+    if weights is not None:
+        options["checkpoint_path"] = weights
     try:
         module: Any = timm.create_model(name, **options, **args.set)
     except TypeError as error:
@@ -95,29 +98,45 @@ def _of_timm(name: str, args: argparse.Namespace, data: Data, size: int, device:
     module = module.to(device)
     if args.accelerate:
         print(fastvit.accelerate(module))
-    mean, std = (torch.tensor(values, device=device).view(3, 1, 1) for values in (data.mean, data.std))
+    mean, std = (torch.tensor(value, device=device).view(3, 1, 1) for value in _statistics(args, data))
     return Model(module, mean, std)
 
 
+def _statistics(args: argparse.Namespace, data: Data) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return mean and deviation of the images: those that the weights of --weights were trained with, or the data's."""
+    return (data.mean, data.std) if args.weights is None else IMAGENET
+
+
+def trained(args: argparse.Namespace, data: Data, device: torch.device, file: Path) -> Model:
+    """Make the model of a run's settings with the weights that it has learnt; it takes images of other sizes, too."""
+    name = data.vit if args.model == "vit" else args.model
+    of_any_size: dict[str, Any] = {"dynamic_img_size": True} if name in zoo.CONFIGS else {}
+    found = build(args, data, device, **of_any_size)
+    load(found.module, file)
+    return Model(found.module.eval().requires_grad_(False), found.mean, found.std)
+
+
 def teacher(args: argparse.Namespace, data: Data, device: torch.device) -> Model | None:
-    """Make the frozen teacher of --teacher, with the weights of --teacher-weights."""
+    """Make the frozen teacher: the model of the run --teacher."""
     if args.teacher is None:
         return None
-    chosen = {"model": args.teacher, "weights": None, "set": {}, "plain": False, "accelerate": False, "dropout": None}
-    found = build(argparse.Namespace(**{**vars(args), **chosen, "drop_path": 0.0}), data, device)
-    load(found.module, args.teacher_weights)
-    return Model(found.module.eval().requires_grad_(False), found.mean, found.std)
+    run = Run(Path(args.teacher), writes=False)
+    return trained(argparse.Namespace(**run.settings()), data, device, run.weights)
 
 
 def load(module: nn.Module, file: Path) -> None:
     """Load a `.safetensors` file of a whole model, as this program writes it.
 
     Raises:
-        ValueError: it does not fit; the message has the first keys that differ.
+        ValueError: there is none, it is damaged, or does not fit; the message has the first keys that differ.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    tensors = load_file(file)
+    try:
+        tensors = load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{file} cannot be read: {error}") from None
     own = {name: value.shape for name, value in module.state_dict().items()}
     wrong = [
         name for name in own.keys() | tensors.keys() if name not in tensors or own.get(name) != tensors[name].shape

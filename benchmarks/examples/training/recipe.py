@@ -17,10 +17,11 @@ from .data import Data
 
 def train_transform(args: argparse.Namespace, data: Data) -> Any:
     """Return RandomResizedCrop, a horizontal flip if the data allow it, and RandAugment: PIL -> (3, S, S) uint8."""
+    magnitude = data.rand_augment if args.rand_augment is None else args.rand_augment
     # At most 9: at 10, timm's posterize keeps 0 bits, which Pillow refuses
-    augment = f"rand-m{args.rand_augment}-n2-mstd0.5-mmax9-inc1" if args.rand_augment else None
+    augment = f"rand-m{magnitude}-n2-mstd0.5-mmax9-inc1" if magnitude else None
     return create_transform(
-        args.img_size or data.size, is_training=True, scale=(args.crop, 1.0), hflip=0.5 if data.mirrored else 0.0,
+        args.img_size or data.size, is_training=True, scale=(args.crop or data.crop, 1.0), hflip=data.mirrored / 2,
         auto_augment=augment, color_jitter=0.0, mean=data.mean, interpolation="bicubic", use_prefetcher=True,
     )  # fmt: skip
 
