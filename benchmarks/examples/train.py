@@ -229,7 +229,7 @@ def _scales(text: str) -> list[float]:
     return [_rate(part) for part in text.split(",")]
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
     parser = terminal.Parser("train.py", description=__doc__ or "", epilog=_EXAMPLES)
     verbs = parser.add_subparsers(dest="verb", required=True)
     train = verbs.add_parser("run", help="train a model")
@@ -244,7 +244,7 @@ def main() -> int:
     compare.add_argument("runs", type=Path, nargs="+", help="folders of runs")
     compare.add_argument("--plot", type=Path, help="writes NAME_light.svg and NAME_dark.svg; .png too")
     compare.add_argument("--json", type=Path, help="file for the table")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     return {"run": _train, "evaluate": _evaluate, "compare": _compare}[args.verb](args)
 
 

@@ -97,6 +97,7 @@ def draw(curves: list[Curve], theme: str) -> Any:
             panel.set_xlim(0, max(*values, 1e-9) * 1.3)
             panel.set_xticks([])
             _style(panel, title, colours)
+            panel.grid(visible=False)
         return figure
 
 

@@ -237,8 +237,11 @@ def batches(dataset: Dataset[Any], numbers: range, workers: int, device: torch.d
         dataset, batch_size=None, sampler=numbers, num_workers=workers, pin_memory=device.type == "cuda",
         worker_init_fn=_worker,
     )  # fmt: skip
-    for batch in loader:
-        yield tuple(tensor.to(device, non_blocking=True) for tensor in batch)
+    try:
+        for batch in loader:
+            yield tuple(tensor.to(device, non_blocking=True) for tensor in batch)
+    except ValueError as error:  # a worker's has its traceback in its text, and its own words last
+        raise ValueError(str(error).strip().splitlines()[-1].removeprefix("ValueError: ")) from None
 
 
 def _worker(_: int) -> None:

@@ -65,7 +65,10 @@ def build(args: argparse.Namespace, data: Data, device: torch.device, weights: s
     if args.dropout is not None:
         options |= dict.fromkeys(("pos_drop_rate", "proj_drop_rate", "attn_drop_rate"), args.dropout)
     options |= (data.options if args.model == "vit" else {}) | args.set | more
-    module = fastvit.create_model(name, weights, drop_head=weights is not None, device=device, **options)
+    try:
+        module = fastvit.create_model(name, weights, drop_head=weights is not None, device=device, **options)
+    except TypeError as error:
+        raise ValueError(str(error)) from None
     if not args.plain:
         return Model(module)
     plain = getattr(fastvit.reference, type(module).__name__)(**{**zoo.config(name), **options, "device": device})

@@ -1,0 +1,180 @@
+"""benchmarks/examples/train.py: runs that are killed, interrupted, spread over processes, distilled, compared."""
+
+import json
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from training_runs import PLAIN, SMALL, image_folder, log, losses, start, train
+
+import fastvit
+
+TWO = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
+def wait_for(run: Path, lines: int, process: subprocess.Popen[str]) -> None:
+    while len(log(run)) < lines:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.02)
+
+
+@pytest.mark.slow
+def test_killed_and_interrupted_runs_continue_with_the_same_losses(tmp_path):
+    settings = [*SMALL, "--steps", "60", "--ema", "0.9", "--accumulate", "2", "--save-every", "7", "--workers", "1"]
+    whole, other = tmp_path / "whole", tmp_path / "other"
+    process = start("run", *settings, "--out", other)
+    wait_for(other, 12, process)
+    process.kill()
+    process.communicate()
+    with (other / "log.jsonl").open("a") as file:
+        file.write('{"kind": "torn')
+
+    process = start("run", *settings, "--out", other, "--resume")
+    wait_for(other, len(log(other)) + 2, process)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate()
+    assert process.returncode == 130, (out, err)
+    assert f"--resume continues {other}" in err
+    assert "Traceback" not in err
+    done = log(other)[-1]["step"]
+    assert 12 < done < 60
+    assert torch.load(other / "checkpoint.pt", weights_only=True)["at"]["step"] == done, "no step is lost"
+
+    assert train("run", *settings, "--out", other, "--resume") == 0
+    assert train("run", *settings, "--out", whole) == 0
+    assert log(other) == log(whole)
+    assert len(losses(whole)) == 60
+    assert (other / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_two_processes_learn_what_one_does(parallel, tmp_path):
+    settings = [*SMALL, *PLAIN, "--steps", "8", "--ema", "0.9", "--accumulate", "2", "--save-every", "5"]
+    process = start("run", *settings, "--parallel", parallel, "--out", tmp_path / "two", launcher=TWO)
+    out, err = process.communicate()
+    assert process.returncode == 0, err
+    assert out.count("accuracy") == 2, "one process prints"
+    assert train("run", *settings, "--out", tmp_path / "one") == 0
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), abs=2e-6)
+    for name, value in load_file(tmp_path / "one" / "model.safetensors").items():
+        torch.testing.assert_close(load_file(tmp_path / "two" / "model.safetensors")[name], value, atol=1e-4, rtol=0)
+    one, two = (log(tmp_path / name, "epoch")[-1] for name in ("one", "two"))
+    assert two["right"] == pytest.approx(one["right"], abs=1)
+
+
+
+def test_fused_and_plain_models_have_the_same_losses_and_are_compared(tmp_path, capsys):
+    settings = [*SMALL, "--steps", "20", "--dropout", "0", "--lr", "5e-3", "--warm-up", "0"]
+    runs = [tmp_path / "fused", tmp_path / "plain"]
+    assert train("run", *settings, "--out", runs[0]) == 0
+    assert train("run", *settings, "--plain", "--out", runs[1]) == 0
+    assert losses(runs[1]) == pytest.approx(losses(runs[0]), abs=1e-5)
+    capsys.readouterr()
+    assert train("compare", *runs, "--plot", tmp_path / "both.svg", "--json", tmp_path / "both.json") == 0
+    shown = capsys.readouterr().out
+    assert "fused and plain: training losses of 20 steps differ by at most" in shown
+    found = json.loads((tmp_path / "both.json").read_text())
+    assert [row[:2] for row in found["rows"]] == [["fused", "vit"], ["plain", "vit, plain"]]
+    for theme in ("light", "dark"):
+        assert "</svg>" in (tmp_path / f"both_{theme}.svg").read_text()
+
+
+def test_options_of_the_machine_leave_the_losses(tmp_path):
+    settings = [*SMALL, *PLAIN, "--steps", "4"]
+    assert train("run", *settings, "--out", tmp_path / "plain") == 0
+    options = ["--checkpointing", "--compile", "eager", "--workers", "1"]
+    assert train("run", *settings, *options, "--out", tmp_path / "other") == 0
+    assert losses(tmp_path / "other") == pytest.approx(losses(tmp_path / "plain"), abs=1e-6)
+    assert train("run", *settings, "--amp", "--out", tmp_path / "amp") == 0
+    assert losses(tmp_path / "amp") != losses(tmp_path / "plain")
+    assert losses(tmp_path / "amp") == pytest.approx(losses(tmp_path / "plain"), abs=0.05)
+
+
+def test_what_is_learnt_from_scratch_and_from_a_teacher(tmp_path, capsys):
+    folder = image_folder(tmp_path / "data")
+    data = ["--data", folder, "--img-size", "32", "--batch", "8", "--workers", "0", "--clip", "0"]
+    sizes = ["--model", "vit_tiny_patch16_224", "--set", "depth=2", "embed_dim=32", "num_heads=1"]
+    assert train("run", *data, *sizes, "--epochs", "12", "--lr", "3e-3", "--out", tmp_path / "vit") == 0
+    assert log(tmp_path / "vit", "epoch")[-1]["accuracy"] == 1.0
+    capsys.readouterr()
+    assert train("evaluate", tmp_path / "vit", "--scales", "1,1.5", "--flip") == 0
+    assert capsys.readouterr().out.count("100.00%") == 6
+
+    weights = tmp_path / "vit" / "model.safetensors"
+    model = fastvit.create_model("vit_tiny_patch16_224", weights, img_size=32, depth=2, embed_dim=32, num_heads=1,
+                                 num_classes=2)  # fmt: skip
+    tuned = ["--weights", weights, "--freeze", "--layer-decay", "0.5", "--epochs", "2", "--smoothing", "0"]
+    assert train("run", *data, *sizes, *tuned, "--out", tmp_path / "tuned") == 0
+    after = load_file(tmp_path / "tuned" / "model.safetensors")
+    assert torch.equal(after["blocks.1.mlp.fc1.weight"], model.blocks[1].mlp.fc1.weight)
+    assert not torch.equal(after["head.weight"], model.head.weight)
+
+    for kind in ("hard", "soft"):
+        taught = ["--model", "resnet18", "--teacher", tmp_path / "vit", "--distill", kind, "--epochs", "1"]
+        assert train("run", *data, *taught, "--out", tmp_path / kind) == 0
+    assert losses(tmp_path / "hard") != losses(tmp_path / "soft")
+
+
+MISTAKES = {
+    "no data": (["--data", "nowhere"], "No such file or folder: nowhere"),
+    "no model": (["--model", "vit_smal_patch16_224"], "nearest: vit_small_patch16_224"),
+    "no argument": (["--set", "width=3"], "width is not an argument of VisionTransformer"),
+    "no argument of timm's": (["--model", "resnet18", "--set", "width=3"], "resnet18 takes no such argument"),
+    "odd batch": (["--batch", "6", "--accumulate", "2"], "--batch must give each part an even number"),
+    "large batch": (["--batch", "2000"], "at most the 1438 training images, got 2000"),
+    "no teacher": (["--teacher", "nowhere"], "nowhere has no run"),
+    "no weights": (["--weights", "nowhere.pth"], "nowhere.pth"),
+    "a plain ResNet": (["--model", "resnet18", "--plain"], "--plain takes one of our models"),
+    "no finite loss": (["--lr", "1e30", "--warm-up", "0", "--clip", "0"], "try a smaller --lr"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "message"), list(MISTAKES.values()), ids=list(MISTAKES))
+def test_a_mistake_is_one_line(arguments, message, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert train("run", *SMALL, "--epochs", "1", *arguments, "--out", tmp_path / "run") == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert len(err.strip().splitlines()) == 1
+
+
+def test_a_run_is_not_mixed_with_another(tmp_path, capsys):
+    out, settings = tmp_path / "run", [*SMALL, "--steps", "2"]
+    assert train("run", *settings, "--out", out) == 0
+    for arguments, message in {
+        (): "has a run already: --resume continues it",
+        ("--resume", "--lr", "0.1"): "has a run with other settings: lr 0.001, now 0.1",
+    }.items():
+        assert train("run", *settings, "--out", out, *arguments) == 2
+        assert message in capsys.readouterr().err
+    content = (out / "checkpoint.pt").read_bytes()
+    (out / "checkpoint.pt").write_bytes(content[: len(content) // 2])
+    assert train("run", *settings, "--out", out, "--resume") == 2
+    assert "checkpoint.pt is no readable checkpoint of this run" in capsys.readouterr().err
+    (out / "settings.json").write_text("{")
+    assert train("compare", out) == 2
+    assert f"{out} has no run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", [["--batch", "0"], ["--lr", "-1"], ["--set", "depth"], ["--smoothing", "1"]])
+def test_a_bad_option_is_one_line(option, capsys):
+    with pytest.raises(SystemExit) as ended:
+        train("run", "--out", "run", *option)
+    assert ended.value.code == 2
+    assert f"argument {option[0]}" in capsys.readouterr().err
+
+
+def test_a_damaged_image_is_named_also_by_a_worker(tmp_path, capsys):
+    folder = image_folder(tmp_path / "data")
+    (folder / "train" / "dark" / "1.png").write_bytes(b"no picture")
+    settings = ["--data", folder, "--img-size", "16", "--model", "resnet18", "--batch", "16", "--epochs", "1"]
+    for workers in ("0", "1"):
+        assert train("run", *settings, "--workers", workers, "--out", tmp_path / workers) == 2
+        err = capsys.readouterr().err
+        assert "dark/1.png is no readable image" in err
+        assert len(err.strip().splitlines()) == 1
