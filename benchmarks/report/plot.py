@@ -20,14 +20,14 @@ from fastvit.study.memory.peak import growth_exponent
 from fastvit.study.memory.plot import Curves, draw
 
 FILES = {"light": "memory_light.svg", "dark": "memory_dark.svg"}
+ALT = "Peak memory of a training step against the number of tokens"
 
 
-def picture(folder: str) -> str:
-    """Return HTML that shows the picture for the reader's light or dark page."""
+def picture(folder: str, name: str = "memory", alt: str = ALT) -> str:
+    """Return HTML that shows name_light.svg or name_dark.svg, as the reader's page is. alt: the picture in words."""
     return (
-        f'<picture><source media="(prefers-color-scheme: dark)" srcset="{folder}/{FILES["dark"]}">'
-        f'<img alt="Peak memory of a training step against the number of tokens" src="{folder}/{FILES["light"]}">'
-        "</picture>\n"
+        f'<picture><source media="(prefers-color-scheme: dark)" srcset="{folder}/{name}_dark.svg">'
+        f'<img alt="{alt}" src="{folder}/{name}_light.svg"></picture>\n'
     )
 
 

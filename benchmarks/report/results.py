@@ -6,7 +6,7 @@
 In each folder: `results.jsonl` of benchmarks/gpu; files of the benchmarks (all of one dtype are one table, with the
 best limits that any measured),
 `families.json`, `dispatch.json`, `launch.json` and `low_precision.json` of the modules of those names, `graphs.json` of
-graph_models.py, `peers.json` of benchmarks/peers, and pictures of report/plot.py.
+graph_models.py, `peers.json` of benchmarks/peers, `training.json` of `make training`, and pictures.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from benchmarks.harness import conditions, families, table
 from benchmarks.harness.provenance import ROOT
 from benchmarks.host import dispatch, launch, low_precision
 from benchmarks.peers import compare as peers
-from benchmarks.report import graph_tables, plot
+from benchmarks.report import graph_tables, plot, training
 from benchmarks.report.read import read
 from fastvit._output import write_file
 
@@ -65,7 +65,7 @@ def _folder(folder: Path) -> Iterator[str]:
     special = {
         "families": families.render, "graphs": graph_tables.render, "dispatch": dispatch.render,
         "launch": launch.render, "low_precision": low_precision.render, "peers": peers.render,
-        "compile_time": compile_time.render,
+        "compile_time": compile_time.render, "training": training.render,
     }  # fmt: skip
     if records := _last_records(folder):
         others = sorted(
@@ -88,6 +88,8 @@ def _folder(folder: Path) -> Iterator[str]:
     for name, function in special.items():
         if (folder / f"{name}.json").exists():
             yield f"## {folder.name}, {name.replace('_', ' ')}\n\n{_fenced(function(folder / f'{name}.json'))}"
+            if name == "training":
+                yield plot.picture(folder.name, name, "Accuracy and loss of a ViT and a ResNet, and what they cost")
 
 
 def _last_records(folder: Path) -> list[Record]:

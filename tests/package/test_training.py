@@ -67,7 +67,6 @@ def test_two_processes_learn_what_one_does(parallel, tmp_path):
     assert two["right"] == pytest.approx(one["right"], abs=1)
 
 
-
 def test_fused_and_plain_models_have_the_same_losses_and_are_compared(tmp_path, capsys):
     settings = [*SMALL, "--steps", "20", "--dropout", "0", "--lr", "5e-3", "--warm-up", "0"]
     runs = [tmp_path / "fused", tmp_path / "plain"]
