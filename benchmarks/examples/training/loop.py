@@ -16,6 +16,7 @@ import torch.distributed as dist
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 
+from fastvit.cli import terminal
 from fastvit.study.memory.peak import peak_bytes
 
 from . import models, recipe
@@ -83,48 +84,52 @@ class Trainer:
             Stopped: after a signal; the checkpoint is written.
             ValueError: a loss that is not finite; an image that cannot be read.
         """
-        module, average = self.model.module, self.average.module if self.average is not None else None
+        average = self.average.module if self.average is not None else None
         if resume:
-            self.at |= self.run.restore(module, average, self.optimizer)
+            self.at |= self.run.restore(self.model.module, average, self.optimizer)
             self.run.forget_after(self.at["step"])
         else:
+            self.run.forget_after(-1)
             self.run.log("run", **self.about, torch=torch.__version__, device=_name(self.device), world=self.world)
         first, parts = self.at["step"], self.args.accumulate
         every = self.args.save_every or self.data.steps
         feed = batches(self.data, range(first * parts, self.total * parts), self.args.workers, self.device)
-        found: Record = {}
-        with _signals() as asked:
+        found = next((r for r in reversed(self.run.records()) if r["kind"] == "epoch"), {})
+        with _signals() as asked, terminal.progress(self.total - first, "training") as advance:
             for step in range(first, self.total):
-                self._timed_step(step, feed)
-                self.at["step"] = done = step + 1
+                advance(f"epoch {step // self.data.steps + 1}")
+                done = step + 1
                 ended = done % self.data.steps == 0 or done == self.total
-                stop = False
-                if done % self.args.log_every == 0 or ended or self.world == 1:
-                    stop = self._agreed(bool(asked))
-                if done % self.args.log_every == 0 or ended:
-                    self._log_losses(step)
+                logs = done % self.args.log_every == 0 or ended
+                self._timed_step(step, feed, logs)
+                stop = self._agreed(bool(asked)) if logs or self.world == 1 else False
                 if ended:
                     found = self._epoch(step)
                 if stop or ended or done % every == 0:
                     self._share_losses()
-                    self.run.save(module, average, self.optimizer, self.at)
+                    self.run.save(self.model.module, average, self.optimizer, self.at)
                 if stop and done < self.total:
                     raise Stopped(128 + asked[0] if asked else 1)
-        self.run.export(average if average is not None else module)
-        return found or next((r for r in reversed(self.run.records()) if r["kind"] == "epoch"), {})
+        self.run.export(average if average is not None else self.model.module)
+        return found
 
-    def _timed_step(self, step: int, feed: Iterator[tuple[Tensor, ...]]) -> None:
-        """Take a step, and count its time with that of waiting for its images."""
+    def _timed_step(self, step: int, feed: Iterator[tuple[Tensor, ...]], logs: bool) -> None:
+        """Take a step, and count its time: waiting for images, computing, and, at a record of the log, for a GPU."""
         start = time.perf_counter()
         micro = [next(feed) for _ in range(self.args.accumulate)]
-        if step != MEASURED or self.at["peak_bytes"] is not None:
+        measured = step == MEASURED and self.at["peak_bytes"] is None
+        if measured:
+            held = self._held_bytes()
+            activations = peak_bytes(lambda: self.at["losses"].append(self._step(step, micro)), self.device)
+            self.at["peak_bytes"] = held + activations
+        else:
             self.at["losses"].append(self._step(step, micro))
+        self.at["step"] = step + 1
+        if logs:
+            self._log_losses(step)
+        if not measured:  # measuring takes time of its own
             self.at["seconds"] += time.perf_counter() - start
             self.at["timed"] += 1
-            return
-        held = self._held_bytes()
-        activations = peak_bytes(lambda: self.at["losses"].append(self._step(step, micro)), self.device)
-        self.at["peak_bytes"] = held + activations
 
     def _step(self, step: int, micro: list[tuple[Tensor, ...]]) -> Tensor:
         """Take one step of the optimizer. Returns the mean loss of this process's images."""
