@@ -52,10 +52,11 @@ results: $(INSTALLED)  ## benchmarks/results/README.md and its picture from the 
 	$(BIN)/python -m benchmarks.report.results
 
 TRAIN := $(BIN)/python -m benchmarks.harness.libraries benchmarks/examples/train.py
-DIGITS := --resume --epochs 60 --batch 64 --lr 2e-3
+DIGITS := --epochs 60 --batch 64 --lr 2e-3
 SHORT := $(DIGITS) --steps 200 --log-every 1 --dropout 0
 
 training: $(INSTALLED)  ## on digits: a ViT against a ResNet, and against itself in plain PyTorch; in out/training
+	rm -rf out/training
 	$(TRAIN) run $(DIGITS) --out out/training/vit
 	$(TRAIN) run $(DIGITS) --model resnet --out out/training/resnet
 	$(TRAIN) run $(SHORT) --out out/training/vit_200_steps

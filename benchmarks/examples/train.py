@@ -30,7 +30,7 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silence the profiler that rea
 
 _EXAMPLES = """examples:
   train.py run --data cifar-10-python.tar.gz --model vit_cifar_small --epochs 200 --amp --out runs/cifar
-  train.py run --resume --out runs/cifar ...          # the same arguments; goes on where a run has stopped
+  train.py resume runs/cifar                          # goes on where a run has stopped
   train.py run --plain --dropout 0 --out runs/plain   # in plain PyTorch: the losses of --dropout 0 without --plain
   train.py run --model vit_small_patch14_dinov2 --weights dinov2_vits14_pretrain.pth --img-size 56 --mixup 0 \\
       --cutmix 0 --layer-decay 0.75 --lr 3e-4 --out runs/tuned              # fine-tuning; --freeze: the head alone
@@ -43,7 +43,6 @@ _EXAMPLES = """examples:
 def _run_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--out", type=Path, required=True, help="folder of the run: settings, log, checkpoint, model.safetensors")
-    add("--resume", action="store_true", help="continue the run in --out from its last checkpoint")
     add("--data", default="digits", help="digits, a CIFAR archive, or a folder of images")
     add("--model", default="vit", help="vit, resnet, or a name of fastvit.list_models() or of timm")
     add("--set", nargs="+", type=_assignment, default=[], metavar="NAME=VALUE", help="arguments of the model: depth=6")
@@ -90,15 +89,26 @@ def _run_options(parser: argparse.ArgumentParser) -> None:
     add("--save-every", type=_count, metavar="STEPS", help="steps between checkpoints; default: an epoch")
 
 
-def _train(args: argparse.Namespace) -> int:
-    import torch
+def _begin(args: argparse.Namespace) -> int:
+    args.set, args.teacher = dict(args.set), args.teacher and str(args.teacher)
+    return _train(args, new=True)
+
+
+def _resume(args: argparse.Namespace) -> int:
+    from training.state import Run
+
+    settings = Run(args.run, writes=False).settings()
+    if args.workers is not None:
+        settings["workers"] = args.workers
+    return _train(argparse.Namespace(**settings, out=args.run), new=False)
+
+
+def _train(args: argparse.Namespace, new: bool) -> int:
     import torch.distributed as dist
     from training.data import read
     from training.loop import Stopped, Trainer
     from training.state import Run
 
-    args.set = dict(args.set)
-    args.teacher = args.teacher and str(args.teacher)
     world = int(os.environ.get("WORLD_SIZE", "1"))
     args.parallel = (args.parallel or "ddp") if world > 1 else None
     if args.batch % (2 * args.accumulate * world):
@@ -109,39 +119,37 @@ def _train(args: argparse.Namespace) -> int:
     if world > 1:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     try:
-        data = read(args.data)
-        resume = _agreed(lambda: run.begin(args), world)
-        try:
-            found = Trainer(args, data, run, device).fit(resume)
-        except Stopped as stopped:
-            if run.writes:
-                print(f"stopped after a checkpoint; --resume continues {args.out}", file=sys.stderr)
-            return stopped.status
+        trainer = Trainer(args, read(args.data), run, device)
+        if new:
+            _by_one_process(lambda: run.begin(args), world)
+        found = trainer.fit(resume=not new and run.checkpoint.exists())
+    except Stopped as stopped:
+        if run.writes:
+            print(f"stopped after a checkpoint: `train.py resume {args.out}` continues", file=sys.stderr)
+        return stopped.status
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
     if run.writes:
-        torch.cuda.synchronize() if device.type == "cuda" else None
         print(f"accuracy {found['accuracy']:.2%}; weights: {run.weights}")
     return 0
 
 
-def _agreed(decide: Callable[[], bool], world: int) -> bool:
-    """Let one of the processes decide. Raises in all of them what it raises."""
+def _by_one_process(function: Callable[[], None], world: int) -> None:
+    """Call the function in one of the processes. Raises in all of them what it raises."""
     import torch.distributed as dist
 
     if world == 1:
-        return decide()
-    found: list[Any] = [None]
+        return function()
+    failed: list[Any] = [None]
     if dist.get_rank() == 0:
         try:
-            found = [decide()]
+            function()
         except (ValueError, OSError) as error:
-            found = [error]
-    dist.broadcast_object_list(found)
-    if isinstance(found[0], Exception):
-        raise found[0]
-    return bool(found[0])
+            failed = [error]
+    dist.broadcast_object_list(failed)
+    if failed[0] is not None:
+        raise failed[0]
 
 
 def _evaluate(args: argparse.Namespace) -> int:
@@ -234,6 +242,9 @@ def main(arguments: list[str] | None = None) -> int:
     verbs = parser.add_subparsers(dest="verb", required=True)
     train = verbs.add_parser("run", help="train a model")
     _run_options(train)
+    resume = verbs.add_parser("resume", help="continue a run from its last checkpoint")
+    resume.add_argument("run", type=Path, help="folder of a run")
+    resume.add_argument("--workers", type=int, help="processes that prepare images; default: the run's")
     evaluate = verbs.add_parser("evaluate", help="test a trained model, also at several sizes of the images")
     evaluate.add_argument("run", type=Path, help="folder of a run")
     evaluate.add_argument("--data", help="default: the run's")
@@ -245,7 +256,7 @@ def main(arguments: list[str] | None = None) -> int:
     compare.add_argument("--plot", type=Path, help="writes NAME_light.svg and NAME_dark.svg; .png too")
     compare.add_argument("--json", type=Path, help="file for the table")
     args = parser.parse_args(arguments)
-    return {"run": _train, "evaluate": _evaluate, "compare": _compare}[args.verb](args)
+    return {"run": _begin, "resume": _resume, "evaluate": _evaluate, "compare": _compare}[args.verb](args)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,6 @@ from torch.distributed.checkpoint.state_dict import (
 
 from fastvit._output import write_file
 
-FREE = {"out", "resume", "workers", "save_every", "verb", "run"}  # may differ in a resumed run
 _WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 _TO_ALL = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 Record = dict[str, Any]
@@ -39,25 +38,13 @@ class Run:
         self.checkpoint, self.weights = out / "checkpoint.pt", out / "model.safetensors"
         self._settings, self._log = out / "settings.json", out / "log.jsonl"
 
-    def begin(self, args: argparse.Namespace) -> bool:
-        """Write the settings of a new run, or compare those of a resumed one. Returns whether there is a checkpoint.
-
-        Raises:
-            ValueError: there is a run already, and not --resume; or other settings.
-        """
-        now = json.loads(json.dumps({k: v for k, v in vars(args).items() if k not in FREE}, default=str))
-        if not self._settings.exists():
-            if self.writes:
-                self.out.mkdir(parents=True, exist_ok=True)
-                write_file(self._settings, json.dumps(now, indent=1) + "\n")
-            return False
-        if not args.resume:
-            raise ValueError(f"{self.out} has a run already: --resume continues it, --out chooses another folder")
-        before = self.settings()
-        other = [f"{k} {before.get(k)!r}, now {now.get(k)!r}" for k in before | now if before.get(k) != now.get(k)]
-        if other:
-            raise ValueError(f"{self.out} has a run with other settings: {'; '.join(other)}")
-        return self.checkpoint.exists()
+    def begin(self, args: argparse.Namespace) -> None:
+        """Write the settings of a new run. Raises ValueError if the folder has one already."""
+        if self._settings.exists():
+            raise ValueError(f"{self.out} has a run already: `train.py resume {self.out}` continues it")
+        self.out.mkdir(parents=True, exist_ok=True)
+        found = {name: value for name, value in vars(args).items() if name not in ("out", "verb")}
+        write_file(self._settings, json.dumps(found, indent=1) + "\n")
 
     def settings(self) -> Record:
         """Return the settings of the run. Raises ValueError if there are none."""
