@@ -30,7 +30,7 @@ from fastvit.modules.norms import NORM_LAYERS, NormLayer
 from fastvit.modules.parts import ACT_LAYERS, ActLayer, LayerFactory
 from fastvit.modules.patch_embed import PatchEmbed, join_tokens
 from fastvit.modules.pooling import AttentionPoolLatent, check_pool, check_pool_size
-from fastvit.modules.positions import resample_abs_pos_embed
+from fastvit.modules.positions import FIXED, fixed_positions, resample_abs_pos_embed
 
 
 class VisionTransformer(Head):
@@ -45,7 +45,10 @@ class VisionTransformer(Head):
         qkv_bias, proj_bias: biases of the qkv layer, and of the projection and the MLP.
         init_values: initial value of LayerScale; None for no LayerScale.
         class_token, reg_tokens: whether there is a CLS token, and the number of registers after it.
-        pos_embed: "learn", or "" / "none" for no position.
+        pos_embed: "learn"; "sincos2d" for MAE's fixed table of columns and rows, zeros for CLS and registers (He et al.
+            2021, arXiv:2111.06377); "sincos" for the fixed table along the sequence of tokens, CLS first (Vaswani et
+            al. 2017, arXiv:1706.03762); "" or "none" for no position. A fixed table is a buffer, which no optimizer
+            changes, and is computed for another patch grid, where learnt positions are interpolated.
         no_embed_class: positions for the patches only, none for CLS and registers.
         pre_norm: a norm before the blocks and no bias in the patch embedding, as in CLIP.
         final_norm, fc_norm: a last norm; after the pooling if fc_norm, which None means for avg, avgmax and max.
@@ -101,7 +104,7 @@ class VisionTransformer(Head):
             pre_norm=pre_norm, final_norm=final_norm, fc_norm=fc_norm or False, dynamic_img_size=dynamic_img_size,
             qk_norm=qk_norm,
         )  # fmt: skip
-        check_choice("pos_embed", pos_embed, ("learn", "", "none"))
+        check_choice("pos_embed", pos_embed, ("learn", *FIXED, "", "none"))
         check_pool("global_pool", global_pool, class_token)
         if fc_norm is None:
             fc_norm = global_pool in ("avg", "avgmax", "max")
@@ -130,7 +133,7 @@ class VisionTransformer(Head):
             img_size, patch_size, in_chans, embed_dim, not pre_norm, not dynamic_img_size, mean, std,
             norm_layer=embed_norm_layer, **factory,
         )  # fmt: skip
-        self._make_tokens(pos_embed == "learn", factory)
+        self._make_tokens(pos_embed, factory)
         self.pos_drop = nn.Dropout(pos_drop_rate)
         self.norm_pre = norm(embed_dim) if pre_norm else nn.Identity()
         options = {
@@ -151,7 +154,7 @@ class VisionTransformer(Head):
         self.reset_classifier(num_classes)
         self.init_weights(needs_reset=False)
 
-    def _make_tokens(self, positions: bool, factory: dict[str, Any]) -> None:
+    def _make_tokens(self, positions: str, factory: dict[str, Any]) -> None:
         """Make `cls_token`, `reg_token`, `pos_embed` and what timm's helpers read of the input."""
 
         def tokens(count: int) -> nn.Parameter | None:
@@ -161,7 +164,12 @@ class VisionTransformer(Head):
         self.cls_token = tokens(int(self.has_class_token))
         self.reg_token = tokens(self.num_reg_tokens)
         n = embed.num_patches + (0 if self.no_embed_class else self.num_prefix_tokens)
-        self.pos_embed = tokens(n if positions else 0)
+        self.pos_embed: Tensor | None
+        self.fixed_positions = positions if positions in FIXED else None
+        if self.fixed_positions is not None:
+            self.register_buffer("pos_embed", torch.empty(1, n, self.embed_dim, **factory))
+        else:
+            self.pos_embed = tokens(n if positions == "learn" else 0)
         self.pretrained_cfg = self.default_cfg = {
             "input_size": (self.in_chans, *embed.img_size), "fixed_input_size": not self.dynamic_img_size,
             "num_classes": self.num_classes, "pool_size": None, "first_conv": "patch_embed.proj", "classifier": "head",
@@ -185,7 +193,10 @@ class VisionTransformer(Head):
         """
         check_choice("mode", mode, ("", "skip", "reset"))
         if self.pos_embed is not None:
-            nn.init.trunc_normal_(self.pos_embed, std=0.02)
+            if self.fixed_positions is None:
+                nn.init.trunc_normal_(self.pos_embed, std=0.02)
+            else:
+                self.pos_embed.copy_(self.fixed_table(self.patch_embed.grid_size))
         for token in (self.cls_token, self.reg_token):
             if token is not None:
                 nn.init.normal_(token, std=1e-6)
@@ -225,19 +236,36 @@ class VisionTransformer(Head):
         pos = None
         if self.pos_embed is not None:
             pos = self._positions(self.pos_embed, grid, self.patch_embed.grid_size)[0]
+            if self.fixed_positions is not None:  # FSDP2's mixed precision casts parameters, and no buffers
+                pos = pos.to(next(self.patch_embed.parameters()) if prefix is None else prefix)
             if prefix is not None and not self.no_embed_class:
                 prefix = prefix + pos[: self.num_prefix_tokens]
                 pos = pos[self.num_prefix_tokens :]
         return pos, prefix
 
     def _positions(self, pos_embed: Tensor, grid: tuple[int, int], old_grid: tuple[int, int]) -> Tensor:
-        """Interpolate pos_embed, (1, P + n, D) or with no_embed_class (1, n, D), to another patch grid."""
+        """Return pos_embed, (1, P + n, D) or with no_embed_class (1, n, D), for another patch grid: interpolated, or
+        computed if it is fixed."""
+        if self.fixed_positions is not None and grid != old_grid:
+            return self.fixed_table(grid).to(pos_embed)
         P = 0 if self.no_embed_class else self.num_prefix_tokens
         return resample_abs_pos_embed(pos_embed, grid, old_grid, num_prefix_tokens=P)
 
+    def fixed_table(self, grid: tuple[int, int]) -> Tensor:
+        """Compute the fixed positions of a patch grid, (1, P + n, D) or with no_embed_class (1, n, D), in float64.
+
+        Raises:
+            ValueError: a model whose positions are not fixed.
+        """
+        if self.fixed_positions is None or self.pos_embed is None:
+            raise ValueError("fixed_table needs a model with pos_embed='sincos' or 'sincos2d'")
+        P = 0 if self.no_embed_class else self.num_prefix_tokens
+        return fixed_positions(self.fixed_positions, self.embed_dim, grid, P, self.pos_embed.device)
+
     def set_input_size(self, img_size: Pair | None = None, patch_size: Pair | None = None) -> None:
         """Change the input size, the patch size, or both, in place. `pos_embed` is interpolated to the new patch grid,
-        the patch embedding's weight is resampled to the new patch size. Each of them becomes a new parameter.
+        or computed for it if it is fixed; the patch embedding's weight is resampled to the new patch size. Learnt
+        positions and the weight become new parameters.
 
         Args:
             img_size, patch_size: int or (height, width); None keeps the present one.
@@ -251,7 +279,9 @@ class VisionTransformer(Head):
         self.pretrained_cfg["input_size"] = (self.in_chans, *self.patch_embed.img_size)
         if self.pos_embed is not None and grid != old_grid:
             pos = self._positions(self.pos_embed.detach(), grid, old_grid)
-            self.pos_embed = nn.Parameter(pos, requires_grad=self.pos_embed.requires_grad)
+            if self.fixed_positions is None:
+                pos = nn.Parameter(pos, requires_grad=self.pos_embed.requires_grad)
+            self.pos_embed = pos
 
     # ---- timm's interface ----
 

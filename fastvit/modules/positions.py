@@ -1,8 +1,9 @@
-"""Position embeddings for another patch grid, and patch embeddings for another patch size."""
+"""Fixed position embeddings, learnt ones for another patch grid, and patch embeddings for another patch size."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -10,10 +11,43 @@ from torch import Tensor
 
 Resize = Callable[[Tensor, tuple[int, int]], Tensor]
 
+FIXED = ("sincos", "sincos2d")
+
 
 def antialiased(image: Tensor, grid: tuple[int, int]) -> Tensor:
     """Interpolate (1, D, h, w) -> (1, D, *grid), like timm, open_clip, and DINOv2 with registers."""
     return F.interpolate(image, size=grid, mode="bicubic", antialias=True)
+
+
+def fixed_positions(kind: str, dim: int, grid: tuple[int, int], num_prefix_tokens: int, device: torch.device) -> Tensor:
+    """Compute a table of sines and cosines for P prefix tokens and the patches of a grid, row by row: (1, P + h*w, D).
+
+    It is in float64, because the angles of distant patches lose digits in float32. Frequency i of F is 10000^(-i / F).
+
+    Args:
+        kind: "sincos" (Vaswani et al. 2017, arXiv:1706.03762, section 3.5): the token at position p, prefix tokens
+            included, has sin and cos of p times each of D/2 frequencies, in turn: sin, cos, sin, cos, ...
+            "sincos2d" (He et al. 2021, arXiv:2111.06377, in MAE's order): D/4 frequencies for each axis. The first half
+            of the channels has the sines and then the cosines of the column, the second half those of the row; prefix
+            tokens have zeros. `timm.layers.build_sincos2d_pos_embed` has the same numbers in the order sine of the
+            row, sine of the column, cosine of the row, cosine of the column.
+        dim: D, a multiple of 2 for "sincos" and of 4 for "sincos2d".
+    """
+    # MPS has no float64
+    where: dict[str, Any] = {"device": device, "dtype": torch.float32 if device.type == "mps" else torch.float64}
+
+    def angles(steps: int, count: int) -> Tensor:
+        """(steps, count)"""
+        frequencies = 10000.0 ** (-torch.arange(count, **where) / count)
+        return torch.arange(steps, **where)[:, None] * frequencies
+
+    (h, w), P = grid, num_prefix_tokens
+    if kind == "sincos":
+        along = angles(P + h * w, dim // 2)
+        return torch.stack((along.sin(), along.cos()), dim=-1).flatten(1)[None]
+    row, column = (torch.cat((a.sin(), a.cos()), dim=1) for a in (angles(h, dim // 4), angles(w, dim // 4)))
+    patches = torch.cat((column.repeat(h, 1), row.repeat_interleave(w, dim=0)), dim=1)
+    return F.pad(patches, (0, 0, P, 0))[None]
 
 
 def resample_abs_pos_embed(

@@ -13,6 +13,8 @@ Later additions to the paper's model, each off by default:
     norms of q and k (qk_norm of `Block`)  Dehghani et al. 2023, arXiv:2302.05442
     RMSNorm (norm_layer="rmsnorm")    Zhang & Sennrich 2019, arXiv:1910.07467
     pooling by a learnt query (global_pool="map")  Zhai et al. 2022, arXiv:2106.04560
+    fixed positions (pos_embed="sincos", "sincos2d")  Vaswani et al. 2017, arXiv:1706.03762; He et al. 2021,
+                                      arXiv:2111.06377
 
 Shapes: B batch, N tokens, D embedding, H heads, d = D / H, P prefix tokens (CLS and registers), (h, w) the patch grid.
 factory: device and dtype of the parameters.
@@ -228,6 +230,25 @@ class AttentionPoolLatent(nn.Module):
         return y + self.mlp(self.norm(y))
 
 
+def sincos(dim: int, n: int) -> Tensor:
+    """Vaswani et al. 2017, section 3.5: PE(p, 2i) = sin(p / 10000^(2i / D)), PE(p, 2i + 1) its cosine. (n, D)"""
+    i = torch.arange(dim // 2, dtype=torch.float64)
+    angles = torch.arange(n, dtype=torch.float64)[:, None] / 10000 ** (2 * i / dim)  # (n, D / 2)
+    table = angles.new_empty(n, dim)
+    table[:, 0::2] = angles.sin()
+    table[:, 1::2] = angles.cos()
+    return table
+
+
+def sincos2d(dim: int, h: int, w: int) -> Tensor:
+    """MAE's table: sin and cos of the column in the first half of the channels, of the row in the second. (h*w, D)"""
+    frequencies = 1 / 10000 ** (torch.arange(dim // 4, dtype=torch.float64) / (dim // 4))
+    columns = torch.arange(w, dtype=torch.float64).repeat(h)  # of every patch
+    rows = torch.arange(h, dtype=torch.float64).repeat_interleave(w)
+    angles = [torch.outer(places, frequencies) for places in (columns, rows)]  # each (h*w, D / 4)
+    return torch.cat([values for a in angles for values in (a.sin(), a.cos())], dim=1)
+
+
 class VisionTransformer(nn.Module):
     """Image (B, C, H, W) -> logits (B, num_classes). For the arguments see `fastvit.VisionTransformer`."""
 
@@ -250,6 +271,9 @@ class VisionTransformer(nn.Module):
         super().__init__()
         if (mean is None) != (std is None):
             raise ValueError(f"mean and std must both be given or both be None, got mean={mean} and std={std}")
+        divisor = {"sincos": 2, "sincos2d": 4}.get(pos_embed, 1)
+        if embed_dim % divisor:
+            raise ValueError(f"embed_dim must be a multiple of {divisor} for {pos_embed=}, got {embed_dim}")
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         norm = partial(make_norm, norm_layer)
         act = ACTIVATIONS[act_layer] if isinstance(act_layer, str) else act_layer
@@ -268,7 +292,12 @@ class VisionTransformer(nn.Module):
         n = self.patch_embed.num_patches + (0 if no_embed_class else self.num_prefix_tokens)
         self.cls_token = nn.Parameter(torch.empty(1, 1, embed_dim, **factory)) if class_token else None
         self.reg_token = nn.Parameter(torch.empty(1, reg_tokens, embed_dim, **factory)) if reg_tokens else None
-        self.pos_embed = nn.Parameter(torch.empty(1, n, embed_dim, **factory)) if pos_embed == "learn" else None
+        self.fixed = pos_embed if pos_embed in ("sincos", "sincos2d") else None
+        self.pos_embed: Tensor | None
+        if self.fixed is not None:
+            self.register_buffer("pos_embed", torch.empty(1, n, embed_dim, **factory))
+        else:
+            self.pos_embed = nn.Parameter(torch.empty(1, n, embed_dim, **factory)) if pos_embed == "learn" else None
         self.pos_drop = nn.Dropout(pos_drop_rate)
         self.norm_pre = norm(embed_dim, **factory) if pre_norm else nn.Identity()
         options: dict[str, Any] = {
@@ -293,7 +322,9 @@ class VisionTransformer(nn.Module):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        if self.pos_embed is not None:
+        if self.pos_embed is not None and self.fixed is not None:
+            self.pos_embed.copy_(self.table(self.patch_embed.grid_size))
+        elif self.pos_embed is not None:
             nn.init.trunc_normal_(self.pos_embed, std=0.02)
         for token in (self.cls_token, self.reg_token):
             if token is not None:
@@ -326,15 +357,25 @@ class VisionTransformer(nn.Module):
         return torch.cat([*prefix, x], dim=1) + pos
 
     def positions(self, grid: tuple[int, int]) -> Tensor:
-        """Interpolate the grid of pos_embed bicubically to another image size (section 3.2)."""
+        """Interpolate the grid of pos_embed bicubically to another image size (section 3.2), or compute it if fixed."""
         assert self.pos_embed is not None
         if grid == self.patch_embed.grid_size:
             return self.pos_embed
+        if self.fixed is not None:
+            return self.table(grid).to(self.pos_embed)
         P = 0 if self.no_embed_class else self.num_prefix_tokens
         prefix, patches = self.pos_embed[:, :P], self.pos_embed[:, P:]
         image = patches.float().unflatten(1, self.patch_embed.grid_size).permute(0, 3, 1, 2)
         image = F.interpolate(image, size=grid, mode="bicubic", antialias=True)
         return torch.cat([prefix, image.flatten(2).transpose(1, 2).to(prefix.dtype)], dim=1)
+
+    def table(self, grid: tuple[int, int]) -> Tensor:
+        """Compute the fixed positions of a patch grid, (1, P + h*w, D), or (1, h*w, D) with no_embed_class."""
+        P = 0 if self.no_embed_class else self.num_prefix_tokens
+        if self.fixed == "sincos":
+            return sincos(self.embed_dim, P + grid[0] * grid[1])[None]
+        patches = sincos2d(self.embed_dim, *grid)
+        return torch.cat([patches.new_zeros(P, self.embed_dim), patches])[None]
 
     def forward_features(self, x: Tensor) -> Tensor:
         x = self.norm_pre(self.pos_drop(self.embed(x)))

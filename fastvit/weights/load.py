@@ -27,8 +27,9 @@ HEADS = ("head.", "attn_pool.", "pooler.")  # after the last norm: classifier, S
 def load(model: VisionTransformer, weights: Weights, *, drop_head: bool = False) -> None:
     """Copy `weights` of any library that `fastvit.checkpoints` names into the model, in its dtype and on its device.
 
-    Positions of another patch grid are interpolated in the same way as by the library that wrote them. A model without
-    a head (num_classes=0) leaves the file's classifier out.
+    Positions of another patch grid are interpolated in the same way as by the library that wrote them. A model with
+    fixed positions keeps its own, and takes only files whose positions are that table, of any square grid or its own. A
+    model without a head (num_classes=0) leaves the file's classifier out.
 
     Args:
         weights: a path or repository as for `read`, or a state_dict; also inside {"state_dict": ...} or {"model": ...},
@@ -84,7 +85,8 @@ def _fitted(model: VisionTransformer, tensors: dict[str, Tensor], where: str, dr
     _merge_qkv(ours, origin, expected)
     _as_eva(ours, origin, expected)
     _fold_registers(ours)
-    problems = _resize_positions(ours, model, source, resize)
+    place = _check_fixed_positions if model.fixed_positions else _resize_positions
+    problems = place(ours, model, source, resize)
 
     wrong = {
         "the same weight twice": [key for key, target in renamed.items() if target and counts[target] > 1],
@@ -242,6 +244,25 @@ def _resize_positions(ours: dict[str, Tensor], model: VisionTransformer, source:
         return [f"pos_embed may be of {choices}: model.load_state_dict takes it for the latter, img_size of the former"]
     ours["pos_embed"] = resample_abs_pos_embed(positions, grid, (side, side), P, resize)
     return []
+
+
+def _check_fixed_positions(ours: dict[str, Tensor], model: VisionTransformer, *_: Any) -> list[str]:
+    """Replace pos_embed (1, P + n, D) by the model's fixed table if it is that table, of the model's patch grid or of a
+    square one. Returns a list of problems: other positions, which the model would lose."""
+    positions, grid = ours.get("pos_embed"), model.patch_embed.grid_size
+    if positions is None or not positions.is_floating_point():
+        return []
+    ours["pos_embed"] = model.fixed_table(grid)
+    P = 0 if model.no_embed_class else model.num_prefix_tokens
+    side = math.isqrt(max(positions.shape[1] - P, 1)) if positions.dim() == 3 else 1
+    for theirs in (grid, (side, side)):
+        table = model.fixed_table(theirs).to(positions)
+        # a table may have been computed in float32, and is rounded to the dtype of the file
+        atol = max(1e-4, torch.finfo(positions.dtype).eps)
+        if table.shape == positions.shape and torch.allclose(table, positions, rtol=0, atol=atol):
+            return []
+    fixed = f"not the table of pos_embed={model.fixed_positions!r}; a model with pos_embed='learn' takes them"
+    return [f"pos_embed {_described(positions)} is {fixed}"]
 
 
 def _described(tensor: Tensor) -> str:

@@ -76,7 +76,7 @@ _HF_VIT = Source(
         "intermediate.dense": "mlp.fc1",
         "output.dense": "mlp.fc2",
     },
-    elsewhere={"classifier": "head"},
+    elsewhere={"classifier": "head", **ignored("decoder")},  # MAE's decoder
     resize=plain,
 )
 _HF_DINOV3 = Source(
