@@ -99,6 +99,32 @@ def test_positions(explored):
     assert right.min() < 0 < 0.1 < right.fill_diagonal_(0).max()
 
 
+def test_fixed_positions():
+    """Of a model without weights, whose note says of learnt ones that they are random."""
+    with exploring.small_model(), pytest.MonkeyPatch.context() as patch:
+        patch.setitem(zoo.CONFIGS, NAME, {**exploring.CONFIG, "depth": 1, "pos_embed": "sincos2d"})
+        patch.setattr(explored_memory, "collect", lambda *_: None)  # takes seconds
+        patch.setattr(exploration, "_model_rows", lambda _: None)
+        found = study.explore(NAME)
+        model = zoo.create_model(NAME)
+    positions = found.data["positions"]
+    assert positions["fixed"]
+    assert "random" not in positions["note"]
+    assert "Attention is that of an untrained model" in found.data["provenance"]
+    right = exploration.position_similarity(model.pos_embed[0, 2:])
+    assert np.abs(decoded(positions["cosine"], np.int8).reshape(25, 25) / 127 - right.numpy()).max() <= 0.5001 / 127
+
+
+def test_which_positions_are_fixed():
+    """A parameter that alone does not learn, as in transformers' MAE, but not one of a model that is frozen."""
+    model = zoo.create_model("vit_tiny_patch16_224", depth=1, img_size=32)
+    assert not exploration._positions(model, (2, 2))["fixed"]
+    model.pos_embed.requires_grad_(False)
+    assert exploration._positions(model, (2, 2))["fixed"]
+    model.requires_grad_(False)
+    assert not exploration._positions(model, (2, 2))["fixed"]
+
+
 def test_a_model_with_rotary_positions_has_none_to_show():
     model = zoo.create_model("vit_small_patch16_dinov3", depth=1, img_size=32)
     found = exploration._positions(model, (2, 2))

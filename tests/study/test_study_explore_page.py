@@ -299,6 +299,19 @@ def test_less_motion(opened):
     assert opened(reduced_motion="reduce").page.evaluate(duration) == "0s"
 
 
+def test_fixed_positions_are_labelled(browser, written, opened):
+    found, path = written
+    assert "it was learnt" in opened().text("#positions-lede")
+    path = path.with_name("fixed.html")
+    path.write_text(
+        study.Exploration(NAME, found.data | {"positions": {**found.data["positions"], "fixed": True}}).html()
+    )
+    window = Opened(browser, path)
+    assert "They are fixed" in window.text("#positions-lede")
+    assert not window.complaints
+    window.close()
+
+
 def test_a_page_without_attention_positions_and_memory(browser, written):
     found, path = written
     nothing = {

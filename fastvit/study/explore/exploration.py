@@ -114,10 +114,11 @@ def explore(
     pixels, shown = picture(image, size, *source.normalization())
     built = _built(source, size, weights)
     facts = _facts(built, models(model, image_size=size)[0])
+    positions = _positions(built, facts["grid"])
     data: dict[str, Any] = {
         "model": facts,
         "version": fastvit.__version__,
-        "provenance": _provenance(source, image, weights),
+        "provenance": _provenance(source, image, weights, positions["fixed"]),
         "picture": {
             "uri": document.as_uri(shown),
             "height": size[0],
@@ -125,13 +126,13 @@ def explore(
             "patch_stops": patch_stops(size, patch),
         },
         "attention": attention.collect(built, pixels, layers, progress),
-        "positions": _positions(built, facts["grid"]),
+        "positions": positions,
         "memory": memory.collect(source, size, patch, facts["prefix"], progress),
         "models": _model_rows(progress),
     }
     if weights is None and source.origin != "function":
         for part, values in (("attention", "maps"), ("positions", "cosine")):
-            if data[part][values] is not None:
+            if data[part][values] is not None and not data[part].get("fixed"):
                 data[part]["note"] = f"Of random weights. {data[part]['note']}"
     return Exploration(model, data)
 
@@ -156,13 +157,14 @@ def _facts(model: nn.Module, cost: ModelCost) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _provenance(source: ModelSource, image: str | Path | None, weights: str | Path | None) -> str:
+def _provenance(source: ModelSource, image: str | Path | None, weights: str | Path | None, fixed: bool) -> str:
     if weights is not None:
         text = f"Weights: {Path(weights).name}."
     elif source.origin == "function":
         text = f"Weights: as {source.name} returns them."
     else:
-        text = "Weights: random, since no file was given. Attention and positions are those of an untrained model."
+        shown = "Attention is that" if fixed else "Attention and positions are those"
+        text = f"Weights: random, since no file was given. {shown} of an untrained model."
     return f"{text} Picture: {Path(image).name if image else 'a computed landscape, since no file was given'}."
 
 
@@ -173,28 +175,32 @@ def position_similarity(positions: Tensor) -> Tensor:
 
 
 def _positions(model: nn.Module, grid: tuple[int, int]) -> dict[str, Any]:
-    found = learnt_positions(model, grid[0] * grid[1])
+    found, fixed = position_embeddings(model, grid[0] * grid[1])
     if found is None:
         rotary = any(
             "rotary" in type(m).__name__.lower() or "rope" in type(m).__name__.lower() for m in model.modules()
         )
         instead = "It rotates queries and keys by the place of their patch instead." if rotary else ""
-        return {"cosine": None, "note": f"This model has no learnt embeddings of positions. {instead}".strip()}
+        return {"cosine": None, "fixed": False, "note": f"This model has no embeddings of positions. {instead}".strip()}
     if not 1 < len(found) <= _POSITIONS:
         note = f"No similarities of {len(found)} positions: this page has room for those of 2 to {_POSITIONS}."
-        return {"cosine": None, "note": note}
+        return {"cosine": None, "fixed": fixed, "note": note}
     cosine = (position_similarity(found) * 127).round().clamp(-127, 127).to(torch.int8)
-    return {"grid": grid, "cosine": document.encoded(cosine), "note": "Cosines are rounded to 127ths."}
+    values = document.encoded(cosine)
+    return {"grid": grid, "cosine": values, "fixed": fixed, "note": "Cosines are rounded to 127ths."}
 
 
-def learnt_positions(model: nn.Module, patches: int) -> Tensor | None:
-    """Find the position embeddings that a model adds to its patches, (patches, D), by the libraries' names, or None."""
-    for name, parameter in model.named_parameters():
+def position_embeddings(model: nn.Module, patches: int) -> tuple[Tensor | None, bool]:
+    """Find the position embeddings that a model adds to its patches, (patches, D), by the libraries' names, or None.
+    Return also whether they are fixed: a buffer of the model, or a parameter that does not learn while others do."""
+    trains = any(p.requires_grad for p in model.parameters())
+    for name, tensor in (*model.named_parameters(), *model.named_buffers(recurse=False)):
         if "pos_embed" in name or "position_embedding" in name:
-            rows = parameter.detach().flatten(0, -2)
+            rows = tensor.detach().flatten(0, -2)
             if 0 <= len(rows) - patches < 32:  # prefix tokens come first
-                return rows[-patches:]
-    return None
+                fixed = not isinstance(tensor, nn.Parameter) or (trains and not tensor.requires_grad)
+                return rows[-patches:], fixed
+    return None, False
 
 
 _NAMES = (

@@ -7,6 +7,10 @@
     $("positions-body").remove();
     return;
   }
+  if (positions.fixed) {
+    $("positions-lede").textContent =
+      "Cosine similarity of one position’s embedding to those of all others. They are fixed: computed from row and column, or from the place in the sequence, and not learnt.";
+  }
   $("positions-note").textContent = positions.note;
   const [rows, columns] = positions.grid;
   const cosines = bytesOf(positions.cosine, Int8Array); // in 1/127
