@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,12 +13,21 @@ from fastvit.eva_layers import EvaBlock
 from fastvit.modules.arguments import Pair, by_name, check_choice, check_flags, check_integers
 from fastvit.modules.eva import ATTENTION
 from fastvit.modules.norms import NORM_LAYERS, NormLayer
+from fastvit.modules.parts import LayerFactory
 from fastvit.rope import RotaryEmbeddingCat, RotaryEmbeddingDinoV3
 from fastvit.vit import VisionTransformer
 
 __all__ = ["Eva"]
 
-_FIXED = ("proj_bias", "mlp_layer", "qk_norm")  # arguments of `VisionTransformer` whose value EVA's blocks fix
+# arguments of `VisionTransformer` whose value EVA's blocks fix
+_FIXED = ("proj_bias", "mlp_layer", "qk_norm", "block_fn")
+
+
+def _block(
+    dim: int, num_heads: int, *, proj_bias: bool, mlp_layer: LayerFactory, qk_norm: bool, **options: Any
+) -> EvaBlock:
+    """Make a block, without the arguments of `VisionTransformer` whose value EVA's blocks fix."""
+    return EvaBlock(dim, num_heads, **options)
 
 
 class Eva(VisionTransformer):
@@ -65,21 +75,22 @@ class Eva(VisionTransformer):
         check_choice("rope_grid_indexing", rope_grid_indexing, ("ij", "xy"))
         check_flags(
             qkv_fused=qkv_fused, swiglu_mlp=swiglu_mlp, scale_mlp=scale_mlp, use_abs_pos_emb=use_abs_pos_emb,
-            use_rot_pos_emb=use_rot_pos_emb, rope_rotate_half=rope_rotate_half,
+            class_token=class_token, use_rot_pos_emb=use_rot_pos_emb, rope_rotate_half=rope_rotate_half,
             use_pre_transformer_norm=use_pre_transformer_norm, use_fc_norm=use_fc_norm or False,
             use_post_transformer_norm=use_post_transformer_norm or False,
         )  # fmt: skip
         fc_norm = global_pool == "avg" if use_fc_norm is None else use_fc_norm
         final_norm = not fc_norm if use_post_transformer_norm is None else use_post_transformer_norm
-        self._block_options: dict[str, Any] = {
-            "qkv_fused": qkv_fused, "swiglu_mlp": swiglu_mlp, "swiglu_align_to": swiglu_align_to,
-            "scale_mlp": scale_mlp, "attn_type": attn_type, "rotate_half": rope_rotate_half,
-        }  # fmt: skip
+        block = partial(
+            _block, qkv_fused=qkv_fused, swiglu_mlp=swiglu_mlp, swiglu_align_to=swiglu_align_to, scale_mlp=scale_mlp,
+            attn_type=attn_type, rotate_half=rope_rotate_half, num_prefix_tokens=int(class_token) + num_reg_tokens,
+        )  # fmt: skip
         super().__init__(
             img_size, patch_size, in_chans, num_classes, global_pool, embed_dim, depth, num_heads, mlp_ratio, qkv_bias,
             init_values=init_values, class_token=class_token, reg_tokens=num_reg_tokens,
             pos_embed="learn" if use_abs_pos_emb else "none", pre_norm=use_pre_transformer_norm,
-            final_norm=fc_norm or final_norm, fc_norm=fc_norm, norm_layer=norm_layer, **options,
+            final_norm=fc_norm or final_norm, fc_norm=fc_norm, norm_layer=norm_layer, block_fn=block,
+            **options,
         )  # fmt: skip
         factory = {name: options.get(name) for name in ("device", "dtype")}
         if fc_norm and final_norm:
@@ -94,12 +105,6 @@ class Eva(VisionTransformer):
                 )
             else:
                 self.rope = RotaryEmbeddingDinoV3(*rotary, rotate_half=rope_rotate_half, **grid)
-
-    def _make_block(self, num_heads: int, **options: Any) -> nn.Module:
-        for name in _FIXED:
-            del options[name]
-        prefix = self.num_prefix_tokens
-        return EvaBlock(self.embed_dim, num_heads, num_prefix_tokens=prefix, **self._block_options, **options)
 
     @torch.no_grad()
     def init_weights(self, mode: str = "", needs_reset: bool = True) -> None:

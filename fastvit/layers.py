@@ -7,7 +7,7 @@ linear layer that is quantised or has peft's LoRA is called as a module between 
 """
 
 from fastvit.modules.attention import Attention
-from fastvit.modules.block import Block
+from fastvit.modules.block import Block, PostNormBlock
 from fastvit.modules.mlp import GluMlp, Mlp, SwiGLU, SwiGLUPacked
 from fastvit.modules.norms import LayerNorm, RMSNorm
 from fastvit.modules.parts import DropPath, LayerScale, QuickGELU
@@ -22,6 +22,7 @@ __all__ = [
     "LayerScale",
     "Mlp",
     "PatchEmbed",
+    "PostNormBlock",
     "QuickGELU",
     "RMSNorm",
     "RmsNorm",

@@ -23,7 +23,7 @@ from fastvit.modules.arguments import (
     check_integers,
     check_rates,
 )
-from fastvit.modules.block import MLP_LAYERS, Block
+from fastvit.modules.block import BLOCKS, MLP_LAYERS, Block
 from fastvit.modules.head import Head
 from fastvit.modules.mlp import Mlp
 from fastvit.modules.norms import NORM_LAYERS, NormLayer
@@ -62,6 +62,8 @@ class VisionTransformer(Head):
         norm_layer: a class, or "layernorm" or "rmsnorm".
         act_layer: a class, or "gelu", "gelu_tanh", "quick_gelu", "relu" or "silu".
         qk_norm: norms of q and k, as in `Attention`.
+        block_fn: a class with the arguments of `Block`, "block", or "postnorm" for `fastvit.layers.PostNormBlock`. As
+            that ends in a norm, one after the blocks is unusual then: final_norm=False leaves it out.
         mean, std: in_chans values each, in [0, 1]: uint8 images are then taken as (x / 255 - mean) / std. Only if they
             are given does `pretrained_cfg` have them, from which timm makes its transforms: a model's name does not
             determine the normalisation that its weights were trained with.
@@ -83,7 +85,7 @@ class VisionTransformer(Head):
         drop_rate: float = 0.0, pos_drop_rate: float = 0.0, proj_drop_rate: float = 0.0,
         attn_drop_rate: float = 0.0, drop_path_rate: float = 0.0, embed_norm_layer: str | NormLayer | None = None,
         mlp_layer: str | LayerFactory = Mlp, norm_layer: str | NormLayer = "layernorm",
-        act_layer: str | ActLayer = "gelu", qk_norm: bool = False,
+        act_layer: str | ActLayer = "gelu", qk_norm: bool = False, block_fn: str | LayerFactory = Block,
         mean: Sequence[float] | None = None, std: Sequence[float] | None = None,
         device: Device = None, dtype: Dtype = None,
     ) -> None:  # fmt: skip
@@ -110,6 +112,7 @@ class VisionTransformer(Head):
             fc_norm = global_pool in ("avg", "avgmax", "max")
         act = by_name("act_layer", act_layer, ACT_LAYERS)
         mlp = by_name("mlp_layer", mlp_layer, MLP_LAYERS)
+        block = by_name("block_fn", block_fn, BLOCKS)
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         norm = partial(by_name("norm_layer", norm_layer, NORM_LAYERS), **factory)
         if embed_norm_layer is not None:
@@ -142,7 +145,7 @@ class VisionTransformer(Head):
             "mlp_layer": mlp, "qk_norm": qk_norm, **factory,
         }  # fmt: skip
         drop_paths = [drop_path_rate * i / max(depth - 1, 1) for i in range(depth)]
-        self.blocks = nn.Sequential(*(self._make_block(num_heads, drop_path=p, **options) for p in drop_paths))
+        self.blocks = nn.Sequential(*(block(embed_dim, num_heads, drop_path=p, **options) for p in drop_paths))
         self.norm = norm(embed_dim) if final_norm and not fc_norm else nn.Identity()
         self.attn_pool = None
         if global_pool == "map":
@@ -175,9 +178,6 @@ class VisionTransformer(Head):
             "num_classes": self.num_classes, "pool_size": None, "first_conv": "patch_embed.proj", "classifier": "head",
             **({} if embed.mean is None else {"mean": embed.mean, "std": embed.std}),
         }  # fmt: skip
-
-    def _make_block(self, num_heads: int, **options: Any) -> nn.Module:
-        return Block(self.embed_dim, num_heads, **options)
 
     @torch.no_grad()
     def init_weights(self, mode: str = "", needs_reset: bool = True) -> None:

@@ -73,6 +73,31 @@ def run_mlp_half(x: Tensor, half: HalfSpec[MlpSpec], residual: Tensor | None = N
     return _add_branch(residual, ops.dropout(out, mlp.drop2), half) if in_steps else out
 
 
+def run_attention_then_norm(x: Tensor, half: HalfSpec[AttentionSpec]) -> Tensor:
+    """Run the attention's half of a post-norm block: norm(x + drop_path(layer_scale * attention(x)))."""
+    attn = half.branch
+    # Not add_layer_norm: with layer_scale it saves the branch in addition to the sum, in both halves 14 token tensors
+    # instead of 12; without it, the backward pass has one launch more
+    total = _run_last(_attend(x, attn, None, None), attn.proj, attn.proj_drop, x, half)
+    return run_norm(total, half.norm)
+
+
+def run_mlp_then_norm(x: Tensor, half: HalfSpec[MlpSpec]) -> Tensor:
+    """Run the MLP's half of a post-norm block: norm(x + drop_path(layer_scale * mlp(x)))."""
+    mlp = half.branch
+    if mlp.adapted or mlp.drop1 != mlp.drop2:  # no op has a dropout after fc2 alone
+        total = _run_last(_widen(x, mlp), mlp.fc2, mlp.drop2, x, half)
+    else:
+        row_scale = draw_drop_path(x, half.drop_path, half.scale_by_keep) if half.drop_path else half.row_scale
+        fc1 = mlp.fc1 if mlp.value is None and not mlp.gate_last else _gate_and_value(mlp)
+        tensors = (*fc1, *mlp.fc2)
+        total = ops.mlp(
+            x, *tensors, activation=mlp.activation, dropout_p=mlp.drop1, layer_scale=half.layer_scale,
+            row_scale=row_scale, residual=x, inner_norm=mlp.inner_norm,
+        )  # fmt: skip
+    return run_norm(total, half.norm)
+
+
 def run_norm(x: Tensor, norm: Norm) -> Tensor:
     if norm.weight is None:
         norm = _with_ones(x, norm)

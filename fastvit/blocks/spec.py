@@ -1,7 +1,9 @@
-"""The two halves of a pre-norm transformer block, described by tensors and numbers.
+"""The two halves of a transformer block, described by tensors and numbers. A pre-norm block is
 
     x + drop_path(layer_scale * attention(norm(x)))    layer_norm_attention
     x + drop_path(layer_scale * mlp(norm(x)))          layer_norm_mlp
+
+and a post-norm block norm(x + drop_path(layer_scale * attention(x))), then the same of the MLP.
 
 Probabilities are those that apply now: 0.0 in evaluation. `run.py` runs these descriptions; the readers make them from
 modules, ours and those of other libraries.
@@ -78,7 +80,7 @@ class MlpSpec(NamedTuple):
 
 
 class HalfSpec(NamedTuple, Generic[Branch]):
-    """x + drop_path(layer_scale * branch(norm(x))).
+    """x + drop_path(layer_scale * branch(norm(x))), or norm(x + drop_path(layer_scale * branch(x))).
 
     norm: a weight of None stands for ones, and an eps of None for PyTorch's default. scale_by_keep: divide the samples
     that drop_path keeps by 1 - drop_path. row_scale: DropPath factors (B,) drawn by the caller; drop_path must then be

@@ -1,4 +1,4 @@
-"""The transformer block as a module, under timm's name, arguments and state_dict keys."""
+"""The pre-norm block, under timm's name, arguments and state_dict keys, and the post-norm block."""
 
 from __future__ import annotations
 
@@ -91,3 +91,35 @@ class Block(nn.Module):
         if mlp is not None:
             return run.run_mlp_half(x, mlp)
         return x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
+
+
+class PostNormBlock(Block):
+    """Post-norm transformer block of Vaswani et al. 2017 (arXiv:1706.03762), (B, N, D) -> (B, N, D):
+
+        x = norm1(x + drop_path1(ls1(attn(x))))
+        x = norm2(x + drop_path2(ls2(mlp(x))))
+
+    The residual sums are in the epilogues of the projection and of fc2. In training it saves at most 12 token tensors:
+    both sums and the MLP's input in addition to what `Block` saves, less one. timm's `ResPostBlock` is another block:
+    x + drop_path1(norm1(attn(x))).
+
+    Args:
+        dim, num_heads, mlp_ratio, qkv_bias, proj_bias, proj_drop, attn_drop, init_values, drop_path, act_layer,
+            norm_layer, mlp_layer, device, dtype, qk_norm: as in `Block`.
+    """
+
+    __module__ = "fastvit.layers"
+
+    def forward(self, x: Tensor) -> Tensor:
+        attention = read_or_none(read_timm.read_attention_half, self)
+        if attention is not None:
+            x = run.run_attention_then_norm(x, attention)
+        else:
+            x = self.norm1(x + self.drop_path1(self.ls1(self.attn(x))))
+        mlp = read_or_none(read_timm.read_mlp_half, self)
+        if mlp is not None:
+            return run.run_mlp_then_norm(x, mlp)
+        return self.norm2(x + self.drop_path2(self.ls2(self.mlp(x))))
+
+
+BLOCKS: dict[str, LayerFactory] = {"block": Block, "postnorm": PostNormBlock}

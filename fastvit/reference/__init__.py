@@ -11,6 +11,7 @@ from fastvit.reference.vit import (
     LayerScale,
     Mlp,
     PatchEmbed,
+    PostNormBlock,
     RMSNorm,
     VisionTransformer,
 )
@@ -26,6 +27,7 @@ __all__ = [
     "LayerScale",
     "Mlp",
     "PatchEmbed",
+    "PostNormBlock",
     "RMSNorm",
     "VisionTransformer",
 ]

@@ -196,15 +196,22 @@ class Eva(VisionTransformer):
         fc_norm = global_pool == "avg" if use_fc_norm is None else use_fc_norm
         final_norm = not fc_norm if use_post_transformer_norm is None else use_post_transformer_norm
 
-        self.block_options: dict[str, Any] = {
+        block_options: dict[str, Any] = {
             "qkv_fused": qkv_fused, "swiglu_mlp": swiglu_mlp, "swiglu_align_to": swiglu_align_to,
             "scale_mlp": scale_mlp, "attn_type": attn_type, "rotate_half": rope_rotate_half,
+            "num_prefix_tokens": int(class_token) + num_reg_tokens,
         }  # fmt: skip
+
+        def block(dim: int, num_heads: int, **options: Any) -> EvaBlock:
+            for name in ("proj_bias", "act_layer", "mlp_layer", "qk_norm"):  # EVA's blocks fix them
+                options.pop(name)
+            return EvaBlock(dim, num_heads, **block_options, **options)
+
         super().__init__(
             img_size, patch_size, in_chans, num_classes, global_pool, embed_dim, depth, num_heads, mlp_ratio, qkv_bias,
             init_values=init_values, class_token=class_token, reg_tokens=num_reg_tokens,
             pos_embed="learn" if use_abs_pos_emb else "none", pre_norm=use_pre_transformer_norm,
-            final_norm=fc_norm or final_norm, fc_norm=fc_norm, **options,
+            final_norm=fc_norm or final_norm, fc_norm=fc_norm, block_fn=block, **options,
         )  # fmt: skip
         self.rope: Rope | None = None
         if use_rot_pos_emb:
@@ -215,12 +222,6 @@ class Eva(VisionTransformer):
         with torch.no_grad():
             if isinstance(self.head, nn.Linear):
                 self.head.weight.mul_(0.001)
-
-    def make_block(self, num_heads: int, **options: Any) -> EvaBlock:
-        for name in ("proj_bias", "act_layer", "mlp_layer", "qk_norm"):  # EVA's blocks fix them
-            options.pop(name)
-        prefix = self.num_prefix_tokens
-        return EvaBlock(self.embed_dim, num_heads, num_prefix_tokens=prefix, **self.block_options, **options)
 
     def pool(self, x: Tensor) -> Tensor:
         return super().pool(x) if self.attn_pool is None else self.attn_pool(x)  # CLS and registers too

@@ -13,6 +13,7 @@ Later additions to the paper's model, each off by default:
     norms of q and k (qk_norm of `Block`)  Dehghani et al. 2023, arXiv:2302.05442
     RMSNorm (norm_layer="rmsnorm")    Zhang & Sennrich 2019, arXiv:1910.07467
     pooling by a learnt query (global_pool="map")  Zhai et al. 2022, arXiv:2106.04560
+    post-norm blocks (block_fn="postnorm")  Vaswani et al. 2017, arXiv:1706.03762
     fixed positions (pos_embed="sincos", "sincos2d")  Vaswani et al. 2017, arXiv:1706.03762; He et al. 2021,
                                       arXiv:2111.06377
 
@@ -197,6 +198,17 @@ class Block(nn.Module):
         return x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
 
 
+class PostNormBlock(Block):
+    """The block of Vaswani et al. 2017: LN(x + Attention(x)), then LN(x + Mlp(x)). (B, N, D) -> (B, N, D)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm1(x + self.drop_path1(self.ls1(self.attn(x))))
+        return self.norm2(x + self.drop_path2(self.ls2(self.mlp(x))))
+
+
+BLOCKS: dict[str, LayerFactory] = {"block": Block, "postnorm": PostNormBlock}
+
+
 class AttentionPoolLatent(nn.Module):
     """Attention of one learnt query to the tokens, a projection, then x + Mlp(LN(x)). (B, N, D) -> (B, D)."""
 
@@ -264,7 +276,7 @@ class VisionTransformer(nn.Module):
         drop_rate: float = 0.0, pos_drop_rate: float = 0.0, proj_drop_rate: float = 0.0,
         attn_drop_rate: float = 0.0, drop_path_rate: float = 0.0, embed_norm_layer: str | LayerFactory | None = None,
         mlp_layer: LayerFactory = Mlp, norm_layer: str | LayerFactory = "layernorm",
-        act_layer: str | LayerFactory = "gelu", qk_norm: bool = False,
+        act_layer: str | LayerFactory = "gelu", qk_norm: bool = False, block_fn: str | LayerFactory = Block,
         mean: Sequence[float] | None = None, std: Sequence[float] | None = None,
         device: torch.device | str | None = None, dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
@@ -277,6 +289,7 @@ class VisionTransformer(nn.Module):
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         norm = partial(make_norm, norm_layer)
         act = ACTIVATIONS[act_layer] if isinstance(act_layer, str) else act_layer
+        block = BLOCKS[block_fn] if isinstance(block_fn, str) else block_fn
         if fc_norm is None:
             fc_norm = global_pool in ("avg", "avgmax", "max")
 
@@ -306,7 +319,7 @@ class VisionTransformer(nn.Module):
             "mlp_layer": mlp_layer, "qk_norm": qk_norm, **factory,
         }  # fmt: skip
         drop_paths = [drop_path_rate * i / max(depth - 1, 1) for i in range(depth)]
-        self.blocks = nn.Sequential(*(self.make_block(num_heads, drop_path=p, **options) for p in drop_paths))
+        self.blocks = nn.Sequential(*(block(embed_dim, num_heads, drop_path=p, **options) for p in drop_paths))
         self.norm = norm(embed_dim, **factory) if final_norm and not fc_norm else nn.Identity()
         self.fc_norm = norm(embed_dim, **factory) if final_norm and fc_norm else nn.Identity()
         self.attn_pool = None
@@ -316,9 +329,6 @@ class VisionTransformer(nn.Module):
         self.head_drop = nn.Dropout(drop_rate)
         self.head = nn.Linear(embed_dim, num_classes, **factory) if num_classes else nn.Identity()
         self.init_weights()
-
-    def make_block(self, num_heads: int, **options: Any) -> nn.Module:
-        return Block(self.embed_dim, num_heads, **options)
 
     @torch.no_grad()
     def init_weights(self) -> None:

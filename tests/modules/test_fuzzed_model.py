@@ -42,6 +42,7 @@ def models(draw: st.DrawFn) -> dict[str, Any]:
         "global_pool": draw(st.sampled_from(pools)),
         "init_values": draw(st.sampled_from([None, 0.3])),
         "pos_embed": draw(st.sampled_from(["learn", "sincos", "sincos2d", "none"])),
+        "block_fn": draw(st.sampled_from(["block", "postnorm"])),
         "act_layer": draw(st.sampled_from(ACTIVATIONS)),
         **{name: draw(flag) for name in ("qkv_bias", "proj_bias", "no_embed_class", "pre_norm", "final_norm")},
         **{name: draw(flag) for name in ("fc_norm", "dynamic_img_size")},

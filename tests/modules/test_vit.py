@@ -36,6 +36,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "no_position": {"pos_embed": "none"},
     "sincos": {"pos_embed": "sincos", "reg_tokens": 1},
     "sincos2d_dynamic": {"pos_embed": "sincos2d", "dynamic_img_size": True, "img_size": 12},
+    "postnorm": {"block_fn": "postnorm", "final_norm": False, "init_values": 0.5},
     "rms_norm": {"norm_layer": "rmsnorm", "embed_norm_layer": "rmsnorm"},
     "non_square": {"img_size": (8, 20), "patch_size": (4, 2), "in_chans": 1},
     "dynamic": {"dynamic_img_size": True, "img_size": 12},
