@@ -132,6 +132,18 @@ def test_the_reference_names_a_dimension_that_does_not_divide() -> None:
         reference.VisionTransformer(16, 8, embed_dim=6, num_heads=1, pos_embed="sincos2d")
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_file_s_rounded_table_is_the_model_s(kind: str, dtype: torch.dtype) -> None:
+    """Of a square grid that the model has not, or of its own that is not square: the model keeps its own digits."""
+    for theirs in (56, (16, 24)):
+        state = VisionTransformer(**{**TINY, "img_size": theirs}, pos_embed=kind, dtype=dtype).state_dict()
+        model = VisionTransformer(**TINY, pos_embed=kind)
+        model.pos_embed.zero_()
+        fastvit.checkpoints.load(model, state)
+        torch.testing.assert_close(model.pos_embed, table(kind, (2, 3), 1), rtol=0, atol=1e-7)
+
+
 def test_mae(tmp_path: Any) -> None:
     """MAE's files, transformers' with the decoder, go into models with fixed positions of any size."""
     hf = import_library("transformers")

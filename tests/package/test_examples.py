@@ -40,6 +40,10 @@ def test_segment(tmp_path: Path) -> None:
     assert features > 0.6 > baseline + 0.2
 
 
+def test_worked_example() -> None:
+    assert run("worked_example.py").endswith("off by more than 1e-06: nothing\n")
+
+
 def test_serve() -> None:
     text = run("serve.py", "--model", "vit_tiny_patch16_224", "--rounds", "3")
     assert "14 modules accelerated, 0 skipped" in text
