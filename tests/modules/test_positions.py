@@ -82,6 +82,7 @@ def test_another_grid_has_a_table_of_its_own(kind: str) -> None:
     torch.testing.assert_close(model(image), want)
     model.set_input_size((32, 40))
     assert torch.equal(model.pos_embed, other.pos_embed)
+    assert "pos_embed" in dict(model.named_buffers())
     assert torch.equal(model.state_dict()["pos_embed"], other.pos_embed)
     assert torch.equal(model(image), want)
     other.set_input_size((16, 24))
@@ -130,39 +131,3 @@ def test_the_reference_names_a_dimension_that_does_not_divide() -> None:
     """In ours, heads are multiples of 8."""
     with pytest.raises(ValueError, match="embed_dim must be a multiple of 4 for pos_embed='sincos2d', got 6"):
         reference.VisionTransformer(16, 8, embed_dim=6, num_heads=1, pos_embed="sincos2d")
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_file_s_rounded_table_is_the_model_s(kind: str, dtype: torch.dtype) -> None:
-    """Of a square grid that the model has not, or of its own that is not square: the model keeps its own digits."""
-    for theirs in (56, (16, 24)):
-        state = VisionTransformer(**{**TINY, "img_size": theirs}, pos_embed=kind, dtype=dtype).state_dict()
-        model = VisionTransformer(**TINY, pos_embed=kind)
-        model.pos_embed.zero_()
-        fastvit.checkpoints.load(model, state)
-        torch.testing.assert_close(model.pos_embed, table(kind, (2, 3), 1), rtol=0, atol=1e-7)
-
-
-def test_mae(tmp_path: Any) -> None:
-    """MAE's files, transformers' with the decoder, go into models with fixed positions of any size."""
-    hf = import_library("transformers")
-    from transformers.models.vit_mae.modeling_vit_mae import build_2d_sinusoidal_position_embedding
-
-    small = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
-    decoder = {f"decoder_{name}": n for name, n in small.items()}
-    mae = hf.ViTMAEForPreTraining(hf.ViTMAEConfig(image_size=112, patch_size=8, **small, **decoder, mask_ratio=0.0))
-    of_rows, of_columns = build_2d_sinusoidal_position_embedding(14, 14, 32, cls_token=True).chunk(2, dim=1)
-    randomised(mae).vit.embeddings.position_embeddings.data = torch.cat((of_columns, of_rows), dim=1)[None]
-    image = torch.randn(2, 3, 112, 112)
-    want = mae.eval().vit(image).last_hidden_state[:, 0]  # without a mask the patches are in a random order
-    mae.save_pretrained(tmp_path)
-    same = {"depth": 2, "patch_size": 8, "embed_dim": 32, "num_heads": 2, "mlp_ratio": 2.0, "num_classes": 0}
-    for pos_embed in ("sincos2d", "learn"):
-        for weights in (mae.state_dict(), tmp_path):
-            model = fastvit.create_model("vit_base_patch16_224", weights, **same, img_size=112, pos_embed=pos_embed)
-            torch.testing.assert_close(model.eval()(image), want, rtol=1e-4, atol=1e-4)
-    other = fastvit.create_model("vit_base_patch16_224", tmp_path, **same, img_size=(48, 80), pos_embed="sincos2d")
-    torch.testing.assert_close(other.pos_embed, table("sincos2d", (6, 10), 1), rtol=0, atol=1e-7)
-    interpolated = fastvit.create_model("vit_base_patch16_224", tmp_path, **same, img_size=(48, 80)).pos_embed
-    assert (interpolated - other.pos_embed).abs().max() > 0.1

@@ -61,6 +61,25 @@ def test_hooks(name: str) -> None:
     assert_same_step(ours, theirs, tokens(dtype=torch.float32)[0])
 
 
+@pytest.mark.parametrize(
+    "mlp_layer",
+    [
+        functools.partial(layers.SwiGLU, norm_layer=functools.partial(layers.LayerNorm, eps=0.1)),
+        functools.partial(layers.GluMlp, act_layer="silu"),
+    ],
+    ids=["inner_norm", "gate_last"],
+)
+def test_gated_mlp(mlp_layer: Any) -> None:
+    """As its modules compute it, which run one by one if one has a hook."""
+    block = randomised(layers.PostNormBlock(D, H, mlp_layer=mlp_layer, init_values=0.5))
+    x, dy = tokens(dtype=torch.float32)
+    got = step(block, x, dy)
+    block.norm2.register_forward_hook(lambda *_: None)
+    block.mlp.act.register_forward_hook(lambda *_: None)
+    for name, want in step(block, x, dy).items():
+        torch.testing.assert_close(got[name], want, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
 @pytest.mark.parametrize("names", [("attn.proj_drop",), ("mlp.drop2",), ("mlp.drop1", "mlp.drop2")], ids=str)
 def test_dropout(names: tuple[str, ...]) -> None:
     """Before LayerScale and the sum: with a probability of nearly 1, of each half the norm of x is left."""

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from exploring import NAME, decoded, rows_of
+from library_imports import import_timm
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -129,6 +130,9 @@ def test_a_model_with_rotary_positions_has_none_to_show():
     model = zoo.create_model("vit_small_patch16_dinov3", depth=1, img_size=32)
     found = exploration._positions(model, (2, 2))
     assert found["cosine"] is None
+    timms = import_timm().create_model("vit_small_patch16_rope_224", depth=1)
+    assert timms.rope.pos_embed.shape[0] == 14 * 14
+    assert exploration._positions(timms, (14, 14)) == found
     assert "rotates queries and keys" in found["note"]
 
 
