@@ -2,6 +2,8 @@
 their results."""
 
 from fastvit.study.accuracy.verification import Verdict, verify
+from fastvit.study.attention.distance import AttentionDistance, attention_distance
+from fastvit.study.attention.evolution import ClsEvolution, cls_evolution
 from fastvit.study.attention.maps import AttentionMaps, TokenWeights, attention_maps, attention_rollout
 from fastvit.study.explore.exploration import Exploration, PatchEmbedding, explore, patch_embedding
 from fastvit.study.machine import Finding, doctor
@@ -15,9 +17,11 @@ from fastvit.study.models.hardware import gpus
 from fastvit.study.pictures import Picture, read_picture
 
 __all__ = [
+    "AttentionDistance",
     "AttentionMaps",
     "BlockCost",
     "BlockOp",
+    "ClsEvolution",
     "Exploration",
     "Finding",
     "MemoryPoint",
@@ -29,9 +33,11 @@ __all__ = [
     "Setting",
     "TokenWeights",
     "Verdict",
+    "attention_distance",
     "attention_maps",
     "attention_rollout",
     "block",
+    "cls_evolution",
     "doctor",
     "explore",
     "gpus",

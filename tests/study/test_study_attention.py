@@ -19,7 +19,7 @@ from benchmarks.harness.families import ARCHITECTURES
 from fastvit import ops, reference, study
 from fastvit.eva import Eva
 from fastvit.reference.eva import Eva as ReferenceEva
-from fastvit.study.attention import maps as attention_maps
+from fastvit.study.attention import weights as attention_weights
 
 SIZE: dict[str, Any] = {"img_size": (32, 48), "patch_size": 8, "embed_dim": 48, "depth": 3, "num_heads": 3}
 GRID = (4, 6)
@@ -183,7 +183,7 @@ def test_models_of_libraries_accelerated_and_not(architecture, monkeypatch):
 
 @pytest.mark.parametrize("shape", [(24, 24), (1, 2, 24, 24), (24,)], ids=str)
 def test_a_bias_of_the_scores_is_added(shape, monkeypatch):
-    monkeypatch.setattr(attention_maps, "_CHUNK", 2 * 24 * 7)
+    monkeypatch.setattr(attention_weights, "CHUNK", 2 * 24 * 7)
     bias = 3 * torch.randn(shape, generator=torch.Generator().manual_seed(0))
     model = Odd(lambda q: sdpa(q, attn_mask=bias.expand(24, 24) if bias.dim() == 1 else bias))
     with torch.no_grad():
@@ -231,7 +231,7 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("function", [study.attention_maps, study.attention_rollout], ids=["maps", "rollout"])
 def test_no_matrix_of_all_weights(function, monkeypatch):
-    monkeypatch.setattr(attention_maps, "_CHUNK", 200_000)
+    monkeypatch.setattr(attention_weights, "CHUNK", 200_000)
     model = vit(img_size=256, depth=2)
     with Largest() as largest:
         found = function(model, image(256, 256), queries=(0, 0))
@@ -243,8 +243,10 @@ def test_no_matrix_of_all_weights(function, monkeypatch):
 def test_only_the_layers_asked_for_are_kept(monkeypatch):
     """Only their rows are computed, if they are known before the last layer."""
     computed: list[int] = []
-    rows = attention_maps._rows
-    monkeypatch.setattr(attention_maps, "_rows", lambda call, *rest: computed.append(call.layer) or rows(call, *rest))
+    softmax = attention_weights.softmax
+    monkeypatch.setattr(
+        attention_weights, "softmax", lambda call, *rest: computed.append(call.layer) or softmax(call, *rest)
+    )
     study.attention_maps(vit(), image(), layers=[2, 0])
     assert computed == [0, 2]
 
@@ -391,7 +393,7 @@ def test_models_without_attention_or_patches():
 @pytest.mark.parametrize(("kind", "chunk"), [("vit", 1), ("vit", 1 << 22), ("eva", 600)])
 def test_rollout_is_its_definition(kind, chunk, monkeypatch):
     """With weights computed a row at a time, all at once, and some at a time."""
-    monkeypatch.setattr(attention_maps, "_CHUNK", chunk)
+    monkeypatch.setattr(attention_weights, "CHUNK", chunk)
     ours, theirs = pair(kind)
     found = study.attention_rollout(ours, image(), queries=["cls", (2, 1)])
     expected = dense_rollout(materialised(theirs, image()))

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from fastvit.study.attention import recording
+from fastvit.study.attention import weights
 from fastvit.study.attention.queries import Queries, Query, QueryTokens
 from fastvit.study.attention.recording import AttentionCall
 
-_CHUNK = 1 << 22  # weights at a time in a rollout: 16 MiB in float32
 _Rows = tuple[tuple[int, ...], Tensor]  # heads, and their rows
 
 
@@ -78,30 +77,20 @@ def attention_maps(
         ValueError: the model has no such layer, head or query; or a layer's attention is not seen, because it computes
             N x N weights, is causal, or is over windows.
     """
-    asked, asked_heads = _checked("layers", layers), _checked("heads", heads)
-    back = max((-layer for layer in asked or () if layer < 0), default=0)
+    chosen = weights.checked("heads", heads)
     tokens = QueryTokens(model, queries)
-    kept: dict[int, _Rows | str] = {}  # rows, or why there are none
 
-    def on_call(call: AttentionCall) -> None:
-        if asked is None or back or call.layer in asked:
-            kept[call.layer] = tokens.misfit(call) or _rows(call, asked_heads, tokens.numbers)
-        if asked is not None and call.layer - back not in asked:  # now known not to be the `back`-th from the last
-            kept.pop(call.layer - back, None)
+    def rows(call: AttentionCall) -> _Rows:
+        numbers = weights.resolved("heads", chosen, call.q.shape[0])
+        return numbers, weights.softmax(call, tokens.numbers, list(numbers))
 
-    depth = recording.run(model, _one(image), on_call)
-    numbers = _resolved("layers", asked, depth)
-    found = []
-    for layer in numbers:
-        rows = kept[layer]
-        if isinstance(rows, str):
-            raise _unseen(layer, rows)
-        found.append(rows)
-    if len({chosen for chosen, _ in found}) > 1:
+    asked = weights.checked("layers", layers)
+    numbers, found, depth = weights.by_layer(model, weights.one_image(image), tokens, asked, rows)
+    if len({one for one, _ in found}) > 1:
         raise ValueError(
             "heads must be given by number, or layers one at a time: layers have different numbers of heads"
         )
-    stacked = torch.stack([rows for _, rows in found])
+    stacked = torch.stack([one for _, one in found])
     return AttentionMaps(stacked, tokens.queries, tokens.prefix, tokens.grid, numbers, found[0][0], depth)
 
 
@@ -122,16 +111,9 @@ def attention_rollout(model: nn.Module, image: Tensor, queries: Queries = None) 
         ValueError: as `attention_maps`, for any layer.
     """
     tokens = QueryTokens(model, queries)
-    calls: list[AttentionCall] = []
-
-    def on_call(call: AttentionCall) -> None:
-        if reason := tokens.misfit(call):
-            raise _unseen(call.layer, reason)
-        calls.append(call)
-
-    _resolved("layers", None, recording.run(model, _one(image), on_call))
+    _, calls, _ = weights.by_layer(model, weights.one_image(image), tokens, None, lambda call: call)
     last, count = calls[-1].q, len(tokens.numbers)
-    rows = torch.zeros(count, last.shape[1], device=last.device, dtype=_wide(last))
+    rows = torch.zeros(count, last.shape[1], device=last.device, dtype=weights.wide(last))
     rows[range(count), tokens.numbers] = 1.0
     for call in reversed(calls):
         rows = (rows + _mixed(rows, call)) / 2
@@ -140,59 +122,8 @@ def attention_rollout(model: nn.Module, image: Tensor, queries: Queries = None) 
 
 def _mixed(rows: Tensor, call: AttentionCall) -> Tensor:
     """Multiply rows (queries, N) by the mean of a layer's weights over its heads."""
-    H, N, _ = call.q.shape
-    chunk = max(1, _CHUNK // (H * N))
     mixed = torch.zeros_like(rows)
     with torch.autocast(rows.device.type, enabled=False):
-        for start in range(0, N, chunk):
-            weights = _softmax(call, slice(start, start + chunk)).mean(0)
-            mixed += rows[:, start : start + chunk] @ weights
+        for chunk in weights.chunks(call):
+            mixed += rows[:, chunk] @ weights.softmax(call, chunk).mean(0)
     return mixed
-
-
-def _rows(call: AttentionCall, heads: Sequence[int] | None, queries: list[int]) -> _Rows:
-    chosen = _resolved("heads", heads, call.q.shape[0])
-    with torch.autocast(call.q.device.type, enabled=False):
-        return chosen, _softmax(call, queries, list(chosen))
-
-
-def _softmax(call: AttentionCall, rows: slice | list[int], heads: slice | list[int] = slice(None)) -> Tensor:
-    """Return the weights (heads, rows, N) of some rows and heads."""
-    wide = _wide(call.q)
-    scores = call.scale * call.q[:, rows][heads].to(wide) @ call.k[heads].to(wide).transpose(-2, -1)
-    return (scores if call.bias is None else scores + call.bias[:, rows][heads]).softmax(-1)
-
-
-def _wide(q: Tensor) -> torch.dtype:
-    return torch.float64 if q.dtype is torch.float64 else torch.float32
-
-
-def _one(image: Tensor) -> Tensor:
-    if not isinstance(image, Tensor):
-        raise TypeError(f"image must be a tensor, got {type(image).__name__}")
-    if image.dim() not in (3, 4) or (image.dim() == 4 and image.shape[0] != 1):
-        raise ValueError(f"image must have shape (C, H, W) or (1, C, H, W), got {tuple(image.shape)}")
-    return image if image.dim() == 4 else image[None]
-
-
-def _checked(name: str, value: int | Sequence[int] | None) -> tuple[int, ...] | None:
-    if value is None:
-        return None
-    numbers = tuple(value) if isinstance(value, Sequence) else (value,)
-    if not numbers or any(type(number) is not int for number in numbers):
-        raise ValueError(f"{name} must be an integer, some integers, or None for all, got {value!r}")
-    return numbers
-
-
-def _resolved(name: str, numbers: Sequence[int] | None, count: int) -> tuple[int, ...]:
-    """Return indices below `count`, with negative ones resolved; all of them for None."""
-    if not count:
-        raise ValueError("the model has no self-attention that is seen: neither fastvit's nor PyTorch's")
-    for number in numbers or ():
-        if not -count <= number < count:
-            raise ValueError(f"{name} must be in {-count}..{count - 1}, got {number}")
-    return tuple(range(count)) if numbers is None else tuple(number % count for number in numbers)
-
-
-def _unseen(layer: int, reason: str) -> ValueError:
-    return ValueError(f"layer {layer}'s attention is not seen: {reason}")

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from fastvit.study.attention.recording import AttentionCall
+from fastvit.study.attention.recording import AttentionCall, Patches
 
 Query = str | tuple[int, int]
 Queries = Query | Sequence[Query] | None
@@ -21,8 +21,10 @@ class QueryTokens:
     Attributes:
         queries: as given, or by default CLS, or the central patch of a model without CLS.
         numbers: the indices of their tokens.
+        has_cls: whether the first token is CLS.
         prefix: how many tokens come before the patches.
         grid: (h, w) of the patches.
+        patch_size: (height, width) in pixels.
     """
 
     def __init__(self, model: nn.Module, queries: Queries) -> None:
@@ -31,7 +33,7 @@ class QueryTokens:
         self.queries = _parsed(queries)
         self.numbers: list[int] = []
         self.prefix = 0
-        self.grid = (0, 0)
+        self.grid = self.patch_size = (0, 0)
         self._count = 0
 
     def misfit(self, call: AttentionCall) -> str:
@@ -40,27 +42,32 @@ class QueryTokens:
         Raises:
             ValueError: the model has no such query.
         """
-        if call.unseen:
-            return call.unseen
-        N = call.q.shape[1]
+        return call.unseen or self.locate(call.q.shape[1], call.patches)
+
+    def locate(self, N: int, patches: Patches | None) -> str:
+        """Find the queries among N tokens, or return why these are not the tokens seen before, or of the patches.
+
+        Raises:
+            ValueError: the model has no such query, or no patches.
+        """
         if self._count:
             return "" if self._count == N else f"it is over {N} tokens, where others are over {self._count}"
-        if call.grid is None:
+        if patches is None:
             raise ValueError(f"{self.kind} has no grid of patches: no convolution strides as wide as its kernel")
-        h, w = call.grid
+        h, w = patches.grid
         if h * w > N:
             return f"it is over {N} tokens, of an image of {h} x {w} patches"
-        self._count, self.grid, self.prefix = N, call.grid, N - h * w
-        has_cls = self.has_cls and self.prefix > 0
+        self._count, self.prefix, (self.grid, self.patch_size) = N, N - h * w, patches
+        self.has_cls = self.has_cls and self.prefix > 0
         if not self.queries:
-            self.queries = ("cls",) if has_cls else ((h // 2, w // 2),)
-        self.numbers = [self._number(query, has_cls) for query in self.queries]
+            self.queries = ("cls",) if self.has_cls else ((h // 2, w // 2),)
+        self.numbers = [self._number(query) for query in self.queries]
         return ""
 
-    def _number(self, query: Query, has_cls: bool) -> int:
+    def _number(self, query: Query) -> int:
         h, w = self.grid
         if isinstance(query, str):
-            if not has_cls:
+            if not self.has_cls:
                 raise ValueError(f'queries must be (row, column) of a patch, got "cls": {self.kind} has no CLS')
             return 0
         row, column = query

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +23,13 @@ _CAUGHT = (
 )
 
 
+class Patches(NamedTuple):
+    """The patches that the first patch embedding made: (h, w) of them, and (height, width) of one in pixels."""
+
+    grid: tuple[int, int]
+    size: tuple[int, int]
+
+
 class AttentionCall(NamedTuple):
     """One call of self-attention on one image.
 
@@ -31,7 +38,7 @@ class AttentionCall(NamedTuple):
         q, k: (H, N, d), views of the model's tensors.
         scale: of the scores.
         bias: (H, N, N) added to the scores, such as relative positions and masks, or None.
-        grid: (h, w) of the patches, or None if no patch embedding ran before.
+        patches: of the image, or None if no patch embedding ran before.
         unseen: why weights cannot be computed from this call, with empty q and k. Otherwise "".
     """
 
@@ -40,7 +47,7 @@ class AttentionCall(NamedTuple):
     k: Tensor
     scale: float
     bias: Tensor | None
-    grid: tuple[int, int] | None
+    patches: Patches | None
     unseen: str = ""
 
 
@@ -50,7 +57,7 @@ class _Catches:
 
     on_call: Callable[[AttentionCall], None]
     calls = 0
-    grid: tuple[int, int] | None = None
+    patches: Patches | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -62,11 +69,11 @@ class _Catches:
     def _catch(self, name: str, given: dict[str, Any], result: Any) -> None:
         if name == "fastvit::patch_embed_fwd":
             (*_, H, W), (*_, ph, pw) = given["image"].shape, given["weight"].shape
-            self._saw_patches(H // ph, W // pw)
+            self._saw_patches((H // ph, W // pw), (ph, pw))
         elif name == "aten::convolution":
             kernel, stride = list(given["weight"].shape[2:]), list(given["stride"])
             if len(kernel) == 2 and kernel == stride and max(kernel) > 1:
-                self._saw_patches(*result.shape[2:])
+                self._saw_patches(result.shape[2:], kernel)
         elif name == "fastvit::attention_qkvpacked_fwd":
             q, k, _ = given["qkv"].transpose(1, 3).unbind(2)
             self._attends(q, k, given)
@@ -83,9 +90,9 @@ class _Catches:
             seen = "only fastvit's ops and PyTorch's fused scaled_dot_product_attention are"
             self._attends(result, result, {}, f"it computes {N} x {N} weights ({name}), and {seen}")
 
-    def _saw_patches(self, h: int, w: int) -> None:
-        if self.grid is None:
-            self.grid = h, w
+    def _saw_patches(self, grid: Sequence[int], size: Sequence[int]) -> None:
+        if self.patches is None:
+            self.patches = Patches((grid[0], grid[1]), (size[0], size[1]))
 
     def _attends(self, q: Tensor, k: Tensor, given: dict[str, Any], unseen: str = "") -> None:
         if not unseen:
@@ -99,7 +106,7 @@ class _Catches:
             q, k = q[0], k[0].repeat_interleave(q.shape[1] // k.shape[1], 0)
             bias = None if bias is None else _added(bias, q).expand(1, *q.shape[:2], q.shape[1])[0]
         self.calls += 1
-        self.on_call(AttentionCall(self.calls - 1, q, k, scale, bias, self.grid, unseen))
+        self.on_call(AttentionCall(self.calls - 1, q, k, scale, bias, self.patches, unseen))
 
 
 class _Catcher(_Catches, TorchDispatchMode):
