@@ -1,92 +1,20 @@
 """Attention maps and rollout against explicit softmax: of the references, and of the libraries' own models."""
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from library_imports import import_library
-from models import randomised
 from oracle import assert_as_accurate
+from studied_attention import GRID, LIBRARIES, PAIRS, VISIBLE, Odd, image, materialised, pair, sdpa, vit
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastvit
-from benchmarks.harness.families import ARCHITECTURES
-from fastvit import ops, reference, study
-from fastvit.eva import Eva
-from fastvit.reference.eva import Eva as ReferenceEva
+from fastvit import ops, study
 from fastvit.study.attention import weights as attention_weights
-
-SIZE: dict[str, Any] = {"img_size": (32, 48), "patch_size": 8, "embed_dim": 48, "depth": 3, "num_heads": 3}
-GRID = (4, 6)
-ROPE: dict[str, Any] = {"use_rot_pos_emb": True, "use_abs_pos_emb": False}
-PAIRS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
-    "vit": (fastvit.VisionTransformer, reference.VisionTransformer, {"reg_tokens": 2}),
-    "eva": (Eva, ReferenceEva, ROPE | {"num_reg_tokens": 1}),
-    "eva unfused": (Eva, ReferenceEva, ROPE | {"qkv_fused": False}),
-    "dinov3": (Eva, ReferenceEva, ROPE | {"rope_type": "dinov3", "rope_rotate_half": True, "qkv_bias": False}),
-}
-VISIBLE: Any = {"rtol": 0.0, "atol": 1e-5}
-
-
-def pair(kind: str, **options: Any) -> tuple[nn.Module, nn.Module]:
-    """Return our model and the reference with the same weights, whose attention is far from uniform."""
-    of_ours, of_theirs, more = PAIRS[kind]
-    torch.manual_seed(0)
-    ours, theirs = (make(**SIZE | more | options).eval() for make in (of_ours, of_theirs))
-    theirs.load_state_dict(randomised(ours, 0.3).state_dict())
-    return ours, theirs
-
-
-def vit(**options: Any) -> nn.Module:
-    return pair("vit", **options)[0]
-
-
-def image(height: int = 32, width: int = 48) -> Tensor:
-    return torch.randn(3, height, width, generator=torch.Generator().manual_seed(3))
-
-
-class Softmaxes(TorchDispatchMode):
-    """The square results of softmax, of self-attention and not of pooling heads, for the first image."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weights: list[Tensor] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if "softmax" in func.__name__ and result.shape[-1] == result.shape[-2]:
-            self.weights.append(result[0])
-        return result
-
-
-def materialised(model: nn.Module, x: Tensor) -> Tensor:
-    """Return all attention weights of a model, (layers, H, N, N). x: (3, H, W)"""
-    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), Softmaxes() as seen:
-        model(x[None])
-    return torch.stack(seen.weights)
-
-
-class Odd(nn.Module):
-    """Patches, then the given attention."""
-
-    def __init__(self, attend: Callable[[Tensor], Any]) -> None:
-        super().__init__()
-        self.patches, self.attend = nn.Conv2d(3, 32, 8, 8), attend
-
-    def heads(self, x: Tensor) -> Tensor:
-        return self.patches(x).flatten(2).unflatten(1, (2, 16)).transpose(2, 3).contiguous()
-
-    def forward(self, x: Tensor) -> Any:
-        return self.attend(self.heads(x))
-
-
-def sdpa(q: Tensor, **options: Any) -> Tensor:
-    return F.scaled_dot_product_attention(q, q, q, **options)
 
 
 def dense_rollout(weights: Tensor) -> Tensor:
@@ -149,13 +77,6 @@ def test_a_model_in_float64_has_rows_in_float64():
     ours, theirs = pair("vit")
     found = study.attention_maps(ours.double(), image().double())
     torch.testing.assert_close(found.rows[:, :, 0], materialised(theirs.double(), image().double())[:, :, 0])
-
-
-NAMES = (  # two prefix tokens, rotary positions, registers, a head that pools, nn.MultiheadAttention
-    "deit_small_distilled_patch16_224", "vit_pe_spatial_tiny_patch16_512", "Dinov2WithRegistersModel", "DINOv3ViTModel",
-    "SiglipVisionModel", "vit_b_32",
-)  # fmt: skip
-LIBRARIES = [architecture for architecture in ARCHITECTURES if architecture.name in NAMES]
 
 
 @pytest.mark.parametrize("architecture", LIBRARIES, ids=str)
@@ -229,15 +150,18 @@ class Largest(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("function", [study.attention_maps, study.attention_rollout], ids=["maps", "rollout"])
+@pytest.mark.parametrize(
+    "function",
+    [study.attention_maps, study.attention_rollout, study.attention_distance],
+    ids=["maps", "rollout", "far"],
+)
 def test_no_matrix_of_all_weights(function, monkeypatch):
     monkeypatch.setattr(attention_weights, "CHUNK", 200_000)
     model = vit(img_size=256, depth=2)
     with Largest() as largest:
-        found = function(model, image(256, 256), queries=(0, 0))
-    N = found.rows.shape[-1]
-    assert N > 1000
-    assert largest.elements < N * N / 2  # of one head
+        function(model, image(256, 256))
+    N = 1 + 2 + 32 * 32
+    assert 3 * N * 48 <= largest.elements < N * N / 2  # of one head
 
 
 def test_only_the_layers_asked_for_are_kept(monkeypatch):

@@ -1,0 +1,228 @@
+"""Attention distances against their definition, from softmax written out, and CLS after each block against hooks."""
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from library_imports import import_library
+from studied_attention import LIBRARIES, Odd, image, materialised, pair, sdpa, vit
+from torch import Tensor, nn
+
+import fastvit
+from fastvit import study
+from fastvit.study.attention import weights as attention_weights
+
+CLOSE: Any = {"rtol": 1e-5, "atol": 1e-5}
+
+
+def defined(weights: Tensor, grid: tuple[int, int], patch_size: tuple[int, int]) -> Tensor:
+    """Compute the distances (layers, H) of all weights (layers, H, N, N), pair by pair."""
+    places = list(itertools.product(range(grid[0]), range(grid[1])))
+    pixels = [[math.hypot((a - c) * patch_size[0], (b - d) * patch_size[1]) for c, d in places] for a, b in places]
+    prefix = weights.shape[-1] - len(places)
+    patches = weights[..., prefix:, prefix:].double()
+    patches = patches / patches.sum(-1, keepdim=True)
+    return (patches * torch.tensor(pixels, dtype=torch.float64)).sum(-1).mean(-1)
+
+
+def images(count: int) -> Tensor:
+    return torch.randn(count, 3, 32, 48, generator=torch.Generator().manual_seed(5))
+
+
+# ---- distances ----
+
+
+@pytest.mark.parametrize("chunk", [1, 700, 1 << 22])
+@pytest.mark.parametrize(("patch", "grid"), [(8, (4, 6)), ((16, 8), (2, 6))], ids=str)
+def test_distance_is_its_definition(patch, grid, chunk, monkeypatch):
+    """Of several images it is the mean of each, with weights computed a row, a few rows or all rows at a time."""
+    monkeypatch.setattr(attention_weights, "CHUNK", chunk)
+    ours, theirs = pair("vit", patch_size=patch)
+    found = study.attention_distance(ours, images(3))
+    size = (patch, patch) if isinstance(patch, int) else patch
+    each = [defined(materialised(theirs, x), grid, size) for x in images(3)]
+    assert min((a - b).abs().max() for a, b in itertools.combinations(each, 2)) > 0.1  # images differ
+    torch.testing.assert_close(found.distance, torch.stack(each).mean(0), **CLOSE)
+    assert (found.grid, found.patch_size, found.layers, found.heads, found.depth) == (
+        grid, size, (0, 1, 2), (0, 1, 2), 3
+    )  # fmt: skip
+    uniform = defined(torch.ones(1, 1, math.prod(grid), math.prod(grid)), grid, size)
+    assert found.uniform == pytest.approx(uniform.item(), rel=1e-12)
+    torch.testing.assert_close(found.share * found.uniform, found.distance)
+
+
+def test_uniform_attention_has_the_uniform_distance():
+    model = vit(patch_size=(8, 16)).double()
+    with torch.no_grad():
+        for block in model.blocks:
+            block.attn.qkv.weight[: 2 * 48] = 0
+            block.attn.qkv.bias[: 2 * 48] = 0
+    found = study.attention_distance(model, image().double())
+    torch.testing.assert_close(
+        found.distance, torch.full((3, 3), found.uniform, dtype=torch.float64), rtol=1e-12, atol=0.0
+    )
+
+
+def test_patches_that_look_at_themselves_have_no_distance():
+    alone = torch.full((24, 24), -torch.inf).fill_diagonal_(0.0)
+    found = study.attention_distance(Odd(lambda q: sdpa(q, attn_mask=alone)), image())
+    assert found.distance.tolist() == [[0.0, 0.0]]
+
+
+@pytest.mark.parametrize("bias", [-3.0, -200.0, -torch.inf])
+def test_weights_of_patches_add_up_to_1_without_prefix_tokens(bias):
+    """Even if they are 0 in float32 next to that of the prefix token. If they are exactly 0, there is no distance."""
+    mask = torch.full((25, 25), bias)
+    mask[:, 0] = 0.0
+    model = Odd(lambda q: sdpa(torch.cat([q[:, :, 7:8], q], 2), attn_mask=mask))
+    if bias == -torch.inf:
+        with pytest.raises(ValueError, match="layer 0 has no finite distance"):
+            study.attention_distance(model, image())
+        return
+    found = study.attention_distance(model, image()).distance
+    model.attend = sdpa
+    torch.testing.assert_close(found, study.attention_distance(model, image()).distance, **CLOSE)
+
+
+def test_some_layers():
+    model = vit()
+    everything = study.attention_distance(model, [*images(2)])
+    found = study.attention_distance(model, list(images(2).split(1)), layers=[-1, 0])
+    assert (found.layers, found.depth) == ((2, 0), 3)
+    assert torch.equal(found.distance, everything.distance[[2, 0]])
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ("cat.jpg", TypeError, "images must be a tensor or a sequence of tensors, got str"),
+        ([image(), "cat.jpg"], TypeError, r"images\[1\] must be a tensor, got str"),
+        (torch.zeros(0, 3, 32, 48), ValueError, r"images must have shape .* got \(0, 3, 32, 48\)"),
+        ([], ValueError, r"images must be one or more of one shape, got \[\]"),
+        ([image(), image(16, 48)], ValueError, r"one shape, got \[\(3, 16, 48\), \(3, 32, 48\)\]"),
+        ([images(2)], ValueError, r"images\[0\] must have shape .* got \(2, 3, 32, 48\)"),
+        (image(8, 8), ValueError, "images must have two patches or more, got one"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_images_without_distances(given, error, message):
+    with pytest.raises(error, match=message):
+        study.attention_distance(Odd(sdpa), given)
+
+
+def test_layers_with_other_heads_are_named():
+    model = Odd(lambda q: [sdpa(q), sdpa(q[:, :1])])
+    with pytest.raises(ValueError, match="layers must be given one at a time"):
+        study.attention_distance(model, image())
+    assert study.attention_distance(model, image(), layers=1).distance.shape == (1, 1)
+
+
+# ---- CLS ----
+
+BLOCKS = {"timm": "blocks", "torchvision": "encoder.layers"}
+
+
+def after_blocks(model: nn.Module, blocks: Any, x: Tensor) -> Tensor:
+    """Return the tokens after each block, (blocks, N, D). x: (3, H, W)"""
+    seen: list[Tensor] = []
+
+    def after(_: nn.Module, __: Any, output: Any) -> None:
+        seen.append(output[0] if isinstance(output, tuple) else output)
+
+    hooks = [block.register_forward_hook(after) for block in blocks]
+    with torch.no_grad():
+        model(x[None])
+    for hook in hooks:
+        hook.remove()
+    return torch.cat(seen)
+
+
+def cosines(states: Tensor) -> Tensor:
+    states = states.double()
+    return states @ states[-1] / states.norm(dim=1) / states[-1].norm()
+
+
+@pytest.mark.parametrize("class_token", [True, False])
+def test_evolution_is_the_cosine_to_the_last_state(class_token):
+    """Without CLS, of the mean of the patches, which registers are no part of."""
+    ours, theirs = pair("vit", class_token=class_token, global_pool="token" if class_token else "avg")
+    found = study.cls_evolution(ours.train(), images(2))
+    tokens = [after_blocks(theirs, theirs.blocks, x) for x in images(2)]
+    expected = torch.stack([cosines(t[:, 0] if class_token else t[:, 2:].mean(1)) for t in tokens])
+    assert expected[:, 0].max() < 0.9
+    torch.testing.assert_close(found.cosine, expected, **CLOSE)
+    torch.testing.assert_close(found.mean, expected.mean(0), **CLOSE)
+    assert found.pooled is not class_token
+    assert ours.training
+    assert not any(m._forward_hooks for m in ours.modules())
+
+
+@pytest.mark.parametrize("architecture", LIBRARIES, ids=str)
+def test_models_of_libraries_accelerated_and_not(architecture, monkeypatch):
+    import_library(architecture.library)
+    model = architecture.model()
+    x = architecture.image(model, 1)[0]
+    lists = [m for name, m in model.named_modules() if name.endswith(("blocks", "layers", "layer", "model.layer"))]
+    (blocks,) = [m for m in lists if isinstance(m, nn.ModuleList | nn.Sequential) and len(m) == 2]
+    tokens = after_blocks(model, blocks, x)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.backends.mha, "_is_fastpath_enabled", False)
+        weights = materialised(model, x)
+    pooled = "siglip" in architecture.name.lower()
+    for accelerated in (False, True):
+        if accelerated:
+            assert fastvit.accelerate(model).accelerated
+        far = study.attention_distance(model, x)
+        torch.testing.assert_close(far.distance, defined(weights, far.grid, far.patch_size), **CLOSE)
+        found = study.cls_evolution(model, x)
+        assert found.pooled == pooled
+        states = tokens.mean(1) if pooled else tokens[:, 0]
+        torch.testing.assert_close(found.cosine[0], cosines(states), **CLOSE)
+
+
+class Sums(nn.Module):
+    """Two blocks after attention, each a linear layer and then the given function."""
+
+    def __init__(self, change: Any) -> None:
+        super().__init__()
+        self.odd = Odd(lambda q: sdpa(q).transpose(1, 2).flatten(2))
+        self.layers = nn.ModuleList(Changed(change) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.odd(x)
+        for layer in self.layers:
+            layer(x)
+        return x
+
+
+class Changed(nn.Linear):
+    def __init__(self, change: Any) -> None:
+        super().__init__(32, 32)
+        self.change = change
+
+    def forward(self, x: Tensor) -> Any:
+        return self.change(super().forward(x))
+
+
+@pytest.mark.parametrize("change", [lambda x: (x, None), lambda x: x.unflatten(1, (4, 6))], ids=["tuple", "grid"])
+def test_blocks_that_return_tuples_and_grids(change):
+    expected = study.cls_evolution(Sums(lambda x: x).requires_grad_(False), image()).cosine.shape
+    assert study.cls_evolution(Sums(change), image()).cosine.shape == expected == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (Odd(sdpa), "Odd has no list of blocks that run"),
+        (Sums(lambda x: {"x": x}), r"block 0 \(Changed\) must return \(1, N, D\), got dict"),
+        (Sums(lambda x: x[0]), r"block 0 \(Changed\) must return \(1, N, D\), got \(24, 32\)"),
+        (Sums(lambda x: x[:, :12]), "block 0 does not return all tokens: it is over 12 tokens, of an image of 4 x 6"),
+        (nn.Sequential(nn.Conv2d(3, 8, 8, 8), nn.Conv2d(8, 8, 1)), r"block 0 \(Conv2d\) has no self-attention"),
+    ],
+    ids=["no blocks", "dict", "no batch", "fewer tokens", "no attention"],
+)
+def test_models_whose_blocks_are_not_seen(model, message):
+    with pytest.raises(ValueError, match=message):
+        study.cls_evolution(model, image())
