@@ -1,4 +1,4 @@
-"""`fastvit attention`: attention maps and rollout over a picture."""
+"""`fastvit attention`: attention maps and rollout over a picture, or figures by layer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastvit.cli import options, terminal
+from fastvit.cli import attention_by_layer, options, terminal
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,6 +24,8 @@ _EXAMPLES = """examples:
   fastvit attention vit_base_patch16_dinov3 cat.jpg \\
       --weights dinov3.safetensors --rollout --image-size 448x672
   fastvit attention my_models:trained cat.jpg --layer 0 --json > rows.json
+  fastvit attention vit_base_patch16_224 cat.jpg dog.jpg \\
+      --weights vit.safetensors --by-layer --plot layers.svg
 
 Layers and heads count from 0, or with negative numbers from the last. Colours
 are relative to a map's own largest weight. The picture is cropped and resized
@@ -37,7 +39,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EXAMPLES
     add = parser.add_argument
     options.add_model(parser)
-    add("image", metavar="IMAGE", help="a picture")
+    add("images", metavar="IMAGE", nargs="+", help="a picture; with --by-layer also several")
     options.add_weights(parser, ", for a fastvit name")
     add("--layer", type=int, default=-1, metavar="N", help="which layer (default: the last)")
     add("--head", type=int, metavar="N", help="which head (default: all)")
@@ -47,23 +49,29 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--mean", type=_three, metavar="R,G,B", help="mean of pixels from 0 to 1 (default: the model's)")
     add("--std", type=_three, metavar="R,G,B", help="their standard deviation (default: the model's)")
     add("--out", type=_png, metavar="FILE.png", help="write a picture of the maps, instead of a table")
-    options.add_json(parser, "every weight, as JSON")
+    options.add_json(parser, "every value, as JSON")
+    attention_by_layer.configure(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     from fastvit import study
     from fastvit.study.sources.find import find
 
+    attention_by_layer.check(args)
     if args.out is not None:
         terminal.wanted("matplotlib", "matplotlib")
         terminal.check_folder("--out", args.out)
     source = find(args.model)
     size, _ = source.sizes(args.image_size)
     mean, std = source.normalization()
-    picture = study.read_picture(args.image, size, args.mean or mean, args.std or std)
+    pictures = [study.read_picture(image, size, args.mean or mean, args.std or std) for image in args.images]
     model = source.with_weights(args.weights, args.image_size)
     if args.weights is None and source.origin != "function":
         print(f"fastvit: {args.model} has random weights, without --weights", file=sys.stderr)
+    if args.by_layer:
+        attention_by_layer.run(args, model, [picture.pixels for picture in pictures])
+        return 0
+    (picture,) = pictures
     queries = None if args.query is None else [args.query]
     maps = study.attention_maps(model, picture.pixels, args.layer, args.head, queries)
     rollout = study.attention_rollout(model, picture.pixels, queries) if args.rollout else None
@@ -100,7 +108,7 @@ def _values(
 ) -> dict[str, Any]:
     return {
         "model": args.model,
-        "image": args.image,
+        "image": args.images[0],
         "weights": args.weights,
         "image_size": size,
         "grid": maps.grid,

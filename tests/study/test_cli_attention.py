@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from models import randomised
+from study_models import SMALL
 
 import fastvit
 from fastvit import study
@@ -196,6 +197,41 @@ def test_out_is_a_picture(picture, tmp_path, capsys):
         assert sheet.width == 4 * 208 + 3 * 6
 
 
+def test_by_layer_is_a_table_or_json_or_a_picture(picture, tmp_path, capsys, monkeypatch):
+    """Of several pictures; of random weights, which are the same after the same seed."""
+    pytest.importorskip("matplotlib")
+    monkeypatch.setenv("COLUMNS", "80")
+    other = tmp_path / "other.png"
+    Image.fromarray(three_columns()[:, ::-1].copy()).save(other)
+
+    def output(*options: Any) -> str:
+        torch.manual_seed(0)
+        assert run(SMALL, picture, other, "--by-layer", *options) == 0
+        return capsys.readouterr().out
+
+    torch.manual_seed(0)
+    model = fastvit.create_model(SMALL)
+    pixels = [study.read_picture(path, 32, *HALVES).pixels for path in (picture, other)]
+    far, evolution = study.attention_distance(model, pixels), study.cls_evolution(model, pixels)
+    light, dark = tmp_path / "light.svg", tmp_path / "dark.svg"
+    found = json.loads(output("--json", "--plot", light))
+    torch.testing.assert_close(torch.tensor(found["distance"]).double(), far.distance, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(torch.tensor(found["cosine"]).double(), evolution.cosine, rtol=1e-5, atol=1e-5)
+    assert (found["uniform"], found["state"], found["grid"]) == (far.uniform, "cls", [8, 8])
+
+    lines = output().splitlines()
+    assert max(map(len, lines)) <= 80
+    assert lines[0] == f"{SMALL}, 2 images of 32 x 32 px, 8 x 8 patches"
+    heads = far.distance[-1]
+    values = [f"{x:.1f}" for x in (heads.mean(), heads.min(), heads.max())]
+    assert lines[2 + 1].split() == ["1", *values, f"{100 * heads.mean() / far.uniform:.0f}%", "1.000"]
+
+    assert output("--plot", dark, "--theme", "dark") == ""
+    for plot in (light, dark):
+        assert f"dashes: uniform, {far.uniform:.0f} px" in plot.read_text()
+    assert light.read_text() != dark.read_text()
+
+
 def test_models_of_a_function_bring_their_weights(picture, capsys):
     """It loads them while it is made."""
     assert run("study_models:of_weights", picture, "--image-size", "32", "--json") == 0
@@ -246,6 +282,10 @@ def test_files_that_are_no_pictures(content, message, tmp_path, capsys):
         (["--layer", "12"], "layers must be in -12..11, got 12"),
         (["--weights", "/nowhere/model.safetensors"], "/nowhere/model.safetensors: no such file"),
         (["--out", "no/folder/map.png"], "there is no folder"),
+        (["--plot", "layers.svg"], "--plot draws what --by-layer computes"),
+        (["--by-layer", "--head", "1"], "--head is of maps, which --by-layer does not compute"),
+        (["--by-layer", "--plot", "layers.pdf"], "--plot writes .png or .svg"),
+        (["other.png"], "maps are of one IMAGE, got 2; --by-layer takes several"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )

@@ -21,7 +21,7 @@ import fastvit
 from fastvit import study, zoo
 from fastvit.cli import main
 from fastvit.study.explore import attention as explored_attention
-from fastvit.study.explore import document, exploration
+from fastvit.study.explore import document, exploration, layer_figures
 from fastvit.study.explore import memory as explored_memory
 from fastvit.study.memory.plan import plan
 from fastvit.study.memory.step import Setting
@@ -82,6 +82,17 @@ def test_attention_is_that_of_attention_maps(explored):
         for name, right in [(f"{layer}.{head}", rows[head]) for head in range(3)] + [(f"{layer}.mean", rows.mean(0))]:
             near(rows_of(attention["maps"][name], 27), right)
     near(rows_of(attention["maps"]["rollout"], 27), study.attention_rollout(model, pixels, queries).rows)
+
+
+def test_layers_are_those_of_the_study(explored):
+    found, image, weights = explored
+    layers = found.data["layers"]
+    model, pixels = exploring.built(weights), study.read_picture(image, 40, (0.5,) * 3, (0.5,) * 3).pixels
+    far, evolution = study.attention_distance(model, pixels), study.cls_evolution(model, pixels)
+    assert (torch.tensor(layers["distance"]) - far.distance).abs().max() <= 0.0051
+    assert layers["uniform"] == pytest.approx(far.uniform, abs=0.0051)
+    assert (torch.tensor(layers["cosine"]) - evolution.mean).abs().max() <= 0.000051
+    assert layers["state"] == "CLS"
 
 
 def near(ours: np.ndarray, right: torch.Tensor) -> None:
@@ -263,6 +274,10 @@ def test_a_model_whose_attention_is_not_seen_says_so():
     found = explored_attention.collect(nn.Conv2d(3, 8, 4, 4), torch.zeros(3, 16, 16), None, exploration._silent)
     assert found["maps"] is None
     assert found["note"].startswith("No attention is shown: ")
+    layers = layer_figures.collect(nn.Conv2d(3, 8, 4, 4), torch.zeros(3, 16, 16), exploration._silent)
+    assert layers["distance"] is layers["cosine"] is None
+    assert "No attention distances are shown: " in layers["note"]
+    assert "No states after blocks are shown: " in layers["note"]
 
 
 # ---- the page as a text ----

@@ -188,6 +188,33 @@ def test_a_heat_map_is_brightest_where_the_weight_is(opened, written):
     assert np.corrcoef(light, row)[0, 1] > 0.8
 
 
+def test_layers_are_those_of_the_data(opened, written):
+    """In the table, and as dots on the scale of the charts' labels."""
+    window, layers = opened(), written[0].data["layers"]
+
+    def number(text: str) -> float:
+        return float(re.sub("[^0-9.-]", "", text.replace("\u2212", "-")))
+
+    table = window.page.locator("#layers-table tbody tr")
+    for i, heads in enumerate(layers["distance"]):
+        layer, *far, share, cosine = (number(text) for text in table.nth(i).locator("th, td").all_inner_texts())
+        assert layer == i
+        assert far == pytest.approx([np.mean(heads), min(heads), max(heads)], abs=0.051)
+        assert share == pytest.approx(100 * np.mean(heads) / layers["uniform"], abs=0.51)
+        assert cosine == pytest.approx(layers["cosine"][i], abs=0.0051)
+    assert table.count() == 2
+    values = {"distance": [value for heads in layers["distance"] for value in heads], "evolution": layers["cosine"]}
+    for chart, right in values.items():
+        svg = window.page.locator(f"#{chart}-chart svg")
+        labels = svg.locator("text[text-anchor=end]")
+        at = labels.evaluate_all("all => all.map((label) => label.getAttribute('y') - 4)")
+        scale = np.polyfit(at, [number(text) for text in labels.all_text_contents()], 1)
+        dots = svg.locator("circle").evaluate_all("all => all.map((dot) => Number(dot.getAttribute('cy')))")
+        assert np.polyval(scale, dots) == pytest.approx(right, abs=0.001)
+        assert svg.get_attribute("aria-label")
+    assert f"uniform attention, {layers['uniform']:.1f} px." in window.text("#distance-caption")
+
+
 def test_positions_by_keys(opened, written):
     window = opened()
     cosines = decoded(written[0].data["positions"]["cosine"], np.int8).reshape(25, 25) / 127
@@ -312,11 +339,11 @@ def test_fixed_positions_are_labelled(browser, written, opened):
     window.close()
 
 
-def test_a_page_without_attention_positions_and_memory(browser, written):
+def test_a_page_without_attention_layers_positions_and_memory(browser, written):
     found, path = written
     nothing = {
         name: {"note": f"no {name}", "maps": None, "cosine": None, "plan": None}
-        for name in ("attention", "positions", "memory")
+        for name in ("attention", "layers", "positions", "memory")
     }
     path = path.with_name("nothing.html")
     path.write_text(study.Exploration(NAME, found.data | nothing).html())

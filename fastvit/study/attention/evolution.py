@@ -34,6 +34,11 @@ class ClsEvolution:
         """The mean over the images, (blocks,)."""
         return self.cosine.mean(0)
 
+    @property
+    def state(self) -> str:
+        """What is followed, in words."""
+        return "the patches' mean" if self.pooled else "CLS"
+
 
 def cls_evolution(model: nn.Module, images: Tensor | Sequence[Tensor]) -> ClsEvolution:
     """Compute the cosine of CLS after each block to CLS after the last block, before the model's last norm. For a model

@@ -16,7 +16,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-SCRIPTS = ("base", "header", "patches", "memory", "attention", "positions", "models")
+SCRIPTS = ("base", "header", "patches", "memory", "attention", "layers", "positions", "models")
 
 
 def rendered(title: str, data: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Collects the data of a page to explore a model: patches, embedding, memory, attention, positions, other models."""
+"""Collects the data of a page to explore a model: patches, memory, attention, layers, positions, other models."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import fastvit
 from fastvit.modules.arguments import Pair, checked_pair
-from fastvit.study.explore import attention, document, memory
+from fastvit.study.explore import attention, document, layer_figures, memory
 from fastvit.study.explore.picture import picture
 from fastvit.study.models.costs import ModelCost, models
 from fastvit.study.sources.find import find
@@ -126,12 +126,13 @@ def explore(
             "patch_stops": patch_stops(size, patch),
         },
         "attention": attention.collect(built, pixels, layers, progress),
+        "layers": layer_figures.collect(built, pixels, progress),
         "positions": positions,
         "memory": memory.collect(source, size, patch, facts["prefix"], progress),
         "models": _model_rows(progress),
     }
     if weights is None and source.origin != "function":
-        for part, values in (("attention", "maps"), ("positions", "cosine")):
+        for part, values in (("attention", "maps"), ("layers", "cosine"), ("positions", "cosine")):
             if data[part][values] is not None and not data[part].get("fixed"):
                 data[part]["note"] = f"Of random weights. {data[part]['note']}"
     return Exploration(model, data)

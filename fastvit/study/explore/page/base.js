@@ -226,3 +226,32 @@ function legend(parent, points, from, to) {
   }
   parent.replaceChildren(make("span", {}, from), canvas, make("span", {}, to));
 }
+
+// ---- charts ----
+
+const SVG = "http://www.w3.org/2000/svg";
+
+// Append an SVG element
+function shape(parent, tag, attributes, text) {
+  const node = document.createElementNS(SVG, tag);
+  for (const [key, value] of Object.entries(attributes)) node.setAttribute(key, value);
+  if (text !== undefined) node.textContent = text;
+  parent.append(node);
+  return node;
+}
+
+function newChart(width, height, label) {
+  const svg = document.createElementNS(SVG, "svg");
+  svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
+  svg.setAttribute("role", "img");
+  svg.setAttribute("aria-label", label);
+  return svg;
+}
+
+// Draw whenever the box has another width
+function onWidth(box, draw) {
+  let width = 0;
+  new ResizeObserver(() => {
+    if (box.clientWidth !== width) { width = box.clientWidth; draw(); }
+  }).observe(box);
+}

@@ -87,15 +87,6 @@
 
   // ---- peak against image size, both logarithmic ----
 
-  const SVG = "http://www.w3.org/2000/svg";
-  function draw(parent, tag, attributes, text) {
-    const node = document.createElementNS(SVG, tag);
-    for (const [key, value] of Object.entries(attributes)) node.setAttribute(key, value);
-    if (text !== undefined) node.textContent = text;
-    parent.append(node);
-    return node;
-  }
-
   function chart() {
     const box = $("memory-chart");
     const width = Math.max(280, box.clientWidth);
@@ -108,44 +99,38 @@
     const high = 2 ** Math.ceil(Math.log2(Math.max(...values, budget) * 1.01));
     const x = (s) => left + (Math.log(s / sizes[0]) / Math.log(sizes.at(-1) / sizes[0] || 2)) * (width - left - right);
     const y = (bytes) => height - bottom - (Math.log(bytes / low) / Math.log(high / low)) * (height - top - bottom);
-    const svg = document.createElementNS(SVG, "svg");
-    svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
-    svg.setAttribute("role", "img");
-    svg.setAttribute("aria-label", `Peak against image size: ${lines.map(([p, line]) => `${NAMES[p]} from ${rounded(line[0] / GIB)} to ${rounded(line.at(-1) / GIB)} GiB`).join("; ")}`);
+    const svg = newChart(width, height, `Peak against image size: ${lines.map(([p, line]) => `${NAMES[p]} from ${rounded(line[0] / GIB)} to ${rounded(line.at(-1) / GIB)} GiB`).join("; ")}`);
     const steps = Math.log2(high / low);
     const every = Math.ceil(steps / 6);
     for (let k = 0; k <= steps; k += every) {
       const bytes = low * 2 ** k;
-      draw(svg, "line", { x1: left, x2: width - right, y1: y(bytes), y2: y(bytes), stroke: "var(--line)" });
-      draw(svg, "text", { x: left - 8, y: y(bytes) + 4, "text-anchor": "end" }, power(bytes));
+      shape(svg, "line", { x1: left, x2: width - right, y1: y(bytes), y2: y(bytes), stroke: "var(--line)" });
+      shape(svg, "text", { x: left - 8, y: y(bytes) + 4, "text-anchor": "end" }, power(bytes));
     }
     let last = -Infinity;
     for (const s of sizes) {
       if (x(s) - last < 38) continue; // no room for this label
       last = x(s);
-      draw(svg, "text", { x: last, y: height - 6, "text-anchor": "middle" }, s);
+      shape(svg, "text", { x: last, y: height - 6, "text-anchor": "middle" }, s);
     }
-    draw(svg, "line", { x1: x(controls.size.value), x2: x(controls.size.value), y1: top, y2: height - bottom, stroke: "var(--soft)", "stroke-opacity": 0.6 });
-    draw(svg, "line", { x1: left, x2: width - right, y1: y(budget), y2: y(budget), stroke: "var(--ink)", "stroke-width": 1.5, "stroke-dasharray": "6 4" });
+    shape(svg, "line", { x1: x(controls.size.value), x2: x(controls.size.value), y1: top, y2: height - bottom, stroke: "var(--soft)", "stroke-opacity": 0.6 });
+    shape(svg, "line", { x1: left, x2: width - right, y1: y(budget), y2: y(budget), stroke: "var(--ink)", "stroke-width": 1.5, "stroke-dasharray": "6 4" });
     const labels = [];
     for (const [provider, line] of lines) {
       const points = line.map((bytes, i) => `${x(sizes[i])},${y(bytes)}`).join(" ");
-      draw(svg, "polyline", { points, fill: "none", stroke: `var(--${provider})`, "stroke-width": 2.5, "stroke-linejoin": "round" });
-      line.forEach((bytes, i) => draw(svg, "circle", { cx: x(sizes[i]), cy: y(bytes), r: sizes[i] === controls.size.value ? 5 : 3, fill: `var(--${provider})` }));
+      shape(svg, "polyline", { points, fill: "none", stroke: `var(--${provider})`, "stroke-width": 2.5, "stroke-linejoin": "round" });
+      line.forEach((bytes, i) => shape(svg, "circle", { cx: x(sizes[i]), cy: y(bytes), r: sizes[i] === controls.size.value ? 5 : 3, fill: `var(--${provider})` }));
       labels.push([y(line.at(-1)), provider]);
     }
     labels.sort((a, b) => a[0] - b[0]);
     labels.forEach(([at, provider], i) => {
       if (i) labels[i][0] = Math.max(at, labels[i - 1][0] + 16); // move names apart that would overlap
-      draw(svg, "text", { x: width - right + 10, y: labels[i][0] + 4, style: `fill: var(--${provider}); font-weight: 600` }, NAMES[provider]);
+      shape(svg, "text", { x: width - right + 10, y: labels[i][0] + 4, style: `fill: var(--${provider}); font-weight: 600` }, NAMES[provider]);
     });
     box.replaceChildren(svg);
     $("memory-caption").textContent = `Peak against image size, both axes logarithmic, at this patch, batch, step and type; the dashed line is the budget. ${memory.note}`;
   }
 
-  let width = 0;
-  new ResizeObserver(() => {
-    if ($("memory-chart").clientWidth !== width) { width = $("memory-chart").clientWidth; chart(); }
-  }).observe($("memory-chart"));
+  onWidth($("memory-chart"), chart);
   show();
 })();
