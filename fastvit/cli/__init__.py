@@ -14,7 +14,7 @@ from fastvit.cli import terminal
 VERBS = {
     "memory": "what a model needs at every image size, planned or measured",
     "models": "parameters, tokens, FLOPs and activations of every known model",
-    "attention": "attention maps and rollout over a picture",
+    "attention": "attention maps and rollout over a picture, or figures by layer",
     "explore": "one page to explore a model: patches, tokens, memory, attention",
     "verify": "compare the fused ops with float64 on this device",
     "tune": "measure launch choices for a model on this GPU, and keep them",

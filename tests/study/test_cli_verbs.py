@@ -10,7 +10,7 @@ import sys
 import pytest
 from study_models import SMALL
 
-from fastvit.cli import VERBS, main, memory, terminal
+from fastvit.cli import VERBS, attention_by_layer, main, memory, terminal
 from fastvit.cli.terminal import described
 from fastvit.ops.runtime import backend as backends
 
@@ -116,7 +116,9 @@ def test_examples_are_commands(verb):
         words = shlex.split(example.partition(" # ")[0].partition(" > ")[0].partition("fastvit ")[2])
         assert words[0] == verb
         args = parser.parse_args(words[1:])
-        if getattr(args, "plot", None) is not None:
+        if verb == "attention":
+            attention_by_layer.check(args)
+        elif getattr(args, "plot", None) is not None:
             memory._check_plot(args)
 
 

@@ -153,7 +153,7 @@ class Largest(TorchDispatchMode):
 @pytest.mark.parametrize(
     "function",
     [study.attention_maps, study.attention_rollout, study.attention_distance],
-    ids=["maps", "rollout", "far"],
+    ids=["maps", "rollout", "distance"],
 )
 def test_no_matrix_of_all_weights(function, monkeypatch):
     monkeypatch.setattr(attention_weights, "CHUNK", 200_000)
