@@ -64,6 +64,9 @@ class VisionTransformer(Head):
         qk_norm: norms of q and k, as in `Attention`.
         block_fn: a class with the arguments of `Block`, "block", or "postnorm" for `fastvit.layers.PostNormBlock`. As
             that ends in a norm, one after the blocks is unusual then: final_norm=False leaves it out.
+        patch_init: initial values of the patch embedding's convolution: "" for PyTorch's default, as in timm, "kaiming"
+            for a normal distribution of deviation sqrt(2 / fan_in) (He et al. 2015, arXiv:1502.01852; the default of
+            `nn.init.kaiming_normal_`) and a bias of zeros.
         mean, std: in_chans values each, in [0, 1]: uint8 images are then taken as (x / 255 - mean) / std. Only if they
             are given does `pretrained_cfg` have them, from which timm makes its transforms: a model's name does not
             determine the normalisation that its weights were trained with.
@@ -86,6 +89,7 @@ class VisionTransformer(Head):
         attn_drop_rate: float = 0.0, drop_path_rate: float = 0.0, embed_norm_layer: str | NormLayer | None = None,
         mlp_layer: str | LayerFactory = Mlp, norm_layer: str | NormLayer = "layernorm",
         act_layer: str | ActLayer = "gelu", qk_norm: bool = False, block_fn: str | LayerFactory = Block,
+        patch_init: str = "",
         mean: Sequence[float] | None = None, std: Sequence[float] | None = None,
         device: Device = None, dtype: Dtype = None,
     ) -> None:  # fmt: skip
@@ -107,6 +111,7 @@ class VisionTransformer(Head):
             qk_norm=qk_norm,
         )  # fmt: skip
         check_choice("pos_embed", pos_embed, ("learn", *FIXED, "", "none"))
+        check_choice("patch_init", patch_init, ("", "kaiming"))
         check_pool("global_pool", global_pool, class_token)
         if fc_norm is None:
             fc_norm = global_pool in ("avg", "avgmax", "max")
@@ -132,6 +137,7 @@ class VisionTransformer(Head):
         self.num_prefix_tokens = int(class_token) + reg_tokens
         self.no_embed_class = no_embed_class
         self.dynamic_img_size = dynamic_img_size
+        self.patch_init = patch_init
         self.patch_embed = PatchEmbed(  # checks its arguments before it makes the first parameter
             img_size, patch_size, in_chans, embed_dim, not pre_norm, not dynamic_img_size, mean, std,
             norm_layer=embed_norm_layer, **factory,
@@ -184,8 +190,8 @@ class VisionTransformer(Head):
         """Initialise the parameters again, all of them by default, for instance after `to_empty`.
 
         Args:
-            mode: "" for timm's values (trunc-normal 0.02, zero biases); "skip", or "reset" as timm calls it, for
-                tokens only.
+            mode: "" for timm's values (trunc-normal 0.02, zero biases) and those that `patch_init` chooses; "skip", or
+                "reset" as timm calls it, for tokens only.
             needs_reset: call `reset_parameters` of the modules that mode leaves out; otherwise they stay as they are.
 
         Raises:
@@ -200,9 +206,13 @@ class VisionTransformer(Head):
         for token in (self.cls_token, self.reg_token):
             if token is not None:
                 nn.init.normal_(token, std=1e-6)
+        drawn = (nn.Linear, nn.Conv2d) if self.patch_init == "kaiming" else nn.Linear
         for module in reversed(list(self.modules())[1:]):  # children first: a module's own values replace its layers'
-            if mode == "" and isinstance(module, nn.Linear):
-                nn.init.trunc_normal_(module.weight, std=0.02)
+            if mode == "" and isinstance(module, drawn):
+                if isinstance(module, nn.Conv2d):
+                    nn.init.kaiming_normal_(module.weight)
+                else:
+                    nn.init.trunc_normal_(module.weight, std=0.02)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
             elif mode == "" and callable(own := getattr(module, "init_weights", None)):

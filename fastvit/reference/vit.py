@@ -16,6 +16,7 @@ Later additions to the paper's model, each off by default:
     post-norm blocks (block_fn="postnorm")  Vaswani et al. 2017, arXiv:1706.03762
     fixed positions (pos_embed="sincos", "sincos2d")  Vaswani et al. 2017, arXiv:1706.03762; He et al. 2021,
                                       arXiv:2111.06377
+    initial patch embedding (patch_init="kaiming")  He et al. 2015, arXiv:1502.01852
 
 Shapes: B batch, N tokens, D embedding, H heads, d = D / H, P prefix tokens (CLS and registers), (h, w) the patch grid.
 factory: device and dtype of the parameters.
@@ -277,6 +278,7 @@ class VisionTransformer(nn.Module):
         attn_drop_rate: float = 0.0, drop_path_rate: float = 0.0, embed_norm_layer: str | LayerFactory | None = None,
         mlp_layer: LayerFactory = Mlp, norm_layer: str | LayerFactory = "layernorm",
         act_layer: str | LayerFactory = "gelu", qk_norm: bool = False, block_fn: str | LayerFactory = Block,
+        patch_init: str = "",
         mean: Sequence[float] | None = None, std: Sequence[float] | None = None,
         device: torch.device | str | None = None, dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
@@ -297,6 +299,7 @@ class VisionTransformer(nn.Module):
         self.num_prefix_tokens = int(class_token) + reg_tokens
         self.no_embed_class, self.dynamic_img_size = no_embed_class, dynamic_img_size
         self.mean, self.std = mean, std
+        self.patch_init = patch_init
         self.grad_checkpointing = False
 
         self.patch_embed = PatchEmbed(
@@ -344,6 +347,10 @@ class VisionTransformer(nn.Module):
                 nn.init.trunc_normal_(module.weight, std=0.02)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
+        if self.patch_init == "kaiming":
+            nn.init.kaiming_normal_(self.patch_embed.proj.weight)
+            if self.patch_embed.proj.bias is not None:
+                nn.init.zeros_(self.patch_embed.proj.bias)
 
     def embed(self, x: Tensor) -> Tensor:
         """(B, C, H, W) -> (B, P + h*w, D): CLS, registers and patches, with positions added."""

@@ -73,6 +73,7 @@ MODEL: list[Mistake] = [
      {"global_pool": "map", "attn_pool_mlp_ratio": 0.0}),
     (ValueError, "pos_embed must be one of ('learn', 'sincos', 'sincos2d', '', 'none'), got 'sin2d'",
      {"pos_embed": "sin2d"}),
+    (ValueError, "patch_init must be one of ('', 'kaiming'), got 'kaiming_normal'", {"patch_init": "kaiming_normal"}),
     (ValueError, "proj_drop_rate must be in [0, 1), got 1.0", {"proj_drop_rate": 1.0}),
     (ValueError, "drop_path_rate must be in [0, 1), got -0.1", {"drop_path_rate": -0.1}),
     (ValueError, "attn_drop_rate must be in [0, 1), got nan", {"attn_drop_rate": math.nan}),

@@ -8,7 +8,7 @@ from library_imports import import_timm
 from torch import Tensor
 
 import fastvit
-from fastvit import VisionTransformer
+from fastvit import VisionTransformer, reference
 from fastvit.modules.pooling import AttentionPoolLatent
 
 SMALL: dict[str, Any] = {"embed_dim": 256, "depth": 2, "num_heads": 4, "num_classes": 400}
@@ -74,3 +74,19 @@ def test_init_weights_of_tokens_alone() -> None:
     assert model.pos_embed.std().item() == pytest.approx(0.02, rel=0.2)
     with pytest.raises(ValueError, match=r"^mode must be one of \('', 'skip', 'reset'\), got 'jax'"):
         model.init_weights("jax")
+
+
+@pytest.mark.parametrize("kind", [VisionTransformer, reference.VisionTransformer])
+def test_a_kaiming_patch_embedding(kind: Any) -> None:
+    """The constructor and `init_weights` give the values of He et al.: normal, with deviation sqrt(2 / fan_in)."""
+    model = kind(32, 4, embed_dim=256, depth=1, num_heads=4, patch_init="kaiming")
+    for change in (lambda: None, model.init_weights):
+        change()
+        weight, bias = model.patch_embed.proj.weight, model.patch_embed.proj.bias
+        assert weight.std().item() == pytest.approx((2 / 48) ** 0.5, rel=0.03)
+        assert weight.abs().max() > 3 * weight.std()  # normal, not uniform
+        assert not bias.any()
+        torch.nn.init.ones_(bias), torch.nn.init.ones_(weight)
+    if kind is VisionTransformer:
+        model.init_weights("skip", needs_reset=False)
+        assert model.patch_embed.proj.bias.all()

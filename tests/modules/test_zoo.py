@@ -180,11 +180,13 @@ def test_a_function_with_parallel_blocks_of_timm(fuse_out_proj: bool, monkeypatc
 def test_cifar_models_drop_out_a_tenth() -> None:
     for name in fastvit.list_models("vit_cifar_*"):
         model = fastvit.create_model(name, device="meta")
+        assert model.patch_init == "kaiming"
         assert model.patch_embed.img_size == (32, 32)
         assert model.patch_embed.patch_size == (4, 4)
         assert model.num_classes == 10
         assert model.pos_drop.p == 0.1
-        assert {model.blocks[0].attn.proj_drop.p, model.blocks[0].mlp.drop1.p, model.blocks[0].mlp.drop2.p} == {0.1}
+        attn, mlp = model.blocks[0].attn, model.blocks[0].mlp
+        assert {attn.attn_drop.p, attn.proj_drop.p, mlp.drop1.p, mlp.drop2.p} == {0.1}
 
 
 def test_arguments_leave_the_table_as_it_is() -> None:
