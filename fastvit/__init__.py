@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fastvit import export, ops, reference, study
+    from fastvit.distilled import VisionTransformerDistilled
     from fastvit.graph import compile
     from fastvit.integrations import accelerate, accelerated, restore
     from fastvit.layers import DropPath, LayerNorm, LayerScale, PatchEmbed, RMSNorm
@@ -28,6 +29,7 @@ __all__ = [
     "PatchEmbed",
     "RMSNorm",
     "VisionTransformer",
+    "VisionTransformerDistilled",
     "__version__",
     "accelerate",
     "accelerated",
@@ -44,6 +46,7 @@ __all__ = [
 __version__: str
 
 _MODULE_NAMES = {
+    "fastvit.distilled": ("VisionTransformerDistilled",),
     "fastvit.graph": ("compile",),
     "fastvit.integrations": ("accelerate", "accelerated", "restore"),
     "fastvit.layers": ("Attention", "Block", "DropPath", "LayerNorm", "LayerScale", "Mlp", "PatchEmbed", "RMSNorm"),

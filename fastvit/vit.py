@@ -238,11 +238,15 @@ class VisionTransformer(Head):
             return embed(x, pos_embed=pos, prefix=prefix)
         return join_tokens(embed(x), pos, prefix)
 
+    def _prefix_tokens(self) -> list[Tensor]:
+        """Return the learnt tokens before the patches in their order, (1, count, D) each."""
+        return [token for token in (self.cls_token, self.reg_token) if token is not None]
+
     def _position_and_prefix(self, grid: tuple[int, int]) -> tuple[Tensor | None, Tensor | None]:
-        """Return the positions of the patches (n, D), and CLS and registers (P, D) with theirs added."""
+        """Return the positions of the patches (n, D), and the prefix tokens (P, D) with theirs added."""
         prefix = None
         if self.num_prefix_tokens:
-            prefix = torch.cat([t[0] for t in (self.cls_token, self.reg_token) if t is not None])
+            prefix = torch.cat([token[0] for token in self._prefix_tokens()])
         pos = None
         if self.pos_embed is not None:
             pos = self._positions(self.pos_embed, grid, self.patch_embed.grid_size)[0]
@@ -297,9 +301,9 @@ class VisionTransformer(Head):
 
     def no_weight_decay(self) -> set[str]:
         """Return the names of parameters that an optimizer should not decay, in addition to norms and biases."""
-        return {"pos_embed", "cls_token", "reg_token"}
+        return {"pos_embed", "cls_token", "reg_token", "dist_token"}
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         """Return how timm's optimizers group the parameters by depth, for layer-wise learning rates (`layer_decay`)."""
-        stem = r"^(?:cls_token|reg_token|pos_embed|patch_embed|norm_pre)\b"
+        stem = r"^(?:cls_token|reg_token|dist_token|pos_embed|patch_embed|norm_pre)\b"
         return {"stem": stem, "blocks": [(r"^blocks\.(\d+)", None), (r"^norm\.", (99999,))]}

@@ -16,15 +16,12 @@ import fastvit
 from benchmarks.harness.draw import Draw, Runner
 from benchmarks.harness.families import VIT_B_16, output
 from benchmarks.harness.photographs import MEAN, SOURCE, STD
-from fastvit import layers, ops, reference, zoo
-from fastvit.eva import Eva
-from fastvit.reference.eva import Eva as ReferenceEva
+from fastvit import layers, ops, reference
 from fastvit.study.accuracy import cases
 from fastvit.study.accuracy import formulas as eager
 from fastvit.study.accuracy.cases import Shapes, sizes
 from fastvit.study.sources.baselines import use_sdpa
-from fastvit.study.sources.from_zoo import reference_arguments
-from fastvit.zoo.eva import CONFIGS as EVAS
+from fastvit.study.sources.from_zoo import reference_model
 
 PROVIDERS = ("eager", "sdpa", "compile", "graph", "fused")
 COMPILED = ("compile", "graph")
@@ -215,10 +212,8 @@ def block(provider: str, draw: Draw, B: int, N: int, D: int, H: int) -> Runner:
 def model(provider: str, draw: Draw, name: str, B: int, px: int, **options: int) -> Runner:
     """Build a model of the zoo, on photographs. Without dropout of attention, which the CIFAR models have in training:
     PyTorch's flash attention on a CPU takes none, and eager's masks of N x N elements would be all that is measured."""
-    kinds = (Eva, ReferenceEva) if name in EVAS else (fastvit.VisionTransformer, reference.VisionTransformer)
-    kind: Callable[..., Any] = kinds[provider != "fused"]
-    config = zoo.config(name) if provider == "fused" else reference_arguments(name)
-    vit = draw.module(lambda: kind(**{**config, "img_size": px, "attn_drop_rate": 0.0, **options}))
+    make: Callable[..., Any] = fastvit.create_model if provider == "fused" else reference_model
+    vit = draw.module(lambda: make(name, img_size=px, attn_drop_rate=0.0, **options))
     if provider == "sdpa":
         use_sdpa(vit)
     return Runner.of(vit, draw.photographs(B, px))

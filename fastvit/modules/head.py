@@ -76,8 +76,12 @@ class Head(Backbone):
                 self.attn_pool = None
             self.global_pool = global_pool
         self.num_classes = num_classes
+        self.head = self._new_head()
+
+    def _new_head(self) -> nn.Module:
+        """Make a classifier for num_classes, or an identity for 0."""
         like = next(self.patch_embed.parameters())
-        self.head = nn.Identity()
-        if num_classes:
-            self.head = nn.Linear(self.embed_dim, num_classes, device=like.device, dtype=like.dtype)
-        self.head.train(self.training)
+        head: nn.Module = nn.Identity()
+        if self.num_classes:
+            head = nn.Linear(self.embed_dim, self.num_classes, device=like.device, dtype=like.dtype)
+        return head.train(self.training)

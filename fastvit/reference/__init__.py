@@ -1,5 +1,7 @@
-"""The models in plain PyTorch, straight from the papers: the Vision Transformer (`vit.py`) and EVA's (`eva.py`)."""
+"""The models in plain PyTorch, straight from the papers: the Vision Transformer (`vit.py`), with a distillation token
+(`distilled.py`), and EVA's (`eva.py`)."""
 
+from fastvit.reference.distilled import VisionTransformerDistilled
 from fastvit.reference.eva import Eva
 from fastvit.reference.vit import (
     ACTIVATIONS,
@@ -30,4 +32,5 @@ __all__ = [
     "PostNormBlock",
     "RMSNorm",
     "VisionTransformer",
+    "VisionTransformerDistilled",
 ]

@@ -365,13 +365,16 @@ class VisionTransformer(nn.Module):
             if self.mean is not None and self.std is not None:
                 x = (x - x.new_tensor(self.mean).view(1, -1, 1, 1)) / x.new_tensor(self.std).view(1, -1, 1, 1)
         x = self.patch_embed(x)
-        prefix = [t.expand(B, -1, -1) for t in (self.cls_token, self.reg_token) if t is not None]
+        prefix = [token.expand(B, -1, -1) for token in self.prefix_tokens()]
         if self.pos_embed is None:
             return torch.cat([*prefix, x], dim=1)
         pos = self.positions((H // patch_h, W // patch_w))
         if self.no_embed_class:
             return torch.cat([*prefix, x + pos], dim=1)
         return torch.cat([*prefix, x], dim=1) + pos
+
+    def prefix_tokens(self) -> list[Tensor]:
+        return [token for token in (self.cls_token, self.reg_token) if token is not None]
 
     def positions(self, grid: tuple[int, int]) -> Tensor:
         """Interpolate the grid of pos_embed bicubically to another image size (section 3.2), or compute it if fixed."""

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fastvit import checkpoints
+from fastvit.distilled import VisionTransformerDistilled
 from fastvit.eva import Eva
 from fastvit.modules.arguments import check_known
 from fastvit.vit import VisionTransformer
@@ -18,7 +19,7 @@ from fastvit.zoo import eva, vit
 
 Config = dict[str, Any]
 
-CONFIGS: dict[str, Config] = {**vit.CONFIGS, **eva.CONFIGS}
+CONFIGS: dict[str, Config] = {**vit.CONFIGS, **vit.DISTILLED, **eva.CONFIGS}
 
 
 def config(name: str) -> Config:
@@ -37,6 +38,13 @@ def config(name: str) -> Config:
         hint += ". A repository of the Hugging Face Hub goes into weights" if "/" in name else ""
         raise ValueError(f"name is not a known model, got {name!r}{hint}")
     return dict(CONFIGS[name])
+
+
+def model_class(name: str) -> type[VisionTransformer]:
+    """Return the class of the model of a known name."""
+    if name in eva.CONFIGS:
+        return Eva
+    return VisionTransformerDistilled if name in vit.DISTILLED else VisionTransformer
 
 
 def create_model(
@@ -59,9 +67,10 @@ def create_model(
             huggingface_hub. True: the weights of the name's tag; num_classes is then the file's, unless it is given.
         drop_head: leave out the file's head (classifier, pooler, attention pooling unless the model has it too); the
             model's own head stays untrained.
-        overrides: any argument of `VisionTransformer`, or of `fastvit.eva.Eva` for the names of EVA's, DINOv3's,
-            Perception Encoder's and ROPE-ViT's models. A file does not contain the activation and the norms' eps: if
-            the weights need others than the name's, give them here (see `fastvit.checkpoints`).
+        overrides: any argument of `VisionTransformer`, of `VisionTransformerDistilled` for names with "_distilled", or
+            of `fastvit.eva.Eva` for the names of EVA's, DINOv3's, Perception Encoder's and ROPE-ViT's models. A file
+            does not contain the activation and the norms' eps: if the weights need others than the name's, give them
+            here (see `fastvit.checkpoints`).
 
     Raises:
         ValueError: an unknown name; the message has the nearest ones. A tag without weights, or weights=True without
@@ -73,7 +82,7 @@ def create_model(
     """
     bare, _, tag = name.partition(".") if isinstance(name, str) else (name, "", "")
     arguments = config(bare)
-    kind = Eva if bare in eva.CONFIGS else VisionTransformer
+    kind = model_class(bare)
     check_known(overrides, kind, VisionTransformer)
     if weights is None:
         if drop_head:

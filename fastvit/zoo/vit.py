@@ -1,7 +1,7 @@
 """Model names and the constructor arguments that they stand for, under timm's names and with timm's defaults.
 
 ViT       Dosovitskiy et al. 2021, arXiv:2010.11929; g and G: Zhai et al. 2022, arXiv:2106.04560
-DeiT      Touvron et al. 2021, arXiv:2012.12877; DeiT-III: Touvron et al. 2022, arXiv:2204.07118
+DeiT      Touvron et al. 2021, arXiv:2012.12877, also distilled; DeiT-III: Touvron et al. 2022, arXiv:2204.07118
 DINOv2    Oquab et al. 2023, arXiv:2304.07193; registers: Darcet et al. 2023, arXiv:2309.16588
 CLIP      Radford et al. 2021, arXiv:2103.00020; LAION's: Cherti et al. 2022, arXiv:2212.07143
 SigLIP    Zhai et al. 2023, arXiv:2303.15343, SigLIP 2: Tschannen et al. 2025, arXiv:2502.14786; *_gap_*: the tower with
@@ -126,6 +126,8 @@ def _named(name: str, make: Callable[..., Config], *variants: tuple[Any, ...], *
     return {name.format(*variant): make(*variant, **more) for variant in variants}
 
 
+_DEITS = ("tiny", 16, 224), ("small", 16, 224), ("base", 16, 224), ("base", 16, 384)
+DISTILLED = _named("deit_{}_distilled_patch{}_{}", _vit, *_DEITS)  # of `VisionTransformerDistilled`
 CONFIGS: dict[str, Config] = {
     **_named(
         "vit_{}_patch{}_{}", _vit,
@@ -151,7 +153,7 @@ CONFIGS: dict[str, Config] = {
         "flexivit_{}", partial(_vit, patch_size=16, img_size=240), ("small",), ("base",), ("large",),
         no_embed_class=True,
     ),
-    **_named("deit_{}_patch{}_{}", _vit, ("tiny", 16, 224), ("small", 16, 224), ("base", 16, 224), ("base", 16, 384)),
+    **_named("deit_{}_patch{}_{}", _vit, *_DEITS),
     **_named(
         "deit3_{}_patch{}_{}", _vit,
         ("small", 16, 224), ("small", 16, 384), ("medium", 16, 224), ("base", 16, 224), ("base", 16, 384),

@@ -24,6 +24,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], tuple[int, int]]] = {  # name, argu
     "non_square": (TINY_TIMM, {"img_size": (32, 80)}, (32, 80)),
     "dynamic": (TINY_TIMM, {"img_size": 64, "dynamic_img_size": True}, (48, 96)),
     "map": ("vit_base_patch16_siglip_224", {"img_size": 64}, (64, 64)),
+    "distilled": ("deit_tiny_distilled_patch16_224", {"img_size": 64}, (64, 64)),
     "eva": ("eva02_tiny_patch14_224", {"img_size": (28, 56)}, (28, 56)),
     "dinov3": ("vit_small_patch16_dinov3", {}, (32, 48)),
 }

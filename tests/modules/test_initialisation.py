@@ -18,6 +18,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "vit_tiny_patch16_224": {"mlp_layer": "SwiGLU"},
     "vit_large_patch16_224": {"mlp_layer": "GluMlp"},  # the gate's bias is 1, and its weights are tiny
     "vit_base_patch16_siglip_224": {},
+    "deit_base_distilled_patch16_224": {},
     "vit_small_plus_patch16_dinov3": {},
     "eva02_base_patch14_448": {"img_size": 224},
     "eva02_tiny_patch14_224": {},

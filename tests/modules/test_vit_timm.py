@@ -13,6 +13,7 @@ import fastvit
 from fastvit import VisionTransformer
 
 TINY_TIMM, REG4 = "vit_tiny_patch16_224", "vit_small_patch14_reg4_dinov2"
+DISTILLED = "deit_tiny_distilled_patch16_224"
 # Each with two blocks, of 64 px unless it says otherwise. Names and poolings: test_zoo.py; initial values:
 # test_initialisation.py.
 WITH_TIMM: dict[str, tuple[str, dict[str, Any]]] = {
@@ -24,8 +25,10 @@ WITH_TIMM: dict[str, tuple[str, dict[str, Any]]] = {
     "map_and_norm": (TINY_TIMM, {"global_pool": "map", "fc_norm": True}),
     "another_mlp": (TINY_TIMM, {"mlp_layer": "SwiGLU"}),
     "timms_mlp": (TINY_TIMM, {"mlp_layer": "Mlp"}),
+    "distilled": (DISTILLED, {"drop_rate": 0.3}),
+    "dynamic_distilled": (DISTILLED, {"dynamic_img_size": True}),
 }
-OTHER_SIZES = {"dynamic": (48, 96), "dynamic_reg4": (70, 42)}
+OTHER_SIZES = {"dynamic": (48, 96), "dynamic_distilled": (48, 96), "dynamic_reg4": (70, 42)}
 
 
 def with_timm(name: str = TINY_TIMM, **arguments: Any) -> tuple[VisionTransformer, nn.Module]:

@@ -10,12 +10,12 @@ from library_imports import import_timm
 from models import twins
 
 import fastvit
-from fastvit import reference, zoo
+from fastvit import zoo
 from fastvit.eva import Eva
-from fastvit.reference.eva import Eva as ReferenceEva
 from fastvit.study import models
-from fastvit.study.sources.from_zoo import reference_arguments
+from fastvit.study.sources.from_zoo import reference_model
 from fastvit.zoo.eva import CONFIGS as EVAS
+from fastvit.zoo.vit import DISTILLED
 
 PARAMETERS = {
     "vit_tiny_patch16_224": 5_717_416,
@@ -58,8 +58,7 @@ def test_exact_parameter_count(name: str, count: int) -> None:
 @pytest.mark.parametrize("name", fastvit.list_models())
 def test_the_reference_has_the_same_keys_and_shapes(name: str) -> None:
     ours = fastvit.create_model(name, depth=1, device="meta")
-    kind = ReferenceEva if name in EVAS else reference.VisionTransformer
-    assert shapes(ours) == shapes(kind(**{**reference_arguments(name), "depth": 1}, device="meta"))
+    assert shapes(ours) == shapes(reference_model(name, depth=1, device="meta"))
 
 
 @pytest.mark.parametrize("name", SHARED)
@@ -94,8 +93,8 @@ def test_names_keys_and_defaults_are_timms(name: str) -> None:
     assert firsts[0].attn.scale == firsts[1].attn.scale
     scales = [block if name in EVAS else block.ls1 for block in firsts]
     assert getattr(scales[0], "init_values", None) == getattr(scales[1], "init_values", None)
-    assert ours.no_weight_decay() == theirs.no_weight_decay() - {"dist_token"}
-    assert ours.get_classifier() is ours.head
+    assert ours.no_weight_decay() == theirs.no_weight_decay() | {"dist_token"}  # which timm's Eva leaves out
+    assert ours.get_classifier() == ((ours.head, ours.head_dist) if name in DISTILLED else ours.head)
     if getattr(ours, "rope", None) is not None and hasattr(theirs.rope, "grid_offset"):
         assert ours.rope.grid_offset == theirs.rope.grid_offset
 
@@ -119,7 +118,7 @@ def test_keys_and_logits_of_every_pooling_are_timms(global_pool: str) -> None:
     """The keys for every name, the logits for one of the names that differ in their sizes only."""
     done = set()
     for name in SHARED:
-        if global_pool == "token" and not has_class_token(name):
+        if (global_pool == "token" and not has_class_token(name)) or (global_pool != "token" and name in DISTILLED):
             continue
         configuration = str(sorted(item for item in zoo.config(name).items() if item[0] not in SIZES))
         ours, theirs = with_timm(name, depth=int(configuration not in done), global_pool=global_pool)

@@ -13,12 +13,10 @@ from torch import nn
 from fastvit import reference, zoo
 from fastvit.layers import LayerNorm, RMSNorm
 from fastvit.modules.arguments import Pair, checked_pair
-from fastvit.reference.eva import Eva as ReferenceEva
 from fastvit.reference.eva import SwiGLU, SwiGLUPacked
 from fastvit.study.sources.baselines import as_provider
 from fastvit.study.sources.model_source import ModelSource
 from fastvit.study.sources.normalization import Statistics, statistics
-from fastvit.zoo.eva import CONFIGS as EVAS
 
 _DEFAULTS = (("img_size", 224), ("patch_size", 16))  # of both constructors of the zoo
 # The reference's classes for those that the zoo names
@@ -41,8 +39,7 @@ class ZooSource(ModelSource):
             options["img_size"] = image_size
         if provider == "fused":
             return zoo.create_model(self.name, **options)
-        kind = ReferenceEva if self.name in EVAS else reference.VisionTransformer
-        return as_provider(provider, kind(**{**reference_arguments(self.name), **options}))
+        return as_provider(provider, reference_model(self.name, **options))
 
     def with_weights(self, weights: str | Path | None, image_size: Pair | None = None) -> nn.Module:
         if weights is None:
@@ -56,8 +53,13 @@ class ZooSource(ModelSource):
         return contextlib.nullcontext()  # an error of our own model is a bug, and keeps its traceback
 
 
-def reference_arguments(name: str) -> dict[str, Any]:
-    """Return the arguments that make the plain PyTorch model for a name of the zoo."""
+def reference_model(name: str, **overrides: Any) -> nn.Module:
+    """Make the plain PyTorch model for a name of the zoo."""
+    kind = getattr(reference, zoo.model_class(name).__name__)
+    return kind(**{**_reference_arguments(name), **overrides})
+
+
+def _reference_arguments(name: str) -> dict[str, Any]:
     config = zoo.config(name)
     for key in ("norm_layer", "embed_norm_layer"):
         if key in config and not isinstance(config[key], str):
