@@ -21,7 +21,8 @@ from fastvit.weights.source import Source
 
 Weights = str | os.PathLike[str] | Mapping[str, Any]
 
-HEADS = ("head.", "attn_pool.", "pooler.")  # after the last norm: classifier, SigLIP's pooling, Hugging Face's pooler
+CLASSIFIERS = ("head.", "head_dist.")
+HEADS = (*CLASSIFIERS, "attn_pool.", "pooler.")  # after the last norm; SigLIP's pooling, Hugging Face's pooler
 
 
 def load(model: VisionTransformer, weights: Weights, *, drop_head: bool = False) -> None:
@@ -59,10 +60,6 @@ def load(model: VisionTransformer, weights: Weights, *, drop_head: bool = False)
 def _fitted(model: VisionTransformer, tensors: dict[str, Tensor], where: str, drop_head: bool) -> dict[str, Tensor]:
     """Return the model's state_dict with the file's values, or raise a CheckpointError that lists all mismatches."""
     expected = model.state_dict()
-    distilled = [key for key in tensors if "dist_token" in key or "distillation_token" in key]
-    if distilled:
-        lacks = f"whose second class token the model lacks: {printable(distilled[0])}"
-        raise CheckpointError(f"{where} is a distilled DeiT, {lacks}")
     source, prefix = _recognised(tensors, where)
     renamed = {key: source.rename(key, prefix) for key in tensors}
     counts = Counter(renamed.values())
@@ -75,7 +72,7 @@ def _fitted(model: VisionTransformer, tensors: dict[str, Tensor], where: str, dr
     pooled = model.attn_pool is not None and any(target.startswith("attn_pool.") for target in ours)
     heads = tuple(head for head in HEADS if head != "attn_pool.") if pooled else HEADS
     for target in list(ours):
-        if target.startswith(heads) and (drop_head or (target.startswith("head.") and not model.num_classes)):
+        if target.startswith(heads) and (drop_head or (target.startswith(CLASSIFIERS) and not model.num_classes)):
             del ours[target]
     if drop_head:
         ours.update({target: own for target, own in expected.items() if target.startswith(heads)})
@@ -270,13 +267,18 @@ def _described(tensor: Tensor) -> str:
 
 
 def _hints(ours: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[str]:
-    """Return the arguments that resolve a mismatch of heads and pooling."""
+    """Return the arguments that resolve a mismatch of heads and pooling, or the class that has the file's tokens."""
+    if ("dist_token" in ours) != ("dist_token" in expected):
+        distilled = "a distillation token, which VisionTransformerDistilled and names with '_distilled' have"
+        return [f"the file has {distilled}" if "dist_token" in ours else f"the file lacks {distilled}"]
     hints = []
     theirs = ours.get("head.weight")
     own = expected.get("head.weight")
     if own is not None and (theirs is None or theirs.shape[:1] != own.shape[:1]):
         same = f"num_classes={theirs.shape[0]} is" if theirs is not None and theirs.dim() else "num_classes=0 is"
         hints.append(f"{same} the file's; drop_head=True leaves its head out and keeps the model's, untrained")
+    elif "head_dist.weight" in expected and "head_dist.weight" not in ours:
+        hints.append("drop_head=True leaves out the file's one head and keeps the model's two, untrained")
     if any(target.startswith(HEADS) and target not in expected for target in ours):
         hints.append("drop_head=True leaves out what the file has after the last norm")
     if "attn_pool.latent" in expected and not any(target.startswith("attn_pool.") for target in ours):

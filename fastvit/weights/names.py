@@ -19,6 +19,7 @@ from fastvit.weights.source import Source, align_corners, bilinear, ignored, pla
 _TIMM = (
     "cls_token",
     "reg_token",
+    "dist_token",
     "pos_embed",
     "patch_embed",
     "norm_pre",
@@ -26,6 +27,7 @@ _TIMM = (
     "norm",
     "fc_norm",
     "head",
+    "head_dist",
     "attn_pool",
 )
 _TIMM_IN_MODEL = {name: name for name in _TIMM}

@@ -53,6 +53,7 @@ _HF_VIT = Source(
     block=r"(?:encoder\.layer|layers)\.([0-9]+)\.(.+)",
     in_model={
         "embeddings.cls_token": "cls_token",
+        "embeddings.distillation_token": "dist_token",
         "embeddings.register_tokens": "register_tokens",
         "embeddings.mask_token": "",
         "embeddings.position_embeddings": "pos_embed",
@@ -76,7 +77,12 @@ _HF_VIT = Source(
         "intermediate.dense": "mlp.fc1",
         "output.dense": "mlp.fc2",
     },
-    elsewhere={"classifier": "head", **ignored("decoder")},  # MAE's decoder
+    elsewhere={
+        "classifier": "head",
+        "cls_classifier": "head",
+        "distillation_classifier": "head_dist",
+        **ignored("decoder"),  # MAE's
+    },
     resize=plain,
 )
 _HF_DINOV3 = Source(

@@ -304,9 +304,28 @@ def test_poolers_are_left_out_on_request_only() -> None:
     refused(state_dict(), "fc_norm=False", global_pool="avg")
 
 
-def test_distilled_models_are_refused() -> None:
-    for key in ("dist_token", "deit.embeddings.distillation_token"):
-        refused({**state_dict(), key: torch.ones(1, 1, 32)}, f"distilled DeiT.*{key}")
+def test_distilled_models() -> None:
+    """Their weights fit models with a distillation token only, which have a second head."""
+    distilled, name = fastvit.VisionTransformerDistilled(**SMALL).state_dict(), "deit_tiny_distilled_patch16_224"
+    message = refused(
+        dict(distilled), r"unexpected \(3\):\n    dist_token\n", "the file has a distillation token, which"
+    )
+    assert "drop_head" not in message
+    one_head = {key: value for key, value in distilled.items() if not key.startswith("head_dist")}
+    for weights, messages in {
+        "plain": (state_dict(), r"(?s)missing \(3\):\n    dist_token.*the file lacks a distillation token, which"),
+        "one head": (
+            one_head,
+            r"(?s)missing \(2\):\n    head_dist.weight.*drop_head=True leaves out the file's one head",
+        ),
+    }.values():
+        with pytest.raises(CheckpointError, match=messages):
+            fastvit.create_model(name, weights, **SMALL)
+    ours = fastvit.create_model(name, one_head, **SMALL, drop_head=True)
+    assert torch.equal(ours.dist_token, distilled["dist_token"])
+    assert not torch.equal(ours.head.weight, distilled["head.weight"])
+    headless = fastvit.create_model(name, dict(distilled), **{**SMALL, "num_classes": 0})
+    assert isinstance(headless.head_dist, nn.Identity)
 
 
 def test_the_same_weight_twice() -> None:

@@ -25,6 +25,7 @@ safetensors = pytest.importorskip("safetensors.torch")
 TIMM: dict[str, dict[str, Any]] = {
     "vit_base_patch16_224": {"num_classes": 5},
     "deit_base_patch16_224": {},
+    "deit_base_distilled_patch16_224": {"num_classes": 5},
     "deit3_base_patch16_224": {},
     "vit_base_patch14_dinov2": {},
     "vit_base_patch14_reg4_dinov2": {},

@@ -21,6 +21,7 @@ safetensors = pytest.importorskip("safetensors.torch")
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Dinov2WithRegisters": ("vit_base_patch14_reg4_dinov2", {}),
     "ViT": ("vit_base_patch16_224", {"norm_layer": partial(LayerNorm, eps=1e-12)}),
+    "DeiT": ("deit_base_distilled_patch16_224", {"norm_layer": partial(LayerNorm, eps=1e-12)}),
     "Dinov2": ("vit_base_patch14_dinov2", {}),
     "CLIPVision": ("vit_base_patch16_clip_quickgelu_224", {}),
     "SiglipVision": ("vit_base_patch16_siglip_gap_224", {"act_layer": "gelu_tanh"}),
@@ -44,16 +45,20 @@ def hf_model(kind: str) -> tuple[nn.Module, Run, str, dict[str, Any]]:
         return inner.post_layernorm(out) if family == "CLIPVision" else out  # there it is of the pooled token only
 
     name, arguments = FAMILIES[family]
-    if kind in ("ViTModel", "SiglipVisionModel"):  # with a pooler, and with attention pooling
+    if kind in ("ViTModel", "DeiTModel", "SiglipVisionModel"):  # with a pooler, and with attention pooling
         arguments = {**arguments, "drop_head": True}
     return model, tokens, name, {**SMALL, **arguments}
 
 
 KINDS = (
     "ViTModel", "ViTForImageClassification", "Dinov2Model", "Dinov2ForImageClassification", "Dinov2WithRegistersModel",
-    "CLIPVisionModel", "CLIPVisionModelWithProjection", "SiglipVisionModel",
+    "CLIPVisionModel", "CLIPVisionModelWithProjection", "SiglipVisionModel", "DeiTModel",
+    "DeiTForImageClassificationWithTeacher",
 )  # fmt: skip
-OLD_KEY = {"ViT": "encoder.layer.0.attention.attention.query.weight", "Dinov2": "attention.attention.query.weight"}
+OLD_KEY = {
+    **dict.fromkeys(("ViT", "DeiT"), "encoder.layer.0.attention.attention.query.weight"),
+    "Dinov2": "attention.attention.query.weight",
+}
 
 
 @pytest.mark.parametrize("size", SQUARE_SIZES.values(), ids=SQUARE_SIZES)
@@ -80,7 +85,7 @@ def test_hugging_face_files(kind: str, tmp_path: Path) -> None:
 
 
 def test_hugging_face_heads() -> None:
-    for kind in ("ViTForImageClassification", "CLIPVisionModelWithProjection"):
+    for kind in ("ViTForImageClassification", "CLIPVisionModelWithProjection", "DeiTForImageClassificationWithTeacher"):
         model, _, name, arguments = hf_model(kind)
         ours = fastvit.create_model(name, model.state_dict(), **{**arguments, "num_classes": 5}).eval()
         out = model(image())
