@@ -18,6 +18,7 @@ MODEL = "vit_cifar_small"
 SMALLER = {
     "img_size": 8, "patch_size": (2, 4), "in_chans": 1, "embed_dim": 48, "depth": 2, "mlp_ratio": 2.0,
     "global_pool": "avg", "pos_drop_rate": 0.0, "proj_drop_rate": 0.0, "attn_drop_rate": 0.0,
+    "patch_init": "",
 }  # fmt: skip
 EPOCHS, BATCH, HELD_OUT = 12, 32, 360
 
