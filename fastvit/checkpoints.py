@@ -7,7 +7,7 @@ All of it is checked against the model before anything is copied: the model ends
 
 A state_dict carries no configuration. Activation and LayerNorm's eps are the model's arguments: Hugging Face's CLIP and
 OpenAI's need act_layer="quick_gelu" (the zoo's `*_clip_quickgelu_*`), Hugging Face's SigLIP "gelu_tanh", and
-Hugging Face's ViT norm_layer=partial(LayerNorm, eps=1e-12).
+Hugging Face's ViT and DeiT norm_layer=partial(LayerNorm, eps=1e-12).
 """
 
 from fastvit.weights.files import CheckpointError, read

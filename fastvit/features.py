@@ -19,7 +19,7 @@ Indices = int | Sequence[int]
 class Backbone(nn.Module):
     """Base class of `VisionTransformer`: image to tokens, after the last block or after chosen ones.
 
-    B: batch, P: prefix tokens (CLS, then registers), n = h * w: patches, D: embed_dim.
+    B: batch, P: prefix tokens (CLS, then registers or a distillation token), n = h * w: patches, D: embed_dim.
     """
 
     blocks: nn.Sequential
