@@ -46,7 +46,7 @@ class VisionTransformerDistilled(VisionTransformer):
         )  # fmt: skip
         self.distilled_training = False
 
-    def _make_tokens(self, positions: bool, factory: dict[str, Any]) -> None:
+    def _make_tokens(self, positions: str, factory: dict[str, Any]) -> None:
         self.num_prefix_tokens = 2
         super()._make_tokens(positions, factory)
         self.dist_token = nn.Parameter(torch.empty(1, 1, self.embed_dim, **factory))

@@ -153,7 +153,8 @@ def freeze(module: Any) -> None:
     """Leave only the classifier to be trained."""
     module.requires_grad_(False)
     classifier = module.get_classifier() if hasattr(module, "get_classifier") else module.head
-    classifier.requires_grad_(True)
+    for head in classifier if isinstance(classifier, tuple) else (classifier,):
+        head.requires_grad_(True)
 
 
 @torch.no_grad()
