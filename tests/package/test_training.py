@@ -1,5 +1,6 @@
 """benchmarks/examples/train.py: runs that are killed, interrupted, spread over processes, distilled, compared."""
 
+import argparse
 import json
 import signal
 import subprocess
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from training_runs import PLAIN, SMALL, image_folder, log, losses, start, train
+from training_runs import PLAIN, SMALL, example, image_folder, log, losses, start, train
 
 import fastvit
 
@@ -113,10 +114,30 @@ def test_what_is_learnt_from_scratch_and_from_a_teacher(tmp_path, capsys):
     assert torch.equal(after["blocks.1.mlp.fc1.weight"], model.blocks[1].mlp.fc1.weight)
     assert not torch.equal(after["head.weight"], model.head.weight)
 
+    model = ["--model", "deit_tiny_distilled_patch16_224", "--set", "depth=1", "embed_dim=32", "num_heads=1"]
     for kind in ("hard", "soft"):
-        taught = ["--model", "resnet18", "--teacher", tmp_path / "vit", "--distill", kind, "--epochs", "1"]
+        taught = [*model, "--teacher", tmp_path / "vit", "--distill", kind, "--epochs", "2", "--freeze"]
         assert train("run", *data, *taught, "--out", tmp_path / kind) == 0
-    assert losses(tmp_path / "hard") != losses(tmp_path / "soft")
+    first = {kind: load_file(tmp_path / kind / "model.safetensors") for kind in ("hard", "soft")}
+    assert not torch.equal(first["hard"]["head_dist.weight"], first["soft"]["head_dist.weight"])
+    assert torch.equal(first["hard"]["dist_token"], first["soft"]["dist_token"])
+    one_head = ["--model", "resnet18", "--teacher", tmp_path / "vit", "--epochs", "1"]
+    assert train("run", *data, *one_head, "--out", tmp_path / "resnet") == 0
+
+
+def test_losses_of_distillation():
+    """Equations 2 and 3 of Touvron et al. 2021, with a weight of 1/2."""
+    loss_of = example("training.recipe").loss_of
+    cls, dist, taught = torch.randn(3, 5, 4).unbind()
+    targets = torch.softmax(torch.randn(5, 4), 1)
+    p, q, r = cls.softmax(1), (dist / 3).softmax(1), (taught / 3).softmax(1)
+    of_targets = -(targets * p.log()).sum(1).mean()
+    soft = 9 * (r * (r / q).log()).sum(1).mean()
+    hard = -dist.softmax(1)[torch.arange(5), taught.argmax(1)].log().mean()
+    for kind, expected in {"soft": soft, "hard": hard}.items():
+        args = argparse.Namespace(distill=kind, temperature=3.0)
+        torch.testing.assert_close(loss_of(args, (cls, dist), targets, taught), (of_targets + expected) / 2)
+    torch.testing.assert_close(loss_of(args, cls, targets, None), of_targets)
 
 
 MISTAKES = {
