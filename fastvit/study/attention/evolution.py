@@ -75,10 +75,10 @@ def _states(model: nn.Module, image: Tensor) -> tuple[Tensor, bool]:
             raise ValueError(f"block {len(states)} ({type(block).__name__}) must return (1, N, D), got {got}")
         if not patches:
             raise ValueError(f"block {len(states)} ({type(block).__name__}) has no self-attention that is seen")
-        x = x.flatten(1, -2)[0].double()
+        x = x.flatten(1, -2)[0].cpu().double()
         if reason := tokens.locate(len(x), patches[0]):
             raise ValueError(f"block {len(states)} does not return all tokens: {reason}")
-        states.append((x[0] if tokens.has_cls else x[tokens.prefix :].mean(0)).cpu())
+        states.append(x[0] if tokens.has_cls else x[tokens.prefix :].mean(0))
 
     hooks = [block.register_forward_hook(after) for block in blocks(model)]
     try:
