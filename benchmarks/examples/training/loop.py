@@ -17,6 +17,7 @@ from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 
 from fastvit.cli import terminal
+from fastvit.study.machine import cpu_name
 from fastvit.study.memory.peak import peak_bytes
 
 from . import models, recipe
@@ -73,7 +74,7 @@ class Trainer:
         self.optimizer = recipe.optimizer(args, model.module)
         self.schedule = recipe.schedule(args, self.optimizer, self.total, self.data.steps)
         self.call = models.spread(model.module, args, device)
-        self.at: Record = {"step": 0, "seconds": 0.0, "losses": [], "peak_bytes": None, "timed": 0}
+        self.at: Record = {"step": 0, "seconds": 0.0, "losses": [], "of_epoch": 0.0, "peak_bytes": None, "timed": 0}
 
     # ---- the run ----
 
@@ -90,7 +91,8 @@ class Trainer:
             self.run.forget_after(self.at["step"])
         else:
             self.run.forget_after(-1)
-            self.run.log("run", **self.about, torch=torch.__version__, device=_name(self.device), world=self.world)
+            name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else cpu_name()
+            self.run.log("run", **self.about, torch=torch.__version__, device=name, world=self.world)
         first, parts = self.at["step"], self.args.accumulate
         every = self.args.save_every or self.data.steps
         feed = batches(self.data, range(first * parts, self.total * parts), self.args.workers, self.device)
@@ -196,7 +198,7 @@ class Trainer:
         self.at["losses"] = []
         loss, rate = losses.mean().item(), max(group["lr"] for group in self.optimizer.param_groups)
         self.run.log("train", step=step + 1, epoch=step // self.data.steps, loss=loss, lr=rate)
-        self.at["loss"] = loss
+        self.at["of_epoch"] += loss * len(losses)
         if not math.isfinite(loss):
             raise ValueError(f"the loss is {loss} at step {step + 1}: try a smaller --lr, or --clip 1")
 
@@ -207,8 +209,9 @@ class Trainer:
             found["average"] = self.evaluate(Model(self.average.module, self.model.mean, self.model.std))
         best = found.get("average", found["test"])
         images = self.at["timed"] * self.args.batch
+        train_loss, self.at["of_epoch"] = self.at["of_epoch"] / (step % self.data.steps + 1), 0.0
         record = {
-            "step": step + 1, "epoch": step // self.data.steps, "train_loss": self.at["loss"], **best,
+            "step": step + 1, "epoch": step // self.data.steps, "train_loss": train_loss, **best,
             "seconds": self.at["seconds"], "peak_bytes": self.at["peak_bytes"],
             "images_per_second": images / self.at["seconds"] if self.at["timed"] else None,
         }  # fmt: skip
@@ -262,7 +265,3 @@ def _signals() -> Iterator[list[int]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
