@@ -210,8 +210,8 @@ def block(provider: str, draw: Draw, B: int, N: int, D: int, H: int) -> Runner:
 
 
 def model(provider: str, draw: Draw, name: str, B: int, px: int, **options: int) -> Runner:
-    """Build a model of the zoo, on photographs. Without dropout of attention, which the CIFAR models have in training:
-    PyTorch's flash attention on a CPU takes none, and eager's masks of N x N elements would be all that is measured."""
+    """Build a model of the zoo, on photographs. The CIFAR models' dropout of attention is left out, because providers
+    with dropout take other paths: SDPA has no flash kernel with dropout on a CPU."""
     make: Callable[..., Any] = fastvit.create_model if provider == "fused" else reference_model
     vit = draw.module(lambda: make(name, img_size=px, attn_drop_rate=0.0, **options))
     if provider == "sdpa":
