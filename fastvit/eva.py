@@ -50,7 +50,8 @@ class Eva(VisionTransformer):
         use_fc_norm: a norm after the pooling; None for one if patches are averaged.
         use_post_transformer_norm: a norm after the blocks; None for one if there is none after the pooling.
         options: further arguments of `VisionTransformer`: class_token, no_embed_class, attn_pool_num_heads,
-            attn_pool_mlp_ratio, dynamic_img_size, dropout rates, drop_path_rate, act_layer, mean, std, device, dtype.
+            attn_pool_mlp_ratio, dynamic_img_size, dropout rates, drop_path_rate, act_layer, patch_init, mean, std,
+            device, dtype.
 
     Raises:
         TypeError, ValueError: naming the argument, its value and what is allowed, before a parameter is made.

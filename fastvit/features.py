@@ -54,7 +54,7 @@ class Backbone(nn.Module):
             x: image (B, C, H, W).
             indices: blocks, counted from the end if negative; an integer n stands for the last n, None for all. The
                 result is in the order of the blocks, each once.
-            return_prefix_tokens: return pairs with CLS and registers, (B, P, D), if the model has any.
+            return_prefix_tokens: return pairs with the prefix tokens, (B, P, D), if the model has any.
             norm: apply `norm` to each of them.
             stop_early: run no block after the last one that is wanted.
             output_fmt: "NCHW" for (B, D, h, w), contiguous; "NLC" for (B, n, D).
@@ -99,7 +99,7 @@ class Backbone(nn.Module):
             x: image (B, C, H, W).
             n: how many of the last blocks, or the blocks' indices, counted from the end if negative.
             reshape: (B, D, h, w) instead of (B, n, D).
-            return_prefix_tokens: timm's: return pairs with CLS and registers, (B, P, D), if the model has any.
+            return_prefix_tokens: timm's: return pairs with the prefix tokens, (B, P, D), if the model has any.
             return_class_token: DINOv2's: return pairs with CLS, (B, D).
             norm: apply `norm` to each of them.
 
@@ -134,7 +134,8 @@ class Backbone(nn.Module):
         Args:
             indices: as in `forward_intermediates`: the blocks after the last of them are removed.
             prune_norm: remove `norm`.
-            prune_head: remove `attn_pool`, `fc_norm` and `head`; the model then returns all tokens.
+            prune_head: remove `attn_pool`, `fc_norm` and `head`; the model then returns all tokens, or, with
+                a distillation token, the mean of its two tokens.
 
         Returns:
             The indices, counted from the first block.

@@ -45,11 +45,11 @@ class VisionTransformer(Head):
         qkv_bias, proj_bias: biases of the qkv layer, and of the projection and the MLP.
         init_values: initial value of LayerScale; None for no LayerScale.
         class_token, reg_tokens: whether there is a CLS token, and the number of registers after it.
-        pos_embed: "learn"; "sincos2d" for MAE's fixed table of columns and rows, zeros for CLS and registers (He et al.
+        pos_embed: "learn"; "sincos2d" for MAE's fixed table of columns and rows, zeros for other tokens (He et al.
             2021, arXiv:2111.06377); "sincos" for the fixed table along the sequence of tokens, CLS first (Vaswani et
             al. 2017, arXiv:1706.03762); "" or "none" for no position. A fixed table is a buffer, which no optimizer
             changes, and is computed for another patch grid, where learnt positions are interpolated.
-        no_embed_class: positions for the patches only, none for CLS and registers.
+        no_embed_class: positions for the patches only, none for the tokens before them.
         pre_norm: a norm before the blocks and no bias in the patch embedding, as in CLIP.
         final_norm, fc_norm: a last norm; after the pooling if fc_norm, which None means for avg, avgmax and max.
         dynamic_img_size: accept any image size that patch_size divides; positions are interpolated in every call.
@@ -206,19 +206,19 @@ class VisionTransformer(Head):
         for token in (self.cls_token, self.reg_token):
             if token is not None:
                 nn.init.normal_(token, std=1e-6)
-        drawn = (nn.Linear, nn.Conv2d) if self.patch_init == "kaiming" else nn.Linear
         for module in reversed(list(self.modules())[1:]):  # children first: a module's own values replace its layers'
-            if mode == "" and isinstance(module, drawn):
-                if isinstance(module, nn.Conv2d):
-                    nn.init.kaiming_normal_(module.weight)
-                else:
-                    nn.init.trunc_normal_(module.weight, std=0.02)
+            if mode == "" and isinstance(module, nn.Linear):
+                nn.init.trunc_normal_(module.weight, std=0.02)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
             elif mode == "" and callable(own := getattr(module, "init_weights", None)):
                 own()
             elif needs_reset and callable(reset := getattr(module, "reset_parameters", None)):
                 reset()
+        if mode == "" and self.patch_init == "kaiming":
+            nn.init.kaiming_normal_(self.patch_embed.proj.weight)
+            if self.patch_embed.proj.bias is not None:
+                nn.init.zeros_(self.patch_embed.proj.bias)
 
     # ---- tokens ----
 
@@ -230,7 +230,7 @@ class VisionTransformer(Head):
         return embed.grid_of(x) if isinstance(embed, PatchEmbed) else embed.grid_size
 
     def _tokens(self, x: Tensor) -> Tensor:
-        """Embed an image (B, C, H, W): CLS and registers, then patches with their positions, (B, P + n, D)."""
+        """Embed an image (B, C, H, W): prefix tokens, then patches with their positions, (B, P + n, D)."""
         embed = self.patch_embed
         pos, prefix = self._position_and_prefix(self._grid_of(x))
         if read_or_none(submodules, self, patch_embed={PatchEmbed}):
@@ -266,7 +266,8 @@ class VisionTransformer(Head):
         return resample_abs_pos_embed(pos_embed, grid, old_grid, num_prefix_tokens=P)
 
     def fixed_table(self, grid: tuple[int, int]) -> Tensor:
-        """Compute the fixed positions of a patch grid, (1, P + n, D) or with no_embed_class (1, n, D), in float64.
+        """Compute the fixed positions of a patch grid, (1, P + n, D) or with no_embed_class (1, n, D), in float64
+        (on MPS float32).
 
         Raises:
             ValueError: a model whose positions are not fixed.

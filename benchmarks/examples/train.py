@@ -45,10 +45,11 @@ def _run_options(parser: argparse.ArgumentParser) -> None:
     add("--out", type=Path, required=True, help="folder of the run: settings, log, checkpoint, model.safetensors")
     add("--data", default="digits", help="digits, a CIFAR archive, or a folder of images")
     add("--model", default="vit", help="vit, resnet, or a name of fastvit.list_models() or of timm")
-    add("--set", nargs="+", type=_assignment, default=[], metavar="NAME=VALUE", help="arguments of the model: depth=6")
+    add("--set", nargs="+", action="extend", type=_assignment, default=[], metavar="NAME=VALUE",
+        help="arguments of the model: depth=6")  # fmt: skip
     add("--plain", action="store_true", help="our model in plain PyTorch (fastvit.reference), with the same weights")
     add("--accelerate", action="store_true", help="fastvit.accelerate timm's model")
-    add("--weights", help="start from these weights, with a new head: a file, or a repository of the Hub")
+    add("--weights", help="start from this file, with a new head; our models also from a repository of the Hub")
     add("--freeze", action="store_true", help="train the head alone")
     add("--img-size", type=_count, help="side of the images in pixels; default: the data's, 224 for a folder")
 
@@ -58,20 +59,20 @@ def _run_options(parser: argparse.ArgumentParser) -> None:
     add("--steps", type=_count, help="end after so many steps instead of --epochs")
     add("--batch", type=_count, default=128, help="images of a step, over all processes")
     add("--lr", type=_rate, default=1e-3, help="highest learning rate")
-    add("--warm-up", type=float, default=5.0, metavar="EPOCHS", help="epochs of linear warm-up")
-    add("--weight-decay", type=float, default=0.05, help="not of biases, norms, positions and tokens")
+    add("--warm-up", type=_amount, default=5.0, metavar="EPOCHS", help="epochs of linear warm-up")
+    add("--weight-decay", type=_amount, default=0.05, help="not of biases, norms, positions and tokens")
     add("--beta2", type=_share, default=0.999, help="AdamW's second beta")
     add("--layer-decay", type=_rate, help="each layer learns more slowly than the next one by this factor")
-    add("--clip", type=float, default=1.0, help="largest norm of the gradient; 0: not clipped")
+    add("--clip", type=_amount, default=1.0, help="largest norm of the gradient; 0: not clipped")
     add("--ema", type=_share, default=0.0, help="also average the weights, with this decay; 0.9998 is usual")
     add("--crop", type=_rate, help="least area that RandomResizedCrop keeps; default: 0.3, for digits 0.7")
     add("--rand-augment", type=int, choices=range(10), help="its magnitude; 0: none; default: 9, for digits 5")
-    add("--mixup", type=float, default=0.8, help="alpha of MixUp; 0: none")
-    add("--cutmix", type=float, default=1.0, help="alpha of CutMix; 0: none")
+    add("--mixup", type=_amount, default=0.8, help="alpha of MixUp; 0: none")
+    add("--cutmix", type=_amount, default=1.0, help="alpha of CutMix; 0: none")
     add("--smoothing", type=_share, default=0.1, help="label smoothing")
     add("--dropout", type=_share, help="of tokens, attention and MLP; default: the model's own, 0.1 for CIFAR's")
-    add("--drop-path", type=_share, default=0.1, help="stochastic depth")
-    add("--teacher", type=Path, metavar="RUN", help="distil the model of this run, from the same images")
+    add("--drop-path", type=_share, help="stochastic depth; default: 0.1")
+    add("--teacher", metavar="RUN", help="distil the model of this run, from the same images")
     add("--distill", choices=("hard", "soft"), default="hard", help="learn its choice, or its probabilities")
     add("--temperature", type=_rate, default=1.0, help="of soft distillation")
 
@@ -83,14 +84,14 @@ def _run_options(parser: argparse.ArgumentParser) -> None:
     add("--checkpointing", action="store_true", help="recompute each block in the backward pass")
     add("--accumulate", type=_count, default=1, help="parts of a step's batch, one after another")
     add("--parallel", choices=("ddp", "fsdp"), help="under torchrun; default: ddp")
-    add("--workers", type=int, default=min((os.cpu_count() or 1) // 2, 8), help="processes that prepare images")
+    add("--workers", type=_whole, default=_workers(), help="processes that prepare images, for each that trains")
     add("--seed", type=int, default=0)
     add("--log-every", type=_count, default=10, metavar="STEPS", help="steps of a line in log.jsonl")
     add("--save-every", type=_count, metavar="STEPS", help="steps between checkpoints; default: an epoch")
 
 
 def _begin(args: argparse.Namespace) -> int:
-    args.set, args.teacher = dict(args.set), args.teacher and str(args.teacher)
+    args.set = dict(args.set)
     return _train(args, new=True)
 
 
@@ -100,11 +101,14 @@ def _resume(args: argparse.Namespace) -> int:
     settings = Run(args.run, writes=False).settings()
     if args.workers is not None:
         settings["workers"] = args.workers
-    return _train(argparse.Namespace(**settings, out=args.run), new=False)
+    return _train(argparse.Namespace(**{**settings, "out": args.run}), new=False)
 
 
 def _train(args: argparse.Namespace, new: bool) -> int:
+    import torch
+    import torch._dynamo
     import torch.distributed as dist
+    from training import models
     from training.data import read
     from training.loop import Stopped, Trainer
     from training.state import Run
@@ -114,12 +118,19 @@ def _train(args: argparse.Namespace, new: bool) -> int:
     if args.batch % (2 * args.accumulate * world):
         each = f"--accumulate {args.accumulate} and {world} processes"
         raise ValueError(f"--batch must give each part an even number of images, got {args.batch} for {each}")
+    if args.compile and args.compile not in torch._dynamo.list_backends(exclude_tags=()):
+        raise ValueError(f"--compile must name a backend of torch.compile, got {args.compile!r}")
     device = _device(args.device)
     run = Run(args.out, writes=os.environ.get("RANK", "0") == "0")
     if world > 1:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     try:
-        trainer = Trainer(args, read(args.data), run, device)
+        data = read(args.data)
+        if new:
+            models.settle(args, data)
+        elif data.classes != args.classes:
+            raise ValueError(f"{args.data} has other classes than when the run began")
+        trainer = Trainer(args, data, run, device)
         if new:
             _by_one_process(lambda: run.begin(args), world)
         found = trainer.fit(resume=not new and run.checkpoint.exists())
@@ -130,7 +141,7 @@ def _train(args: argparse.Namespace, new: bool) -> int:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-    if run.writes:
+    if run.writes and found:
         print(f"accuracy {found['accuracy']:.2%}; weights: {run.weights}")
     return 0
 
@@ -215,6 +226,21 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def _whole(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"must be an integer from 0 on, got {text!r}")
+    return int(text)
+
+
+def _workers() -> int:
+    """Return half of the cores, shared by the processes of this machine that train; at most 8."""
+    return min((os.cpu_count() or 1) // (2 * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))), 8)
+
+
+def _amount(text: str) -> float:
+    return _within(text, lambda value: 0.0 <= value < float("inf"), "a number from 0 on")
+
+
 def _rate(text: str) -> float:
     return _within(text, lambda value: 0.0 < value < float("inf"), "a positive number")
 
@@ -244,7 +270,7 @@ def main(arguments: list[str] | None = None) -> int:
     _run_options(train)
     resume = verbs.add_parser("resume", help="continue a run from its last checkpoint")
     resume.add_argument("run", type=Path, help="folder of a run")
-    resume.add_argument("--workers", type=int, help="processes that prepare images; default: the run's")
+    resume.add_argument("--workers", type=_whole, help="processes that prepare images; default: the run's")
     evaluate = verbs.add_parser("evaluate", help="test a trained model, also at several sizes of the images")
     evaluate.add_argument("run", type=Path, help="folder of a run")
     evaluate.add_argument("--data", help="default: the run's")

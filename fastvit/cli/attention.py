@@ -133,7 +133,9 @@ def _show(args: argparse.Namespace, maps: AttentionMaps, rollout: TokenWeights |
         f"over {h} x {w} patches"
     )
     terminal.print_table(["", "prefix", *(f"top {n + 1}" for n in range(top))], rows, title=title)
-    terminal.console().print("\nprefix: weight of CLS and registers; top: (row,column) of the patches with most weight")
+    terminal.console().print(
+        "\nprefix: weight of the tokens before the patches; top: (row,column) of the patches with most weight"
+    )
 
 
 def _query_name(maps: AttentionMaps) -> str:

@@ -163,9 +163,8 @@ _SYNONYMS = {  # the name of an argument in transformers, torchvision or timm's 
 
 def check_known(given: Mapping[str, Any], kind: type, *bases: type) -> None:
     """Check the keyword arguments of a class that passes further ones on to its bases."""
-    known = dict.fromkeys(  # without repeats, in their order
-        name for each in (kind, *bases) for name in inspect.signature(each).parameters
-    )
+    parameters = [p for each in (kind, *bases) for p in inspect.signature(each).parameters.values()]
+    known = dict.fromkeys(p.name for p in parameters if p.kind is not p.VAR_KEYWORD)  # without repeats, in their order
     for name in given:
         if name not in known:
             near = difflib.get_close_matches(name, known)

@@ -17,23 +17,23 @@ class VisionTransformerDistilled(VisionTransformer):
     For the arguments see `fastvit.VisionTransformerDistilled`.
     """
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        D, like = self.embed_dim, self.patch_embed.proj.weight
-        factory: dict[str, Any] = {"device": like.device, "dtype": like.dtype}
+    distilled_training = False
+
+    def make_prefix(self, class_token: bool, reg_tokens: int, **factory: Any) -> None:
+        if not class_token or reg_tokens:
+            raise ValueError("the two heads need class_token=True and reg_tokens=0")
+        super().make_prefix(class_token, reg_tokens, **factory)
+        self.dist_token = nn.Parameter(torch.empty(1, 1, self.embed_dim, **factory))
         self.num_prefix_tokens = 2
-        self.dist_token = nn.Parameter(torch.empty(1, 1, D, **factory))
+
+    def make_head(self, num_classes: int, **factory: Any) -> None:
+        super().make_head(num_classes, **factory)
+        self.head_dist = nn.Linear(self.embed_dim, num_classes, **factory) if num_classes else nn.Identity()
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        super().init_weights()
         nn.init.trunc_normal_(self.dist_token, std=0.02)
-        if self.pos_embed is not None:
-            n = self.patch_embed.num_patches + (0 if self.no_embed_class else self.num_prefix_tokens)
-            self.pos_embed = nn.Parameter(torch.empty(1, n, D, **factory))
-            nn.init.trunc_normal_(self.pos_embed, std=0.02)
-        self.head_dist: nn.Module = nn.Identity()
-        if self.num_classes:
-            self.head_dist = nn.Linear(D, self.num_classes, **factory)
-            nn.init.trunc_normal_(self.head_dist.weight, std=0.02)
-            nn.init.zeros_(self.head_dist.bias)
-        self.distilled_training = False
 
     def prefix_tokens(self) -> list[Tensor]:
         return [*super().prefix_tokens(), self.dist_token]

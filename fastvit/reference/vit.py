@@ -296,7 +296,6 @@ class VisionTransformer(nn.Module):
             fc_norm = global_pool in ("avg", "avgmax", "max")
 
         self.num_classes, self.global_pool, self.embed_dim = num_classes, global_pool, embed_dim
-        self.num_prefix_tokens = int(class_token) + reg_tokens
         self.no_embed_class, self.dynamic_img_size = no_embed_class, dynamic_img_size
         self.mean, self.std = mean, std
         self.patch_init = patch_init
@@ -305,9 +304,8 @@ class VisionTransformer(nn.Module):
         self.patch_embed = PatchEmbed(
             img_size, patch_size, in_chans, embed_dim, not pre_norm, embed_norm_layer, **factory
         )
+        self.make_prefix(class_token, reg_tokens, **factory)
         n = self.patch_embed.num_patches + (0 if no_embed_class else self.num_prefix_tokens)
-        self.cls_token = nn.Parameter(torch.empty(1, 1, embed_dim, **factory)) if class_token else None
-        self.reg_token = nn.Parameter(torch.empty(1, reg_tokens, embed_dim, **factory)) if reg_tokens else None
         self.fixed = pos_embed if pos_embed in ("sincos", "sincos2d") else None
         self.pos_embed: Tensor | None
         if self.fixed is not None:
@@ -330,8 +328,17 @@ class VisionTransformer(nn.Module):
             size = attn_pool_num_heads or num_heads, attn_pool_mlp_ratio or mlp_ratio
             self.attn_pool = AttentionPoolLatent(embed_dim, *size, norm, act, **factory)
         self.head_drop = nn.Dropout(drop_rate)
-        self.head = nn.Linear(embed_dim, num_classes, **factory) if num_classes else nn.Identity()
+        self.make_head(num_classes, **factory)
         self.init_weights()
+
+    def make_prefix(self, class_token: bool, reg_tokens: int, **factory: Any) -> None:
+        D = self.embed_dim
+        self.cls_token = nn.Parameter(torch.empty(1, 1, D, **factory)) if class_token else None
+        self.reg_token = nn.Parameter(torch.empty(1, reg_tokens, D, **factory)) if reg_tokens else None
+        self.num_prefix_tokens = int(class_token) + reg_tokens
+
+    def make_head(self, num_classes: int, **factory: Any) -> None:
+        self.head = nn.Linear(self.embed_dim, num_classes, **factory) if num_classes else nn.Identity()
 
     @torch.no_grad()
     def init_weights(self) -> None:

@@ -244,21 +244,21 @@ def _resize_positions(ours: dict[str, Tensor], model: VisionTransformer, source:
 
 
 def _check_fixed_positions(ours: dict[str, Tensor], model: VisionTransformer, *_: Any) -> list[str]:
-    """Replace pos_embed (1, P + n, D) by the model's fixed table if it is that table, of the model's patch grid or of a
-    square one. Returns a list of problems: other positions, which the model would lose."""
-    positions, grid = ours.get("pos_embed"), model.patch_embed.grid_size
+    """Replace pos_embed (1, P + n, D) by the model's fixed table if it is that table, of any patch grid. Returns a list
+    of problems: other positions, which the model would lose."""
+    positions = ours.get("pos_embed")
     if positions is None or not positions.is_floating_point():
         return []
-    ours["pos_embed"] = model.fixed_table(grid)
+    ours["pos_embed"] = model.fixed_table(model.patch_embed.grid_size)
     P = 0 if model.no_embed_class else model.num_prefix_tokens
-    side = math.isqrt(max(positions.shape[1] - P, 1)) if positions.dim() == 3 else 1
-    for theirs in (grid, (side, side)):
-        table = model.fixed_table(theirs).to(positions)
+    n = positions.shape[1] - P if positions.dim() == 3 else 0
+    for h in (h for h in range(1, n + 1) if n % h == 0):
+        table = model.fixed_table((h, n // h)).to(positions)
         # a table may have been computed in float32, and is rounded to the dtype of the file
         atol = max(1e-4, torch.finfo(positions.dtype).eps)
         if table.shape == positions.shape and torch.allclose(table, positions, rtol=0, atol=atol):
             return []
-    fixed = f"not the table of pos_embed={model.fixed_positions!r}; a model with pos_embed='learn' takes them"
+    fixed = f"of no patch grid the table of pos_embed={model.fixed_positions!r}"
     return [f"pos_embed {_described(positions)} is {fixed}"]
 
 

@@ -47,14 +47,15 @@ def train(*arguments: object) -> int:
 
 
 def start(*arguments: object, launcher: tuple[str, ...] = ()) -> subprocess.Popen[str]:
-    """Start the program in a process of its own, or with a launcher such as torchrun in several."""
+    """Start the program in a process of its own, or with a launcher such as torchrun in several. They are a group."""
     import_timm()
     pytest.importorskip("sklearn")
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"OMP_NUM_THREADS": "1"}
     command = [sys.executable, *launcher, *PROGRAM, *map(str, arguments)]
     return subprocess.Popen(
-        command, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
+        command, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        start_new_session=True,
+    )  # fmt: skip
 
 
 def log(run: Path, kind: str = "") -> list[Record]:

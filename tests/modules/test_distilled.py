@@ -48,8 +48,11 @@ def test_a_pair_of_logits_and_its_gradients_are_timms() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [{}, {"no_embed_class": True, "init_values": 0.1}, {"pos_embed": "none", "pre_norm": True}], ids=str
-)
+    "arguments",
+    [{}, {"no_embed_class": True, "init_values": 0.1}, {"pos_embed": "none", "pre_norm": True},
+     {"pos_embed": "sincos", "block_fn": "postnorm"}],
+    ids=str,
+)  # fmt: skip
 def test_as_the_reference(arguments: dict[str, Any]) -> None:
     ours = VisionTransformerDistilled(**TINY, **arguments)
     ours, eager = twins(ours, reference.VisionTransformerDistilled(**TINY, **arguments))

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import signal
 import subprocess
 import time
@@ -36,9 +37,9 @@ def test_killed_and_interrupted_runs_continue_with_the_same_losses(tmp_path):
 
     process = start("resume", other)
     wait_for(other, len(log(other)) + 2, process)
-    process.send_signal(signal.SIGINT)
+    os.killpg(process.pid, signal.SIGTERM)  # its worker gets it, too
     out, err = process.communicate()
-    assert process.returncode == 130, (out, err)
+    assert process.returncode == 143, (out, err)
     assert f"`train.py resume {other}` continues" in err
     assert "Traceback" not in err
     done = log(other)[-1]["step"]
@@ -84,6 +85,18 @@ def test_fused_and_plain_models_have_the_same_losses_and_are_compared(tmp_path, 
         assert "</svg>" in (tmp_path / f"both_{theme}.svg").read_text()
 
 
+def test_the_learning_rate_rises_to_its_highest_and_falls(tmp_path):
+    settings = [*SMALL, "--steps", "40", "--warm-up", "0.1", "--lr", "0.01", "--out", tmp_path / "run"]
+    assert train("run", *settings) == 0
+    rates = [record["lr"] for record in log(tmp_path / "run", "train")]
+    top = rates.index(max(rates))
+    assert rates[top] == 0.01
+    assert top == 9, "a tenth of an epoch"
+    assert rates[: top + 1] == sorted(rates[: top + 1])
+    assert rates[top:] == sorted(rates[top:], reverse=True)
+    assert rates[-1] < 0.0002
+
+
 def test_options_of_the_machine_leave_the_losses(tmp_path):
     settings = [*SMALL, *PLAIN, "--steps", "4"]
     assert train("run", *settings, "--out", tmp_path / "plain") == 0
@@ -123,6 +136,17 @@ def test_what_is_learnt_from_scratch_and_from_a_teacher(tmp_path, capsys):
     assert torch.equal(first["hard"]["dist_token"], first["soft"]["dist_token"])
     one_head = ["--model", "resnet18", "--teacher", tmp_path / "vit", "--epochs", "1"]
     assert train("run", *data, *one_head, "--out", tmp_path / "resnet") == 0
+    weights = tmp_path / "resnet" / "model.safetensors"
+    again = ["--model", "resnet18", "--weights", weights, "--freeze", "--epochs", "1"]
+    assert train("run", *data, *again, "--out", tmp_path / "head") == 0
+    before, after = load_file(weights), load_file(tmp_path / "head" / "model.safetensors")
+    assert {name for name in before if not torch.equal(before[name], after[name])} == {"fc.weight", "fc.bias"}
+
+    (folder / "val" / "dark").rename(folder / "val" / "night")
+    (folder / "train" / "dark").rename(folder / "train" / "night")
+    capsys.readouterr()
+    assert train("evaluate", tmp_path / "vit") == 2
+    assert "has other classes than those that" in capsys.readouterr().err
 
 
 def test_losses_of_distillation():
@@ -145,6 +169,10 @@ MISTAKES = {
     "no model": (["--model", "vit_smal_patch16_224"], "nearest: vit_small_patch16_224"),
     "no argument": (["--set", "width=3"], "width is not an argument of VisionTransformer"),
     "no argument of timm's": (["--model", "resnet18", "--set", "width=3"], "resnet18 takes no such argument"),
+    "an argument that has an option": (["--set", "img_size=8"], "--set img_size: --img-size says it"),
+    "two of which one is wrong": (["--set", "width=3", "--set", "depth=2"], "width is not an argument"),
+    "no backend": (["--compile", "nonsense"], "--compile must name a backend"),
+    "fused already": (["--accelerate"], "vit_cifar_small, which is fused already"),
     "odd batch": (["--batch", "6", "--accumulate", "2"], "--batch must give each part an even number"),
     "large batch": (["--batch", "2000"], "at most the 1438 training images, got 2000"),
     "no teacher": (["--teacher", "nowhere"], "nowhere has no run"),
@@ -176,13 +204,16 @@ def test_a_run_is_not_mixed_with_another(tmp_path, capsys):
     content = (out / "checkpoint.pt").read_bytes()
     (out / "checkpoint.pt").write_bytes(content[: len(content) // 2])
     assert train("resume", out) == 2
-    assert "checkpoint.pt is no readable checkpoint of this run" in capsys.readouterr().err
+    assert "checkpoint.pt is damaged, or of another run" in capsys.readouterr().err
     (out / "settings.json").write_text("{")
     assert train("compare", out) == 2
     assert f"{out} has no run" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("option", [["--batch", "0"], ["--lr", "-1"], ["--set", "depth"], ["--smoothing", "1"]])
+@pytest.mark.parametrize(
+    "option",
+    [["--batch", "0"], ["--lr", "-1"], ["--set", "depth"], ["--smoothing", "1"], ["--clip", "-1"], ["--workers", "-1"]],
+)
 def test_a_bad_option_is_one_line(option, capsys):
     with pytest.raises(SystemExit) as ended:
         train("run", "--out", "run", *option)

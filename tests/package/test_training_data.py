@@ -1,11 +1,13 @@
 """The data readers of benchmarks/examples/training, on small files in the real formats, and its batches."""
 
+import lzma
 import os
 import tarfile
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from training_runs import cifar_files, example, image_folder, packed, pickled
 
 IMAGES = np.random.default_rng(0).integers(0, 256, (6, 4, 3072), dtype=np.uint8)
@@ -42,6 +44,7 @@ class Evil:
 PYTHON = cifar_files(10, "python", IMAGES, np.zeros((6, 4), int))
 BINARY = cifar_files(10, "binary", IMAGES, np.zeros((6, 4), int))
 FLOATS = {b"labels": [0] * 4, b"data": IMAGES[0].astype(np.float32)}
+NO_VALUES = b"\x80\x02}(U\x06labels]K\x00aU\x04datacnumpy\nndarray\n)Ru."
 DAMAGED = {
     "a record too short": (BINARY | {"data_batch_2.bin": BINARY["data_batch_2.bin"][:-1]}, "must have records of 3073"),
     "no record": (BINARY | {"test_batch.bin": b""}, "test_batch.bin must have records"),
@@ -53,6 +56,9 @@ DAMAGED = {
     "an array of floats": (PYTHON | {"test_batch": pickled(FLOATS)}, "of bytes"),
     "labels too few": (PYTHON | {"test_batch": pickled({b"labels": [0], b"data": IMAGES[0]})}, "a class for each"),
     "labels of words": (PYTHON | {"test_batch": pickled({b"labels": ["a"], b"data": IMAGES[0]})}, "the list 'labels'"),
+    "an array without values": (PYTHON | {"test_batch": NO_VALUES}, "of bytes"),
+    "tuples of tuples": (PYTHON | {"test_batch": b"\x80\x02}(K\x00" + b"\x85" * 99 + b"K\x00u."}, "TUPLE1 where no"),
+    "a far memo": (PYTHON | {"test_batch": b"\x80\x02}r\xff\xff\xff\x0f."}, "LONG_BINPUT where no CIFAR"),
     "no dict": (PYTHON | {"test_batch": pickled([1])}, "must have a dict"),
 }  # fmt: skip
 
@@ -76,6 +82,9 @@ def test_damaged_archives(tmp_path):
     path.write_bytes(b"<html>not found</html>")
     with pytest.raises(ValueError, match=r"cifar\.tar\.gz is no readable tar archive"):
         read(str(path))
+    path.write_bytes(lzma.compress(packed(BINARY, tmp_path / "again.tar.gz").read_bytes())[:-4000])
+    with pytest.raises(ValueError, match=r"cifar\.tar\.gz is no readable tar archive"):
+        read(str(path))
     with tarfile.open(tmp_path / "other.tar", "w"):
         pass
     with pytest.raises(ValueError, match="it has no file"):
@@ -95,6 +104,17 @@ def test_folders_of_images(tmp_path):
     assert len(whole.test.labels) == 3
     assert not {*whole.train.paths} & {*whole.test.paths}
 
+    for name in ("._0.png", ".hidden/0.png"):
+        (tmp_path / "split" / "train" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "split" / "train" / name).write_bytes(b"no picture")
+    (tmp_path / "split" / "train" / "dark" / "._0.png").write_bytes(b"no picture")
+    again = read(str(tmp_path / "split"))
+    assert again.classes == data.classes
+    assert again.train.paths == data.train.paths
+
+    Image.new("I;16", (20, 20), 1000).save(tmp_path / "split" / "val" / "bright" / "1.png")
+    with pytest.raises(ValueError, match=r"bright/1\.png is no readable image: mode I;16 has more than 8 bits"):
+        again.test.load(1)
     (tmp_path / "split" / "val" / "dark" / "0.jpg").write_bytes(b"no picture")
     with pytest.raises(ValueError, match=r"dark/0\.jpg is no readable image"):
         read(str(tmp_path / "split")).test.load(8)
@@ -127,10 +147,12 @@ def test_a_batch_depends_on_its_number_alone():
     parts = [batches(2, rank, 2)[2 * (steps + 3) + part] for part in range(2) for rank in range(2)]
     assert torch.equal(torch.cat([part for part, _ in parts]), images)
     assert torch.equal(torch.cat([part for _, part in parts]), labels)
-    assert torch.equal(next(data.batches(whole, range(steps + 3, steps + 4), 1, torch.device("cpu")))[0], images)
+    with data.batches(whole, range(steps + 3, steps + 4), 1, torch.device("cpu")) as feed:
+        assert torch.equal(next(feed)[0], images)
 
     epoch = torch.cat([batches(1, 0, 1)[n][1] for n in range(steps)])
     assert epoch.bincount().min() > 100, "an epoch has every class"
-    seen = [torch.cat([y for _, y in (data.TestBatches(digits.test, transform, 50, r, 2)[n] for n in range(4))])
-            for r in range(2)]  # fmt: skip
-    assert sorted(torch.cat(seen).tolist()) == sorted(digits.test.labels.tolist())
+    sets = [data.TestBatches(digits.test, transform, 179, rank, 2) for rank in range(2)]
+    assert [len(one) for one in sets] == [2, 2], "359 images: processes that call a sharded model do so equally often"
+    seen = torch.cat([one[n][1] for one in sets for n in range(2)])
+    assert sorted(seen.tolist()) == [-1, *sorted(digits.test.labels.tolist())]

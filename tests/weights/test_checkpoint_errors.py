@@ -261,7 +261,7 @@ def test_mae() -> None:
 def test_positions_that_are_not_the_model_s_fixed_table() -> None:
     """Learnt ones, of the model's grid or of another: they would be lost. So would be those of another table."""
     for theirs in ({}, {"img_size": 24}, {"pos_embed": "sincos"}):
-        message = r"pos_embed \(1, \d+, 32\) is not the table of pos_embed='sincos2d'"
+        message = r"pos_embed \(1, \d+, 32\) is of no patch grid the table of pos_embed='sincos2d'"
         refused(state_dict(**theirs), message, r"another shape or type \(1\)", pos_embed="sincos2d")
     refused(state_dict(pos_embed="none"), r"missing \(1\):\n    pos_embed$", pos_embed="sincos2d")
 

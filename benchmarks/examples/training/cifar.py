@@ -1,13 +1,15 @@
 """Read CIFAR-10 and CIFAR-100 (Krizhevsky 2009) from their archives, in the binary and in the Python form.
 
-The Python form is a pickle. Its opcodes are interpreted, but every name in it stands for one of the few stand-ins
-below: nothing is imported, and no code from the file or of numpy runs.
+The Python form is a pickle. Only the opcodes that such files need are interpreted, and every name in it stands for one
+of the few stand-ins below: nothing is imported, and no code from the file or of numpy runs.
 """
 
 from __future__ import annotations
 
 import io
+import lzma
 import pickle
+import pickletools
 import re
 import tarfile
 import zlib
@@ -53,6 +55,13 @@ _FORMS = (
     _Form("CIFAR-100", ("train.bin",), "test.bin", "fine_label_names.txt", "", 2, 100),
     _Form("CIFAR-100", ("train",), "test", "meta", "fine_labels", 0, 100),
 )
+_WANTED = {name for form in _FORMS for name in (*form.train, form.test, form.names)}
+_OPCODES = """
+PROTO FRAME STOP MARK EMPTY_DICT EMPTY_LIST SETITEM SETITEMS APPEND APPENDS GLOBAL REDUCE BUILD NONE NEWTRUE NEWFALSE
+BININT BININT1 BININT2 BINSTRING SHORT_BINSTRING BINUNICODE SHORT_BINUNICODE BINBYTES SHORT_BINBYTES EMPTY_TUPLE TUPLE
+TUPLE1 TUPLE2 TUPLE3 BINGET LONG_BINGET BINPUT LONG_BINPUT MEMOIZE
+"""
+_TUPLES = 16  # at most: real files have 7, and many nested ones would take for ever to hash
 
 
 def holds_cifar(path: Path) -> bool:
@@ -69,7 +78,9 @@ def read(path: Path) -> Cifar:
     """
     try:
         files = _folder(path) if path.is_dir() else _archive(path)
-    except (tarfile.TarError, EOFError, zlib.error) as error:
+    except (tarfile.TarError, EOFError, zlib.error, lzma.LZMAError, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:  # the system's; others are a decompressor's
+            raise
         raise ValueError(f"{path} is no readable tar archive: {error}") from None
     for form in _FORMS:
         if {*form.train, form.test, form.names} <= files.keys():
@@ -82,16 +93,16 @@ def read(path: Path) -> Cifar:
 
 
 def _folder(path: Path) -> dict[str, bytes]:
-    wanted = {name for form in _FORMS for name in (*form.train, form.test, form.names)}
-    return {file.name: file.read_bytes() for file in path.iterdir() if file.name in wanted and file.is_file()}
+    return {file.name: file.read_bytes() for file in path.iterdir() if file.name in _WANTED and file.is_file()}
 
 
 def _archive(path: Path) -> dict[str, bytes]:
     files = {}
     with tarfile.open(path) as archive:
         for member in archive:
-            if member.isfile() and member.size <= _LARGEST and (file := archive.extractfile(member)) is not None:
-                files[PurePosixPath(member.name).name] = file.read()
+            name = PurePosixPath(member.name).name
+            if name in _WANTED and member.size <= _LARGEST and (file := archive.extractfile(member)) is not None:
+                files[name] = file.read()
     return files
 
 
@@ -133,6 +144,11 @@ def _class_names(content: bytes, form: _Form, where: str) -> list[str]:
 class _Array:
     """Takes the state of a pickled array of bytes."""
 
+    shape: Any = None
+    dtype: Any = None
+    fortran: Any = False
+    content: Any = None
+
     def __setstate__(self, state: Any) -> None:
         _, self.shape, self.dtype, self.fortran, self.content = state
 
@@ -171,12 +187,23 @@ class _Reader(pickle.Unpickler):
 
 def _unpickled(content: bytes, where: str) -> Mapping[str, Any]:
     try:
+        _check_opcodes(content)
         found = _Reader(io.BytesIO(content), encoding="bytes").load()
     except Exception as error:  # a damaged pickle may raise anything
         raise ValueError(f"{where} is no readable pickle: {error}") from None
     if not isinstance(found, dict):
         raise ValueError(f"{where} must have a dict, got {type(found).__name__}")
     return {_text(key): value for key, value in found.items()}
+
+
+def _check_opcodes(content: bytes) -> None:
+    """Raise UnpicklingError for opcodes that no CIFAR file has, which might take very long or much memory."""
+    allowed, tuples = _OPCODES.split(), 0
+    for opcode, argument, _ in pickletools.genops(content):
+        tuples += "TUPLE" in opcode.name
+        far = opcode.name == "LONG_BINPUT" and int(argument or 0) > len(content)  # the memo grows up to this index
+        if opcode.name not in allowed or tuples > _TUPLES or far:
+            raise pickle.UnpicklingError(f"it has {opcode.name} where no CIFAR file does")
 
 
 def _text(value: Any) -> str:

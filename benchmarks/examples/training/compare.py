@@ -15,9 +15,10 @@ _LINES = ("fused", "sdpa", "compile", "eager")  # colours of the memory study, i
 
 
 class Curve(NamedTuple):
-    """name: of the run's folder; about: the model; losses: by step; epochs: one record for each."""
+    """name: of the run's folder; settings and about: the run and its model; losses: by step; epochs: a record each."""
 
     name: str
+    settings: Record
     about: Record
     losses: dict[int, float]
     epochs: list[Record]
@@ -26,14 +27,14 @@ class Curve(NamedTuple):
 def read(folder: Path) -> Curve:
     """Read a run's log. Raises ValueError if no epoch has ended."""
     run = Run(folder, writes=False)
-    run.settings()
+    settings = run.settings()
     records = run.records()
     about = next((r for r in records if r["kind"] == "run"), None)
     epochs = [r for r in records if r["kind"] == "epoch"]
     if about is None or not epochs:
         raise ValueError(f"{folder} has no epoch that has ended")
     losses = {r["step"]: r["loss"] for r in records if r["kind"] == "train"}
-    return Curve(folder.name, about, losses, epochs)
+    return Curve(folder.resolve().name, settings, about, losses, epochs)
 
 
 def row(curve: Curve) -> list[str]:
@@ -50,11 +51,13 @@ def row(curve: Curve) -> list[str]:
 
 def notes(curves: list[Curve]) -> list[str]:
     """Return lines below the table: data and machine, and how far a model is from itself in plain PyTorch."""
-    about = curves[0].about
-    parts = [f"{about['data']}: {about['images']:,} images; {about['device']}, torch {about['torch']}"]
+    parts = list(dict.fromkeys(
+        f"{about['data']}: {about['images']:,} images; {about['device']}, torch {about['torch']}"
+        for about in (curve.about for curve in curves)
+    ))  # fmt: skip
     for plain in (curve for curve in curves if curve.about["plain"]):
         for fused in curves:
-            if fused.about == {**plain.about, "plain": False} and fused.losses.keys() == plain.losses.keys():
+            if fused.settings == {**plain.settings, "plain": False} and fused.losses.keys() == plain.losses.keys():
                 apart = max(abs(fused.losses[step] - plain.losses[step]) for step in fused.losses)
                 images = abs(fused.epochs[-1]["right"] - plain.epochs[-1]["right"])
                 parts.append(

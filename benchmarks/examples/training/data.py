@@ -7,6 +7,7 @@ augmented images.
 
 from __future__ import annotations
 
+import contextlib
 import random
 import signal
 from collections.abc import Callable, Iterator, Sequence
@@ -55,6 +56,8 @@ class FileImages:
         path = self.paths[index]
         try:
             with Image.open(path) as image:
+                if image.mode.startswith(("I", "F")):
+                    raise ValueError(f"mode {image.mode} has more than 8 bits")
                 return image.convert("RGB")
         except Exception as error:  # decoders of damaged files raise many kinds of errors
             raise ValueError(f"{path} is no readable image: {error}") from None
@@ -122,7 +125,7 @@ def _digits() -> Data:
     images = np.rint(found.images * (255 / 16)).astype(np.uint8)[:, None].repeat(3, axis=1)
     train, test = _split(len(images))
     # With patch_init="kaiming", `make training` ended at 68 % instead of 93 %: positions are small next to such patches
-    options = {"img_size": 8, "patch_size": 2, "embed_dim": 96, "depth": 4, "num_heads": 3, "patch_init": ""}
+    options = {"patch_size": 2, "embed_dim": 96, "depth": 4, "num_heads": 3, "patch_init": ""}
     return Data(
         "digits", ArrayImages(images[train], found.target[train]), ArrayImages(images[test], found.target[test]),
         [str(name) for name in found.target_names], 8, *_statistics(images[train]),
@@ -138,22 +141,35 @@ def _split(count: int) -> tuple[np.ndarray, np.ndarray]:
 
 def _folder(path: Path) -> Data:
     """Return the images in path/train/<class> and path/val/<class> (or test), or those in path/<class>, split."""
-    from torchvision.datasets import ImageFolder
-
     if (path / "train").is_dir():
         other = next((path / name for name in ("val", "test") if (path / name).is_dir()), None)
         if other is None:
             raise ValueError(f"{path} has the folder train, but neither val nor test")
-        sets = [ImageFolder(str(path / "train")), ImageFolder(str(other))]
+        sets = [_visible(path / "train"), _visible(other)]
         if sets[0].classes != sets[1].classes:
             raise ValueError(f"{path}: the folders of classes in train and in {other.name} are not the same")
         train, test = (_files(found.samples) for found in sets)
     else:
-        sets = [ImageFolder(str(path))]
+        sets = [_visible(path)]
         every = _files(sets[0].samples)
         train, test = (FileImages([every.paths[i] for i in part], every.labels[part])
                        for part in _split(len(every.paths)))  # fmt: skip
     return Data(path.name, train, test, sets[0].classes, 224, *IMAGENET, vit="vit_small_patch16_224", resnet="resnet50")
+
+
+def _visible(path: Path) -> Any:
+    """Return torchvision's ImageFolder without hidden files and folders."""
+    from torchvision.datasets.folder import IMG_EXTENSIONS, ImageFolder, has_file_allowed_extension
+
+    class Visible(ImageFolder):
+        def find_classes(self, directory: str) -> tuple[list[str], dict[str, int]]:
+            names = [name for name in super().find_classes(directory)[0] if not name.startswith(".")]
+            return names, {name: i for i, name in enumerate(names)}
+
+    def allowed(file: str) -> bool:
+        return not Path(file).name.startswith(".") and has_file_allowed_extension(file, IMG_EXTENSIONS)
+
+    return Visible(str(path), is_valid_file=allowed)
 
 
 def _files(samples: Sequence[tuple[str, int]]) -> FileImages:
@@ -214,38 +230,49 @@ class TrainBatches(Dataset[tuple[Tensor, Tensor]]):
 class TestBatches(Dataset[tuple[Tensor, Tensor]]):
     """Batches of the test set by number: images (b, 3, S, S) uint8 and classes (b,).
 
-    A process has every world-th image, from its rank on.
+    A process has every world-th image, from its rank on. All have the same number of images, because with FSDP they
+    must call the model together; what fills the last ones up has the class -1.
     """
 
     def __init__(
         self, images: Images, transform: Callable[[Image.Image], Tensor], size: int, rank: int, world: int
     ) -> None:
         self.images, self.transform, self.size = images, transform, size
-        self.indices = range(rank, len(images.labels), world)
+        self.indices = range(len(images.labels) + -len(images.labels) % world)[rank::world]
 
     def __len__(self) -> int:
         return -(-len(self.indices) // self.size)
 
     def __getitem__(self, number: int) -> tuple[Tensor, Tensor]:
-        chosen = self.indices[number * self.size : (number + 1) * self.size]
-        images = [self.transform(self.images.load(index)) for index in chosen]
-        return torch.stack(images), torch.from_numpy(self.images.labels[list(chosen)])
+        chosen, labels = self.indices[number * self.size : (number + 1) * self.size], self.images.labels
+        images = [self.transform(self.images.load(index % len(labels))) for index in chosen]
+        return torch.stack(images), torch.tensor([labels[i] if i < len(labels) else -1 for i in chosen])
 
 
-def batches(dataset: Dataset[Any], numbers: range, workers: int, device: torch.device) -> Iterator[tuple[Tensor, ...]]:
-    """Yield these batches on the device, prepared by so many processes."""
-    loader: DataLoader[Any] = DataLoader(
-        dataset, batch_size=None, sampler=numbers, num_workers=workers, pin_memory=device.type == "cuda",
-        worker_init_fn=_worker,
+@contextlib.contextmanager
+def batches(
+    dataset: Dataset[Any], numbers: range, workers: int, device: torch.device
+) -> Iterator[Iterator[tuple[Tensor, ...]]]:
+    """Yield an iterator over these batches, on the device. So many processes prepare them, and end with the context.
+
+    Raises:
+        ValueError: an image that cannot be read, also by one of the processes.
+    """
+    iterator = iter(
+        DataLoader(
+            dataset, batch_size=None, sampler=numbers, num_workers=workers, pin_memory=device.type == "cuda",
+            worker_init_fn=_worker,
+        )
     )  # fmt: skip
     try:
-        for batch in loader:
-            yield tuple(tensor.to(device, non_blocking=True) for tensor in batch)
+        yield (tuple(tensor.to(device, non_blocking=True) for tensor in batch) for batch in iterator)
     except ValueError as error:  # a worker's has its traceback in its text, and its own words last
         raise ValueError(str(error).strip().splitlines()[-1].removeprefix("ValueError: ")) from None
+    finally:  # an exception would keep the iterator, and so the workers, which no signal ends
+        getattr(iterator, "_shutdown_workers", lambda: None)()
 
 
 def _worker(_: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process decides when to stop
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for number in (signal.SIGINT, signal.SIGTERM):  # may go to the whole group; the main process decides when to stop
+        signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(1)

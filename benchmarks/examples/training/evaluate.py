@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import argparse
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from . import models, recipe
 from .data import TestBatches, batches, read
 from .loop import scores
+from .models import Model
 from .state import Run
 
 
@@ -38,33 +39,44 @@ def evaluate(
         flip: average over each image and its mirror image.
 
     Raises:
-        ValueError: the run has no weights yet, or not for so many classes.
+        ValueError: the run has no weights yet, the data have other classes, or the model takes no such size.
     """
     data = read(source or args.data)
-    model = models.trained(args, data, device, run.weights)
+    if data.classes != args.classes:
+        raise ValueError(f"{source or args.data} has other classes than those that {run.out} has learnt")
+    model = models.trained(args, device, run.weights)
     patch = getattr(getattr(model.module, "patch_embed", None), "patch_size", (1, 1))[0]
-    base = args.img_size or data.size
-    sizes = list(dict.fromkeys(max(round(base * scale / patch), 1) * patch for scale in scales))
-    sums = torch.zeros(len(sizes) + 1, 3, dtype=torch.float64)
-    test = TestBatches(data.test, recipe.test_transform(args, data), args.batch, 0, 1)
-    for images, labels in batches(test, range(len(test)), 0, device):
-        mean = torch.zeros(len(labels), len(data.classes), device=device)
-        for i, size in enumerate(sizes):
+    sizes = list(dict.fromkeys(max(round(args.img_size * scale / patch), 1) * patch for scale in scales))
+    labels = torch.from_numpy(data.test.labels)
+    found = {}
+    for size in sizes:
+        test = TestBatches(data.test, recipe.test_transform(args, size), args.batch, 0, 1)
+        try:
+            found[str(size)] = torch.cat(list(_logarithms(model, test, args, flip, device)))
+        except AssertionError as error:  # timm's, of models that take one size
+            raise ValueError(f"{args.name} takes no images of {size} px: {error}") from None
+    rows = [Row("of one size", size, *_figures(values, labels)) for size, values in found.items()]
+    if len(sizes) > 1:
+        rows.append(Row("of all sizes", ", ".join(found), *_figures(_mean([*found.values()]), labels)))
+    return rows
+
+
+def _logarithms(
+    model: Model, test: TestBatches, args: argparse.Namespace, flip: bool, device: torch.device
+) -> Iterator[Tensor]:
+    """Yield the logarithms of the probabilities of each batch, (b, classes)."""
+    with batches(test, range(len(test)), args.workers, device) as feed:
+        for images, _ in feed:
             with torch.autocast(device.type, torch.bfloat16, enabled=args.amp):
-                seen = [resized(images, size)]
-                seen += [seen[0].flip(-1)] * flip
-                probabilities = sum(model.module(model.prepared(x)).float().softmax(-1) for x in seen) / len(seen)
-            sums[i] += torch.tensor(scores(probabilities.log(), labels), dtype=torch.float64)
-            mean += probabilities / len(sizes)
-        sums[-1] += torch.tensor(scores(mean.log(), labels), dtype=torch.float64)
-    *each, mean_of_all = (sums / len(data.test.labels)).tolist()
-    rows = [Row("of one size", str(size), *values) for size, values in zip(sizes, each, strict=True)]
-    return [*rows, Row("of all sizes", ", ".join(map(str, sizes)), *mean_of_all)][: None if len(sizes) > 1 else 1]
+                seen = [images, images.flip(-1)] if flip else [images]
+                yield _mean([model.module(model.prepared(x)).float().log_softmax(-1) for x in seen]).cpu()
 
 
-def resized(images: Tensor, size: int) -> Tensor:
-    """Return images (b, 3, S, S) uint8 with another side, by bicubic interpolation."""
-    if images.shape[-1] == size:
-        return images
-    wide = F.interpolate(images.float(), (size, size), mode="bicubic", antialias=True)
-    return wide.round().clamp(0, 255).to(torch.uint8)
+def _mean(logarithms: list[Tensor]) -> Tensor:
+    """Return the logarithm of the mean probabilities."""
+    stacked = torch.stack(logarithms)
+    return stacked.logsumexp(0) - torch.tensor(float(len(stacked))).log().to(stacked)
+
+
+def _figures(logarithms: Tensor, labels: Tensor) -> tuple[Any, ...]:
+    return tuple(value / len(labels) for value in scores(logarithms, labels))

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from timm.utils import ModelEmaV3
+from timm.utils import ModelEmaV3, distribute_bn
 from torch import Tensor, nn
 
 from fastvit.cli import terminal
@@ -43,22 +43,22 @@ class Trainer:
         self.args, self.run, self.device = args, run, device
         self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self.data = TrainBatches(
-            data.train, recipe.train_transform(args, data), recipe.collate(args, data), args.batch, args.accumulate,
-            args.seed, self.rank, self.world,
+            data.train, recipe.train_transform(args), recipe.collate(args), args.batch, args.accumulate, args.seed,
+            self.rank, self.world,
         )  # fmt: skip
         each = args.batch // (args.accumulate * self.world)
-        self.test = TestBatches(data.test, recipe.test_transform(args, data), each, self.rank, self.world)
+        self.test = TestBatches(data.test, recipe.test_transform(args, args.img_size), each, self.rank, self.world)
         if self.data.steps == 0:
             raise ValueError(f"--batch must be at most the {len(data.train.labels)} training images, got {args.batch}")
         self.total = args.steps or self.data.steps * args.epochs
 
         seed_all(args.seed)
-        model = models.build(args, data, device, args.weights)
-        self.teacher = models.teacher(args, data, device)
+        model = models.build(args, device, args.weights)
+        self.teacher = models.teacher(args, device)
         self.about = {
             "name": args.model, "plain": args.plain, "data": data.name, "images": len(data.train.labels),
             "parameters": sum(p.numel() for p in model.module.parameters()),
-            "flops": models.flops(model, args.img_size or data.size, device),
+            "flops": models.flops(model, args.img_size, device),
         }  # fmt: skip
         if args.freeze:
             models.freeze(model.module)
@@ -95,9 +95,13 @@ class Trainer:
             self.run.log("run", **self.about, torch=torch.__version__, device=name, world=self.world)
         first, parts = self.at["step"], self.args.accumulate
         every = self.args.save_every or self.data.steps
-        feed = batches(self.data, range(first * parts, self.total * parts), self.args.workers, self.device)
+        numbers = range(first * parts, self.total * parts)
         found = next((r for r in reversed(self.run.records()) if r["kind"] == "epoch"), {})
-        with _signals() as asked, terminal.progress(self.total - first, "training") as advance:
+        with (
+            _signals() as asked,
+            terminal.progress(self.total - first, "training") as advance,
+            batches(self.data, numbers, self.args.workers, self.device) as feed,
+        ):
             for step in range(first, self.total):
                 advance(f"epoch {step // self.data.steps + 1}")
                 done = step + 1
@@ -137,6 +141,9 @@ class Trainer:
         """Take one step of the optimizer. Returns the mean loss of this process's images."""
         self.schedule.step_update(step)
         self.call.train()
+        if self.args.freeze:  # nor do running statistics change, and nothing is dropped
+            for part in self.model.module.children():
+                part.eval()
         total = torch.zeros((), device=self.device)
         for part, (images, targets) in enumerate(micro):
             seed_all(self.args.seed, step, part, self.rank, 2)  # dropout and stochastic depth
@@ -204,6 +211,9 @@ class Trainer:
 
     def _epoch(self, step: int) -> Record:
         """Evaluate and log an epoch."""
+        if self.world > 1:  # BatchNorm's running statistics are of each process's own images
+            for module in (self.model.module, *((self.average.module,) if self.average is not None else ())):
+                distribute_bn(module, self.world, reduce=True)
         found = {"test": self.evaluate(self.model)}
         if self.average is not None:
             found["average"] = self.evaluate(Model(self.average.module, self.model.mean, self.model.std))
@@ -219,10 +229,10 @@ class Trainer:
             record["without_average"] = found["test"]["accuracy"]
         self.run.log("epoch", **record)
         if self.rank == 0:
-            speed = record["images_per_second"]
+            of, speed = -(-self.total // self.data.steps), record["images_per_second"] or math.nan
             print(
-                f"epoch {record['epoch'] + 1}/{self.args.epochs}  loss {record['train_loss']:.3f}  test loss "
-                f"{best['loss']:.3f}  accuracy {best['accuracy']:.2%}  {speed or math.nan:,.0f} images/s",
+                f"epoch {record['epoch'] + 1}/{of}  loss {train_loss:.3f}  test loss {best['loss']:.3f}  "
+                f"accuracy {best['accuracy']:.2%}  {speed:,.0f} images/s",
                 flush=True,
             )
         return record
@@ -232,10 +242,13 @@ class Trainer:
         """Return loss, accuracy and top-5 accuracy on the test images, over all processes."""
         model.module.eval()
         sums = torch.zeros(4, dtype=torch.float64, device=self.device)
-        for images, labels in batches(self.test, range(len(self.test)), self.args.workers, self.device):
-            with self._autocast():
-                logits = model.module(model.prepared(images))
-            sums += torch.tensor([*scores(logits, labels), len(labels)], dtype=torch.float64, device=self.device)
+        with batches(self.test, range(len(self.test)), self.args.workers, self.device) as feed:
+            for images, labels in feed:
+                with self._autocast():
+                    logits = model.module(model.prepared(images))
+                counted = labels >= 0
+                found = [*scores(logits[counted], labels[counted]), int(counted.sum())]
+                sums += torch.tensor(found, dtype=torch.float64, device=self.device)
         if self.world > 1:
             dist.all_reduce(sums)
         loss, accuracy, top5 = (sums[:3] / sums[3]).tolist()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,10 @@ import fastvit
 from fastvit import zoo
 
 from .data import IMAGENET, Data
-from .state import Run
+from .state import SETTINGS, Run
 
 SMALL = 64  # pixels; smaller images keep their size in the first layer of a ResNet
+DROP_PATH = 0.1
 
 
 @dataclass(frozen=True)
@@ -44,87 +46,138 @@ class Model:
         return (images.float() / 255 - self.mean) / self.std
 
 
-def build(args: argparse.Namespace, data: Data, device: torch.device, weights: str | None = None, **more: Any) -> Model:
-    """Make the model that --model names.
+def settle(args: argparse.Namespace, data: Data) -> None:
+    """Replace what is left to the data by its values, so that the settings of a run say all that its model depends on.
+
+    Raises:
+        ValueError: options that exclude each other.
+    """
+    args.name = {"vit": data.vit, "resnet": data.resnet}.get(args.model, args.model)
+    args.img_size = args.img_size or data.size
+    args.crop = args.crop or data.crop
+    args.rand_augment = data.rand_augment if args.rand_augment is None else args.rand_augment
+    args.classes, args.mirrored = data.classes, data.mirrored
+    args.set = (data.options if args.model == "vit" else {}) | args.set
+    for name, option in {"num_classes": "--data", "img_size": "--img-size", "device": "--device"}.items():
+        if name in args.set:
+            raise ValueError(f"--set {name}: {option} says it")
+    ours = args.name in zoo.CONFIGS
+    if args.plain and not ours:
+        raise ValueError(f"--plain takes one of our models, got {args.name}")
+    if args.accelerate and ours:
+        raise ValueError(f"--accelerate takes a model of timm, got {args.name}, which is fused already")
+    args.mean, args.std = data.mean, data.std
+    if args.weights is not None:
+        args.mean, args.std = IMAGENET
+        beside = Path(args.weights).with_name(SETTINGS)  # of weights that this program has written
+        if beside.exists():
+            found = json.loads(beside.read_text())
+            args.mean, args.std = found["mean"], found["std"]
+    for name in ("data", "weights", "teacher"):  # a run may be resumed from another folder
+        value = getattr(args, name)
+        if value is not None and Path(value).exists():
+            setattr(args, name, str(Path(value).absolute()))
+
+
+def build(args: argparse.Namespace, device: torch.device, weights: str | None = None, **more: Any) -> Model:
+    """Make the model of settled settings.
 
     Args:
         weights: what it starts from, with a new head; None for random weights.
         more: further arguments of one of our models.
 
     Raises:
-        ValueError: a name that neither fastvit nor timm knows, or weights that do not fit.
+        ValueError: a name that neither fastvit nor timm knows, an unknown argument, or weights that do not fit.
     """
-    name = {"vit": data.vit, "resnet": data.resnet}.get(args.model, args.model)
-    size = args.img_size or data.size
-    if name not in zoo.CONFIGS:
-        return _of_timm(name, args, data, size, device, weights)
-    mean, std = _statistics(args, data)
+    if args.name not in zoo.CONFIGS:
+        return _of_timm(args, device, weights)
     options = {
-        "num_classes": len(data.classes), "img_size": size, "mean": mean, "std": std, "drop_path_rate": args.drop_path,
+        "num_classes": len(args.classes), "img_size": args.img_size, "mean": args.mean, "std": args.std,
+        "drop_path_rate": DROP_PATH if args.drop_path is None else args.drop_path,
     }  # fmt: skip
     if args.dropout is not None:
         options |= dict.fromkeys(("pos_drop_rate", "proj_drop_rate", "attn_drop_rate"), args.dropout)
-    options |= (data.options if args.model == "vit" else {}) | args.set | more
+    options |= args.set | more
     try:
-        module = fastvit.create_model(name, weights, drop_head=weights is not None, device=device, **options)
+        module = fastvit.create_model(args.name, weights, drop_head=weights is not None, device=device, **options)
     except TypeError as error:
         raise ValueError(str(error)) from None
     if not args.plain:
         return Model(module)
-    plain = getattr(fastvit.reference, type(module).__name__)(**{**zoo.config(name), **options, "device": device})
+    plain = getattr(fastvit.reference, type(module).__name__)(**{**zoo.config(args.name), **options, "device": device})
     plain.load_state_dict(module.state_dict())
     undecayed, layers = module.no_weight_decay(), module.group_matcher()  # timm's optimizers ask the model for these
     plain.no_weight_decay, plain.group_matcher = (lambda: undecayed), (lambda coarse=False: layers)
     return Model(plain)
 
 
-def _of_timm(
-    name: str, args: argparse.Namespace, data: Data, size: int, device: torch.device, weights: str | None
-) -> Model:
-    if not timm.is_model(name):
-        fastvit.zoo.config(name)  # raises, with the nearest names
-    if args.plain:
-        raise ValueError(f"--plain takes one of our models, got {name}")
-    options = {"num_classes": len(data.classes), "drop_path_rate": args.drop_path, "drop_rate": args.dropout or 0.0}
-    if weights is not None:
-        options["checkpoint_path"] = weights
+def _of_timm(args: argparse.Namespace, device: torch.device, weights: str | None) -> Model:
+    if not timm.is_model(args.name):
+        zoo.config(args.name)  # raises, with the nearest names
+    options: dict[str, Any] = {"num_classes": len(args.classes), "drop_rate": args.dropout or 0.0}
+    if (known := timm.get_pretrained_cfg(args.name)) is not None and known.fixed_input_size:
+        options["img_size"] = args.img_size
+    rate = DROP_PATH if args.drop_path is None else args.drop_path
     try:
-        module: Any = timm.create_model(name, **options, **args.set)
+        try:
+            module: Any = timm.create_model(args.name, drop_path_rate=rate, **options, **args.set)
+        except TypeError:
+            if args.drop_path is not None:
+                raise
+            module = timm.create_model(args.name, **options, **args.set)
+            print(f"{args.name} has no stochastic depth")
     except TypeError as error:
-        raise ValueError(f"{name} takes no such argument: {error}") from None
-    residual = isinstance(module, timm.models.resnet.ResNet)
-    if size <= SMALL and residual:
+        raise ValueError(f"{args.name} takes no such argument: {error}") from None
+    residual = isinstance(module, timm.models.resnet.ResNet) and isinstance(module.conv1, nn.Conv2d)
+    if args.img_size <= SMALL and residual:
         # He et al. 2015, section 4.2: a first convolution of 3 x 3 without stride, no pooling
         module.conv1 = nn.Conv2d(3, module.conv1.out_channels, 3, padding=1, bias=False)
         nn.init.kaiming_normal_(module.conv1.weight, mode="fan_out", nonlinearity="relu")
         module.maxpool = nn.Identity()
+    if weights is not None:
+        _load_into_timm(module, weights)
     module = module.to(device)
     if args.accelerate:
         print(fastvit.accelerate(module))
-    mean, std = (torch.tensor(value, device=device).view(3, 1, 1) for value in _statistics(args, data))
+    mean, std = (torch.tensor(value, device=device).view(3, 1, 1) for value in (args.mean, args.std))
     return Model(module, mean, std)
 
 
-def _statistics(args: argparse.Namespace, data: Data) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return mean and deviation of the images: those that the weights of --weights were trained with, or the data's."""
-    return (data.mean, data.std) if args.weights is None else IMAGENET
+def _load_into_timm(module: Any, weights: str) -> None:
+    """Load a file of timm's names, all but the classifier."""
+    classifier = module.default_cfg["classifier"]
+    heads = tuple(f"{name}." for name in ((classifier,) if isinstance(classifier, str) else classifier))
+    try:
+        tensors = timm.models.load_state_dict(weights)
+        kept = {name: value for name, value in tensors.items() if not name.startswith(heads)}
+        missing, unexpected = module.load_state_dict(kept, strict=False)
+    except Exception as error:  # a damaged file may raise anything
+        raise ValueError(f"{weights} does not fit the model: {error}") from None
+    if wrong := unexpected + [name for name in missing if not name.startswith(heads)]:
+        raise ValueError(f"{weights} does not fit the model, for example {', '.join(wrong[:3])}")
 
 
-def trained(args: argparse.Namespace, data: Data, device: torch.device, file: Path) -> Model:
-    """Make the model of a run's settings with the weights that it has learnt; it takes images of other sizes, too."""
-    name = data.vit if args.model == "vit" else args.model
-    of_any_size: dict[str, Any] = {"dynamic_img_size": True} if name in zoo.CONFIGS else {}
-    found = build(args, data, device, **of_any_size)
+def trained(args: argparse.Namespace, device: torch.device, file: Path) -> Model:
+    """Make the model of a run's settings with the weights that it has learnt; ours take images of other sizes, too."""
+    of_any_size: dict[str, Any] = {"dynamic_img_size": True} if args.name in zoo.CONFIGS else {}
+    found = build(args, device, **of_any_size)
     load(found.module, file)
     return Model(found.module.eval().requires_grad_(False), found.mean, found.std)
 
 
-def teacher(args: argparse.Namespace, data: Data, device: torch.device) -> Model | None:
-    """Make the frozen teacher: the model of the run --teacher."""
+def teacher(args: argparse.Namespace, device: torch.device) -> Model | None:
+    """Make the frozen teacher: the model of the run --teacher.
+
+    Raises:
+        ValueError: there is no such run, or it has other classes.
+    """
     if args.teacher is None:
         return None
     run = Run(Path(args.teacher), writes=False)
-    return trained(argparse.Namespace(**run.settings()), data, device, run.weights)
+    settings = argparse.Namespace(**run.settings())
+    if settings.classes != args.classes:
+        raise ValueError(f"--teacher {args.teacher} has learnt other classes than those of the data")
+    return trained(settings, device, run.weights)
 
 
 def load(module: nn.Module, file: Path) -> None:
@@ -157,7 +210,6 @@ def freeze(module: Any) -> None:
         head.requires_grad_(True)
 
 
-@torch.no_grad()
 def flops(model: Model, size: int, device: torch.device) -> int:
     """Return the floating-point operations of one image forward; a multiply-add counts as two."""
     was = model.module.training

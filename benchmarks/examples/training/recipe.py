@@ -12,31 +12,28 @@ from timm.optim import create_optimizer_v2
 from timm.scheduler import CosineLRScheduler
 from torch import Tensor, nn
 
-from .data import Data
 
-
-def train_transform(args: argparse.Namespace, data: Data) -> Any:
+def train_transform(args: argparse.Namespace) -> Any:
     """Return RandomResizedCrop, a horizontal flip if the data allow it, and RandAugment: PIL -> (3, S, S) uint8."""
-    magnitude = data.rand_augment if args.rand_augment is None else args.rand_augment
     # At most 9: at 10, timm's posterize keeps 0 bits, which Pillow refuses
-    augment = f"rand-m{magnitude}-n2-mstd0.5-mmax9-inc1" if magnitude else None
+    augment = f"rand-m{args.rand_augment}-n2-mstd0.5-mmax9-inc1" if args.rand_augment else None
     return create_transform(
-        args.img_size or data.size, is_training=True, scale=(args.crop or data.crop, 1.0), hflip=data.mirrored / 2,
-        auto_augment=augment, color_jitter=0.0, mean=data.mean, interpolation="bicubic", use_prefetcher=True,
+        args.img_size, is_training=True, scale=(args.crop, 1.0), hflip=args.mirrored / 2, auto_augment=augment,
+        color_jitter=0.0, mean=args.mean, interpolation="bicubic", use_prefetcher=True,
     )  # fmt: skip
 
 
-def test_transform(args: argparse.Namespace, data: Data) -> Any:
-    """Return resize and centre crop: PIL -> (3, S, S) uint8. Small images keep their border."""
-    size = args.img_size or data.size
-    return create_transform(size, crop_pct=1.0 if size <= 64 else 0.9, interpolation="bicubic", use_prefetcher=True)
+def test_transform(args: argparse.Namespace, size: int) -> Any:
+    """Return resize and centre crop to a size: PIL -> (3, S, S) uint8. Small images keep their border."""
+    crop = 1.0 if args.img_size <= 64 else 0.9
+    return create_transform(size, crop_pct=crop, interpolation="bicubic", use_prefetcher=True)
 
 
-def collate(args: argparse.Namespace, data: Data) -> FastCollateMixup:
+def collate(args: argparse.Namespace) -> FastCollateMixup:
     """Return what mixes a batch by MixUp (arXiv:1710.09412) or CutMix (arXiv:1905.04899), and smooths its targets."""
     return FastCollateMixup(
         args.mixup, args.cutmix, prob=float(args.mixup > 0 or args.cutmix > 0), switch_prob=0.5,
-        label_smoothing=args.smoothing, num_classes=len(data.classes),
+        label_smoothing=args.smoothing, num_classes=len(args.classes),
     )  # fmt: skip
 
 
@@ -52,8 +49,8 @@ def schedule(args: argparse.Namespace, chosen: torch.optim.Optimizer, steps: int
     """Return warm-up and cosine decay. steps: of the whole run; epoch: steps of an epoch."""
     warm_up = min(round(args.warm_up * epoch), steps - 1)
     return CosineLRScheduler(
-        chosen, t_initial=max(steps, 2), lr_min=args.lr * 1e-2, warmup_t=warm_up, warmup_lr_init=args.lr * 1e-3,
-        t_in_epochs=False,
+        chosen, t_initial=max(steps - warm_up, 2), lr_min=args.lr * 1e-2, warmup_t=warm_up,
+        warmup_lr_init=args.lr * 1e-3, warmup_prefix=True, t_in_epochs=False,
     )  # fmt: skip
 
 

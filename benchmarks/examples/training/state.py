@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import io
 import json
 import pickle
@@ -22,6 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from fastvit._output import write_file
 
+SETTINGS = "settings.json"
 _WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 _TO_ALL = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 Record = dict[str, Any]
@@ -36,7 +38,7 @@ class Run:
     def __init__(self, out: Path, writes: bool) -> None:
         self.out, self.writes = out, writes
         self.checkpoint, self.weights = out / "checkpoint.pt", out / "model.safetensors"
-        self._settings, self._log = out / "settings.json", out / "log.jsonl"
+        self._settings, self._log = out / SETTINGS, out / "log.jsonl"
 
     def begin(self, args: argparse.Namespace) -> None:
         """Write the settings of a new run. Raises ValueError if the folder has one already."""
@@ -52,7 +54,7 @@ class Run:
             found = json.loads(self._settings.read_text())
         except (OSError, ValueError):
             found = None
-        if not isinstance(found, dict):
+        if not isinstance(found, dict) or not {"model", "name", "classes", "batch", "data"} <= found.keys():
             raise ValueError(f"{self.out} has no run: there is no readable {self._settings.name}")
         return found
 
@@ -60,11 +62,9 @@ class Run:
         """Return the log, a line a record; a line that a killed process did not finish is left out."""
         found = []
         for line in self._log.read_text().splitlines() if self._log.exists() else ():
-            try:
+            with contextlib.suppress(ValueError):
                 found.append(json.loads(line))
-            except ValueError:
-                continue
-        return found
+        return [record for record in found if isinstance(record, dict) and "kind" in record]
 
     def log(self, kind: str, **values: Any) -> None:
         if self.writes:
@@ -104,8 +104,8 @@ class Run:
                 set_model_state_dict(average, state["average"], options=options)
             set_optimizer_state_dict(module, optimizer, state["optimizer"], options=options)
             at: Record = state["at"]
-        except (RuntimeError, KeyError, EOFError, pickle.UnpicklingError) as error:
-            raise ValueError(f"{self.checkpoint} is no readable checkpoint of this run: {error}") from None
+        except (RuntimeError, LookupError, TypeError, AttributeError, EOFError, pickle.UnpicklingError):
+            raise ValueError(f"{self.checkpoint} is damaged, or of another run") from None
         return at
 
     def export(self, module: nn.Module) -> None:

@@ -105,10 +105,10 @@ def _of_heads(tokens: QueryTokens, call: AttentionCall) -> Tensor:
     (h, w), (height, width) = tokens.grid, tokens.patch_size
     rows, columns = (torch.arange(n, device=call.q.device, dtype=weights.wide(call.q)) for n in (h, w))
     centres = torch.cartesian_prod(height * rows, width * columns)
-    total = torch.zeros(call.q.shape[0], dtype=torch.float64, device=call.q.device)
+    total = torch.zeros(call.q.shape[0], dtype=torch.float64, device="cpu")
     for chunk in weights.chunks(call, first=tokens.prefix):
         queries = centres[chunk.start - tokens.prefix : chunk.stop - tokens.prefix]
         pixels = torch.cdist(queries, centres, compute_mode="donot_use_mm_for_euclid_dist")
         of_patches = weights.softmax(call, chunk, keys=slice(tokens.prefix, None))
-        total += of_patches.mul_(pixels).sum((1, 2), dtype=torch.float64)
-    return (total / (h * w)).cpu()
+        total += of_patches.mul_(pixels).sum(2).cpu().double().sum(1)
+    return total / (h * w)

@@ -195,8 +195,8 @@ def position_embeddings(model: nn.Module, patches: int) -> tuple[Tensor | None, 
     """Find the position embeddings that a model adds to its patches, (patches, D), by the libraries' names, or None.
     Return also whether they are fixed: a buffer of the model, or a parameter that does not learn while others do."""
     trains = any(p.requires_grad for p in model.parameters())
-    for name, tensor in (*model.named_parameters(), *model.named_buffers(recurse=False)):
-        if "pos_embed" in name or "position_embedding" in name:
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if ("pos_embed" in name or "position_embedding" in name) and "rope" not in name:
             rows = tensor.detach().flatten(0, -2)
             if 0 <= len(rows) - patches < 32:  # prefix tokens come first
                 fixed = not isinstance(tensor, nn.Parameter) or (trains and not tensor.requires_grad)

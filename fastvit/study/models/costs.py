@@ -36,7 +36,7 @@ class ModelCost:
         image_size, patch_size: (height, width). patch_size is None for a model that is no plain ViT, such as a ResNet
             or a Swin, and so is everything that counts tokens.
         batch: images.
-        prefix_tokens: CLS and registers.
+        prefix_tokens: CLS, registers, distillation token.
         parameters: by part.
         flops: of a forward pass of the batch, as `torch.utils.flop_counter` counts them: two for a multiply-add of a
             matmul or convolution, none for anything else.
