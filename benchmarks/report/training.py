@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from pathlib import Path
 
 
@@ -17,4 +18,4 @@ def render(path: Path) -> list[str]:
         )
         for row in rows
     ]
-    return [*lines, *found["notes"]]
+    return [*lines, *(line for note in found["notes"] for line in textwrap.wrap(note, 100))]
