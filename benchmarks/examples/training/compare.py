@@ -9,7 +9,7 @@ from fastvit.study.memory.plot import COLOURS
 
 from .state import Record, Run
 
-HEADS = ["run", "model", "parameters", "GFLOPs", "accuracy", "best", "loss", "images/s", "peak MiB", "minutes"]
+HEADS = ["run", "model", "params", "GFLOPs", "accuracy", "best", "loss", "images/s", "peak MiB", "minutes"]
 THEMES = ("light", "dark")
 _LINES = ("fused", "sdpa", "compile", "eager")  # colours of the memory study, in the order of the runs
 
