@@ -28,6 +28,7 @@ from fastvit.cli import terminal
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silence the profiler that reads the CPU's allocator
 
+_DEVICES = ("auto", "cpu", "cuda")
 _EXAMPLES = """examples:
   train.py run --data cifar-10-python.tar.gz --model vit_cifar_small --epochs 200 --amp --out runs/cifar
   train.py resume runs/cifar                          # goes on where a run has stopped
@@ -78,14 +79,14 @@ def _run_options(parser: argparse.ArgumentParser) -> None:
 
     group = parser.add_argument_group("machine")
     add = group.add_argument
-    add("--device", default="auto", help="cpu, cuda, or auto")
+    add("--device", default="auto", choices=_DEVICES)
     add("--amp", action="store_true", help="bfloat16 autocast")
     add("--compile", nargs="?", const="inductor", metavar="BACKEND", help="torch.compile the model")
     add("--checkpointing", action="store_true", help="recompute each block in the backward pass")
     add("--accumulate", type=_count, default=1, help="parts of a step's batch, one after another")
     add("--parallel", choices=("ddp", "fsdp"), help="under torchrun; default: ddp")
     add("--workers", type=_whole, default=_workers(), help="processes that prepare images, for each that trains")
-    add("--seed", type=int, default=0)
+    add("--seed", type=_whole, default=0, help="of initial values, order, augmentation and dropout")
     add("--log-every", type=_count, default=10, metavar="STEPS", help="steps of a line in log.jsonl")
     add("--save-every", type=_count, metavar="STEPS", help="steps between checkpoints; default: an epoch")
 
@@ -200,8 +201,6 @@ def _device(name: str) -> Any:
 
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name not in ("cpu", "cuda"):
-        raise ValueError(f"--device must be cpu, cuda or auto, got {name}")
     if name == "cuda":
         if not torch.cuda.is_available():
             raise ValueError("--device cuda: torch finds no GPU")
@@ -276,7 +275,7 @@ def main(arguments: list[str] | None = None) -> int:
     evaluate.add_argument("--data", help="default: the run's")
     evaluate.add_argument("--scales", type=_scales, default=[1.0], help="factors of the side of the images: 1,1.25")
     evaluate.add_argument("--flip", action="store_true", help="also of mirrored images")
-    evaluate.add_argument("--device", default="auto", help="cpu, cuda, or auto")
+    evaluate.add_argument("--device", default="auto", choices=_DEVICES)
     compare = verbs.add_parser("compare", help="compare runs in a table and a picture")
     compare.add_argument("runs", type=Path, nargs="+", help="folders of runs")
     compare.add_argument("--plot", type=Path, help="writes NAME_light.svg and NAME_dark.svg; .png too")

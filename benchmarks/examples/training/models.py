@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import fastvit
 from fastvit import zoo
 
-from .data import IMAGENET, Data
+from .data import DIGITS, IMAGENET, Data
 from .state import SETTINGS, Run
 
 SMALL = 64  # pixels; smaller images keep their size in the first layer of a ResNet
@@ -75,7 +75,7 @@ def settle(args: argparse.Namespace, data: Data) -> None:
             args.mean, args.std = found["mean"], found["std"]
     for name in ("data", "weights", "teacher"):  # a run may be resumed from another folder
         value = getattr(args, name)
-        if value is not None and Path(value).exists():
+        if value not in (None, DIGITS) and Path(value).exists():
             setattr(args, name, str(Path(value).absolute()))
 
 
