@@ -24,7 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fastvit.cli import terminal
+from fastvit.cli import options, terminal
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silence the profiler that reads the CPU's allocator
 
@@ -52,13 +52,13 @@ def _run_options(parser: argparse.ArgumentParser) -> None:
     add("--accelerate", action="store_true", help="fastvit.accelerate timm's model")
     add("--weights", help="start from this file, with a new head; our models also from a repository of the Hub")
     add("--freeze", action="store_true", help="train the head alone")
-    add("--img-size", type=_count, help="side of the images in pixels; default: the data's, 224 for a folder")
+    add("--img-size", type=options.count, help="side of the images in pixels; default: the data's, 224 for a folder")
 
     group = parser.add_argument_group("recipe")
     add = group.add_argument
-    add("--epochs", type=_count, default=100, help="passes through the training images")
-    add("--steps", type=_count, help="end after so many steps instead of --epochs")
-    add("--batch", type=_count, default=128, help="images of a step, over all processes")
+    add("--epochs", type=options.count, default=100, help="passes through the training images")
+    add("--steps", type=options.count, help="end after so many steps instead of --epochs")
+    add("--batch", type=options.count, default=128, help="images of a step, over all processes")
     add("--lr", type=_rate, default=1e-3, help="highest learning rate")
     add("--warm-up", type=_amount, default=5.0, metavar="EPOCHS", help="epochs of linear warm-up")
     add("--weight-decay", type=_amount, default=0.05, help="not of biases, norms, positions and tokens")
@@ -83,12 +83,12 @@ def _run_options(parser: argparse.ArgumentParser) -> None:
     add("--amp", action="store_true", help="bfloat16 autocast")
     add("--compile", nargs="?", const="inductor", metavar="BACKEND", help="torch.compile the model")
     add("--checkpointing", action="store_true", help="recompute each block in the backward pass")
-    add("--accumulate", type=_count, default=1, help="parts of a step's batch, one after another")
+    add("--accumulate", type=options.count, default=1, help="parts of a step's batch, one after another")
     add("--parallel", choices=("ddp", "fsdp"), help="under torchrun; default: ddp")
     add("--workers", type=_whole, default=_workers(), help="processes that prepare images, for each that trains")
     add("--seed", type=_whole, default=0, help="of initial values, order, augmentation and dropout")
-    add("--log-every", type=_count, default=10, metavar="STEPS", help="steps of a line in log.jsonl")
-    add("--save-every", type=_count, metavar="STEPS", help="steps between checkpoints; default: an epoch")
+    add("--log-every", type=options.count, default=10, metavar="STEPS", help="steps of a line in log.jsonl")
+    add("--save-every", type=options.count, metavar="STEPS", help="steps between checkpoints; default: an epoch")
 
 
 def _begin(args: argparse.Namespace) -> int:
@@ -217,12 +217,6 @@ def _assignment(text: str) -> tuple[str, Any]:
         return name, ast.literal_eval(value)
     except (ValueError, SyntaxError):
         return name, value
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a positive integer, got {text!r}")
-    return int(text)
 
 
 def _whole(text: str) -> int:

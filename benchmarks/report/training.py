@@ -6,16 +6,11 @@ import json
 import textwrap
 from pathlib import Path
 
+from benchmarks.harness import columns
+
 
 def render(path: Path) -> list[str]:
     """Return the lines of the table and of what is below it."""
     found = json.loads(path.read_text())
-    rows = [found["heads"], *found["rows"]]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join(
-            cell.rjust(n) if i > 1 else cell.ljust(n) for i, (cell, n) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    ]
-    return [*lines, *(line for note in found["notes"] for line in textwrap.wrap(note, 100))]
+    table = columns.make(found["heads"], found["rows"], left=2)
+    return [*table, "", *(line for note in found["notes"] for line in textwrap.wrap(note, columns.WIDTH))]

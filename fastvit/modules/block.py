@@ -99,9 +99,8 @@ class PostNormBlock(Block):
         x = norm1(x + drop_path1(ls1(attn(x))))
         x = norm2(x + drop_path2(ls2(mlp(x))))
 
-    The residual sums are in the epilogues of the projection and of fc2. In training it saves at most 12 token tensors:
-    both sums and the MLP's input in addition to what `Block` saves, less one. timm's `ResPostBlock` is another block:
-    x + drop_path1(norm1(attn(x))).
+    The residual sums are in the epilogues of the projection and of fc2. In training it saves at most 12 token tensors,
+    `Block` 10. timm's `ResPostBlock` is another block: x + drop_path1(norm1(attn(x))).
 
     Args:
         dim, num_heads, mlp_ratio, qkv_bias, proj_bias, proj_drop, attn_drop, init_values, drop_path, act_layer,

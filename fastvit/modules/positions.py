@@ -22,8 +22,8 @@ def antialiased(image: Tensor, grid: tuple[int, int]) -> Tensor:
 def fixed_positions(kind: str, dim: int, grid: tuple[int, int], num_prefix_tokens: int, device: torch.device) -> Tensor:
     """Compute a table of sines and cosines for P prefix tokens and the patches of a grid, row by row: (1, P + h*w, D).
 
-    It is in float64, because the angles of distant patches lose digits in float32, which MPS alone uses. Frequency i of
-    F is 10000^(-i / F).
+    It is in float64, because the angles of distant patches lose digits in float32, which MPS alone uses. Of F
+    frequencies the i-th, from 0, is 10000^(-i / F).
 
     Args:
         kind: "sincos" (Vaswani et al. 2017, arXiv:1706.03762, section 3.5): the token at position p, prefix tokens

@@ -1,22 +1,20 @@
-"""The models in plain PyTorch, straight from the papers: the Vision Transformer (`vit.py`), with a distillation token
-(`distilled.py`), and EVA's (`eva.py`)."""
+"""The models in plain PyTorch, straight from the papers: the Vision Transformer (`vit.py`) and its blocks (`block.py`),
+with a distillation token (`distilled.py`), and EVA's (`eva.py`)."""
 
-from fastvit.reference.distilled import VisionTransformerDistilled
-from fastvit.reference.eva import Eva
-from fastvit.reference.vit import (
+from fastvit.reference.block import (
     ACTIVATIONS,
     NORMS,
     Attention,
-    AttentionPoolLatent,
     Block,
     DropPath,
     LayerScale,
     Mlp,
-    PatchEmbed,
     PostNormBlock,
     RMSNorm,
-    VisionTransformer,
 )
+from fastvit.reference.distilled import VisionTransformerDistilled
+from fastvit.reference.eva import Eva
+from fastvit.reference.vit import AttentionPoolLatent, PatchEmbed, VisionTransformer
 
 __all__ = [
     "ACTIVATIONS",

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fastvit.reference.vit import Attention, DropPath, LayerFactory, Mlp, Size, VisionTransformer, make_norm
+from fastvit.reference.block import Attention, DropPath, LayerFactory, Mlp, make_norm
+from fastvit.reference.vit import Size, VisionTransformer
 
 
 class SwiGLU(nn.Module):

@@ -22,15 +22,15 @@ from fastvit.weights.source import Source
 Weights = str | os.PathLike[str] | Mapping[str, Any]
 
 CLASSIFIERS = ("head.", "head_dist.")
-HEADS = (*CLASSIFIERS, "attn_pool.", "pooler.")  # after the last norm; SigLIP's pooling, Hugging Face's pooler
+HEADS = (*CLASSIFIERS, "attn_pool.", "pooler.")  # after the last norm
 
 
 def load(model: VisionTransformer, weights: Weights, *, drop_head: bool = False) -> None:
     """Copy `weights` of any library that `fastvit.checkpoints` names into the model, in its dtype and on its device.
 
     Positions of another patch grid are interpolated in the same way as by the library that wrote them. A model with
-    fixed positions keeps its own, and takes only files whose positions are that table, of any square grid or its own. A
-    model without a head (num_classes=0) leaves the file's classifier out.
+    fixed positions keeps its own, and takes only files whose positions are that table, of any patch grid. A model
+    without a head (num_classes=0) leaves the file's classifier out.
 
     Args:
         weights: a path or repository as for `read`, or a state_dict; also inside {"state_dict": ...} or {"model": ...},

@@ -107,7 +107,7 @@ def test_nothing_learns_the_table(kind: str) -> None:
 
 @pytest.mark.parametrize("prefix", [{}, {"class_token": False, "global_pool": "avg"}], ids=str)
 def test_parameters_of_another_dtype(prefix: dict[str, Any]) -> None:
-    """As FSDP2's mixed precision makes them for a call, of parameters alone."""
+    """FSDP2's mixed precision casts parameters for a call, and no buffers."""
     model = randomised(VisionTransformer(**TINY, **prefix, pos_embed="sincos2d"))
     low = {name: p.detach().bfloat16() for name, p in model.named_parameters()}
     image = torch.randn(2, 3, 16, 24).bfloat16()

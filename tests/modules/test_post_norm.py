@@ -70,7 +70,7 @@ def test_hooks(name: str) -> None:
     ids=["inner_norm", "gate_last"],
 )
 def test_gated_mlp(mlp_layer: Any) -> None:
-    """As its modules compute it, which run one by one if one has a hook."""
+    """The modules run one by one if one has a hook, and compute the same."""
     block = randomised(layers.PostNormBlock(D, H, mlp_layer=mlp_layer, init_values=0.5))
     x, dy = tokens(dtype=torch.float32)
     got = step(block, x, dy)

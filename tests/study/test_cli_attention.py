@@ -198,7 +198,7 @@ def test_out_is_a_picture(picture, tmp_path, capsys):
 
 
 def test_by_layer_is_a_table_or_json_or_a_picture(picture, tmp_path, capsys, monkeypatch):
-    """Of several pictures; of random weights, which are the same after the same seed."""
+    """Several pictures, and random weights, which are the same after the same seed."""
     pytest.importorskip("matplotlib")
     monkeypatch.setenv("COLUMNS", "80")
     other = tmp_path / "other.png"

@@ -37,7 +37,7 @@ def images(count: int) -> Tensor:
 @pytest.mark.parametrize("chunk", [1, 700, 1 << 22])
 @pytest.mark.parametrize(("patch", "grid"), [(8, (4, 6)), ((16, 8), (2, 6))], ids=str)
 def test_distance_is_its_definition(patch, grid, chunk, monkeypatch):
-    """Of several images it is the mean of each, with weights computed a row, a few rows or all rows at a time."""
+    """The mean over several images, with weights computed a row, a few rows or all rows at a time."""
     monkeypatch.setattr(attention_weights, "CHUNK", chunk)
     ours, theirs = pair("vit", patch_size=patch)
     found = study.attention_distance(ours, images(3))

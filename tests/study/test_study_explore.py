@@ -112,7 +112,7 @@ def test_positions(explored):
 
 
 def test_fixed_positions():
-    """Of a model without weights, whose note says of learnt ones that they are random."""
+    """A model without weights: the note says that learnt positions are random, and not that fixed ones are."""
     with exploring.small_model(), pytest.MonkeyPatch.context() as patch:
         patch.setitem(zoo.CONFIGS, NAME, {**exploring.CONFIG, "depth": 1, "pos_embed": "sincos2d"})
         patch.setattr(explored_memory, "collect", lambda *_: None)  # takes seconds

@@ -179,14 +179,9 @@ def _files(samples: Sequence[tuple[str, int]]) -> FileImages:
 # ---- batches ----
 
 
-def seed_of(*numbers: int) -> int:
-    """Return a seed of 32 bits that depends on all of the numbers."""
-    return int(np.random.SeedSequence(numbers).generate_state(1)[0])
-
-
 def seed_all(*numbers: int) -> None:
     """Seed torch, numpy and random, which transforms draw from, with numbers that name what is drawn."""
-    seed = seed_of(*numbers)
+    seed = int(np.random.SeedSequence(numbers).generate_state(1)[0])
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)

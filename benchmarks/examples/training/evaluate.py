@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -74,8 +75,7 @@ def _logarithms(
 
 def _mean(logarithms: list[Tensor]) -> Tensor:
     """Return the logarithm of the mean probabilities."""
-    stacked = torch.stack(logarithms)
-    return stacked.logsumexp(0) - torch.tensor(float(len(stacked))).log().to(stacked)
+    return torch.stack(logarithms).logsumexp(0) - math.log(len(logarithms))
 
 
 def _figures(logarithms: Tensor, labels: Tensor) -> tuple[Any, ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fastvit
 from fastvit import zoo
+from fastvit.study.sources.from_zoo import reference_model
 
 from .data import DIGITS, IMAGENET, Data
 from .state import SETTINGS, Run
@@ -69,9 +69,8 @@ def settle(args: argparse.Namespace, data: Data) -> None:
     args.mean, args.std = data.mean, data.std
     if args.weights is not None:
         args.mean, args.std = IMAGENET
-        beside = Path(args.weights).with_name(SETTINGS)  # of weights that this program has written
-        if beside.exists():
-            found = json.loads(beside.read_text())
+        if Path(args.weights).with_name(SETTINGS).exists():  # this program has written them
+            found = Run(Path(args.weights).parent, writes=False).settings()
             args.mean, args.std = found["mean"], found["std"]
     for name in ("data", "weights", "teacher"):  # a run may be resumed from another folder
         value = getattr(args, name)
@@ -104,7 +103,7 @@ def build(args: argparse.Namespace, device: torch.device, weights: str | None = 
         raise ValueError(str(error)) from None
     if not args.plain:
         return Model(module)
-    plain = getattr(fastvit.reference, type(module).__name__)(**{**zoo.config(args.name), **options, "device": device})
+    plain: Any = reference_model(args.name, device=device, **options)
     plain.load_state_dict(module.state_dict())
     undecayed, layers = module.no_weight_decay(), module.group_matcher()  # timm's optimizers ask the model for these
     plain.no_weight_decay, plain.group_matcher = (lambda: undecayed), (lambda coarse=False: layers)

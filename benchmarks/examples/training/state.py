@@ -54,7 +54,7 @@ class Run:
             found = json.loads(self._settings.read_text())
         except (OSError, ValueError):
             found = None
-        if not isinstance(found, dict) or not {"model", "name", "classes", "batch", "data"} <= found.keys():
+        if not isinstance(found, dict) or not {"model", "name", "classes", "mean", "std"} <= found.keys():
             raise ValueError(f"{self.out} has no run: there is no readable {self._settings.name}")
         return found
 

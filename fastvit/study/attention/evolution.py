@@ -36,7 +36,7 @@ class ClsEvolution:
 
     @property
     def state(self) -> str:
-        """What is followed, in words."""
+        """The state in words: "CLS" or "the patches' mean"."""
         return "the patches' mean" if self.pooled else "CLS"
 
 
