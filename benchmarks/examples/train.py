@@ -135,6 +135,7 @@ def _train(args: argparse.Namespace, new: bool) -> int:
         if new:
             _by_one_process(lambda: run.begin(args), world)
         found = trainer.fit(resume=not new and run.checkpoint.exists())
+        del trainer  # before the group: DDP's reducer, if it frees the group, waits for a thread that needs the GIL
     except Stopped as stopped:
         if run.writes:
             print(f"stopped after a checkpoint: `train.py resume {args.out}` continues", file=sys.stderr)

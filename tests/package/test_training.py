@@ -38,7 +38,7 @@ def test_killed_and_interrupted_runs_continue_with_the_same_losses(tmp_path):
     process = start("resume", other)
     wait_for(other, len(log(other)) + 2, process)
     os.killpg(process.pid, signal.SIGTERM)  # its worker gets it, too
-    out, err = process.communicate()
+    out, err = process.communicate(timeout=300)
     assert process.returncode == 143, (out, err)
     assert f"`train.py resume {other}` continues" in err
     assert "Traceback" not in err
@@ -58,7 +58,7 @@ def test_killed_and_interrupted_runs_continue_with_the_same_losses(tmp_path):
 def test_two_processes_learn_what_one_does(parallel, tmp_path):
     settings = [*SMALL, *PLAIN, "--steps", "8", "--ema", "0.9", "--accumulate", "2", "--save-every", "5"]
     process = start("run", *settings, "--parallel", parallel, "--out", tmp_path / "two", launcher=TWO)
-    out, err = process.communicate()
+    out, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
     assert out.count("accuracy") == 2, "one process prints"
     assert train("run", *settings, "--out", tmp_path / "one") == 0

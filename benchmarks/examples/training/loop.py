@@ -115,9 +115,16 @@ class Trainer:
                     self._share_losses()
                     self.run.save(self.model.module, average, self.optimizer, self.at)
                 if stop and done < self.total:
+                    self._settle()
                     raise Stopped(128 + asked[0] if asked else 1)
         self.run.export(average if average is not None else self.model.module)
+        self._settle()
         return found
+
+    def _settle(self) -> None:
+        """Wait for all processes, so that none frees a group whose threads still hold tensors of the last sums."""
+        if self.world > 1:
+            dist.barrier()
 
     def _timed_step(self, step: int, feed: Iterator[tuple[Tensor, ...]], logs: bool) -> None:
         """Take a step, and count its time: waiting for images, computing, and, at a record of the log, for a GPU."""
