@@ -31,21 +31,24 @@ NOT_SPECIALIZED = ["N", "H", "tokens", *(f"stride_{x}{i}" for x in _TENSORS for 
 class Mask(NamedTuple):
     """[B, H, N, N], contiguous along the keys, stride 0 along broadcast dimensions: bool, True where a query may
     attend, or a float added to the scaled scores. ptr: None without a mask. Rows are padded to a multiple of 16
-    elements, and strides are in units of 16. ROWS: each query has a row of its own; otherwise one row serves all."""
+    elements, and strides are in units of 16."""
 
     ptr: tl.tensor
     batch: tl.tensor
     query: tl.tensor
     head: tl.tensor
-    ROWS: tl.constexpr
 
 
 class Softmax(NamedTuple):
     """How scores become probabilities: the scale, the mask, the dropout seed ([1] int64, or None without dropout) and
-    the probability of dropping."""
+    the probability of dropping. MASK_ROWS: each query has a row of the mask of its own; otherwise one row serves all.
+
+    It is no field of Mask: in a loop or a branch, triton 3.6 takes a constexpr for None that is in a tuple in a tuple,
+    unless a constexpr of the outer tuple follows. So masks were wrong where there was dropout."""
 
     scale: tl.tensor
     mask: Mask
+    MASK_ROWS: tl.constexpr
     seed_ptr: tl.tensor
     dropout_p: tl.tensor
 
@@ -116,12 +119,12 @@ def factor(softmax):
 
 
 @triton.jit
-def _load_mask(mask, queries, first_query, keys, first_key, at, TAIL: tl.constexpr):
+def _load_mask(mask, queries, first_query, keys, first_key, at, ROWS: tl.constexpr, TAIL: tl.constexpr):
     """Load a tile of the mask, or one row of it for all queries."""
     plane = at.batch.to(tl.int64) * mask.batch + at.head.to(tl.int64) * mask.head
     tile = mask.ptr + (plane + tl.cast(first_query, tl.int64) * mask.query) * 16 + first_key
     inside = keys // 16 * 16 < at.N - first_key if TAIL else keys >= 0  # up to the padding, so that loads are 16 bytes
-    if mask.ROWS:
+    if ROWS:
         return tl.load(
             tile + (queries * (mask.query * 16) + keys), mask=(queries < at.N - first_query) & inside, other=0
         )
@@ -134,7 +137,7 @@ def masked(s, softmax, queries, first_query, keys, first_key, at, TAIL: tl.const
     """scale * Q K^T + mask from s = Q K^T; s itself without a mask. Indices count from first_query and first_key and
     broadcast against s, which may be transposed. TAIL: keys may lie beyond N."""
     if softmax.mask.ptr is not None:
-        m = _load_mask(softmax.mask, queries, first_query, keys, first_key, at, TAIL)
+        m = _load_mask(softmax.mask, queries, first_query, keys, first_key, at, softmax.MASK_ROWS, TAIL)
         if m.dtype == tl.int1:
             s = tl.where(m, s * softmax.scale, float("-inf"))
         else:

@@ -141,7 +141,7 @@ def attention_fwd_kernel(
         lse_ptr,
         at,
         with_head(at, at.head // GROUP, H // GROUP),
-        Softmax(scale, Mask(mask_ptr, stride_maskb, stride_maskn, stride_maskh, MASK_ROWS), seed_ptr, dropout_p),
+        Softmax(scale, Mask(mask_ptr, stride_maskb, stride_maskn, stride_maskh), MASK_ROWS, seed_ptr, dropout_p),
         Head(HEAD_DIM, D0, D1, PRECISION),
         Tiles(BLOCK_M, BLOCK_N, LOOP, TAIL_0, TAIL_1, cu_seqlens_ptr is None),
     )

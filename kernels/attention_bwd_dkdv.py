@@ -200,7 +200,7 @@ def attention_bwd_dkdv_kernel(
         Tokens(dv_ptr, stride_dvb, stride_dvn, stride_dvh, UNIT),
         statistics_ptr,
         at,
-        Softmax(scale, Mask(mask_ptr, stride_maskb, stride_maskn, stride_maskh, MASK_ROWS), seed_ptr, dropout_p),
+        Softmax(scale, Mask(mask_ptr, stride_maskb, stride_maskn, stride_maskh), MASK_ROWS, seed_ptr, dropout_p),
         Head(HEAD_DIM, D0, D1, PRECISION),
         Tiles(BLOCK_M, BLOCK_N, LOOP, TAIL, 0, cu_seqlens_ptr is None),
         H,

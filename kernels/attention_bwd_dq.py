@@ -136,7 +136,7 @@ def attention_bwd_dq_kernel(
         statistics_ptr,
         at,
         with_head(at, at.head // GROUP, H // GROUP),
-        Softmax(scale, Mask(mask_ptr, stride_maskb, stride_maskn, stride_maskh, MASK_ROWS), seed_ptr, dropout_p),
+        Softmax(scale, Mask(mask_ptr, stride_maskb, stride_maskn, stride_maskh), MASK_ROWS, seed_ptr, dropout_p),
         Head(HEAD_DIM, D0, D1, PRECISION),
         Tiles(BLOCK_M, BLOCK_N, LOOP, TAIL, 0, cu_seqlens_ptr is None),
     )

@@ -108,7 +108,7 @@ def attention_bwd_mask_kernel(
         statistics_ptr,
         dmask_ptr,
         N, H, samples, mask_heads, planes, share,
-        Softmax(scale, Mask(mask_ptr, stride_maskb, stride_maskn, stride_maskh, MASK_ROWS), seed_ptr, dropout_p),
+        Softmax(scale, Mask(mask_ptr, stride_maskb, stride_maskn, stride_maskh), MASK_ROWS, seed_ptr, dropout_p),
         Head(HEAD_DIM, D0, D1, PRECISION),
         GROUP, BLOCK_M, BLOCK_N,
     )  # fmt: skip

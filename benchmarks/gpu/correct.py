@@ -88,7 +88,12 @@ def build(case: Workload, provider: str, draw: Draw) -> Runner:
 
 
 def _masked(case: Workload, runner: Runner, p: float) -> Callable[[], Tensor]:
-    (x,) = runner.inputs
+    x, *others = runner.inputs
+    if case.op == "attention" and others:
+        B, N, H, d = x.shape
+        mask = _attention_mask(torch.Size((B, N, 3, H, d)), p, x.device)
+        learnt = runner.parameters[0] if runner.parameters else None
+        return lambda: eager.attention(x, *others, attn_mask=learnt, factors=mask)
     if case.op == "attention":
         mask = _attention_mask(x.shape, p, x.device)
         return lambda: eager.attention_qkvpacked(x, factors=mask)

@@ -108,6 +108,7 @@ def _masked_attention() -> Iterator[Workload]:
     yield from varlen("gpu", B=[4, 32], N=[256, 1024], H=16, d=[64, 80])
     yield from varlen("verify", B=4, N=577, H=4, d=[64, 80])
     yield from rows("verify", B=2, N=64, H=4, d=48, mask="padding")  # short ones, as above
+    yield from rows("verify", B=2, N=197, H=4, d=64, mask="positions", dropout_p=0.1)
     yield from varlen("verify", B=3, N=33, H=4, d=40)
     yield from varlen("traffic", B=4, N=256, H=4, d=64)
     yield from rows("sanitize", B=2, N=133, H=2, d=72, mask=masks)

@@ -112,7 +112,10 @@ def launched_by_tma(triton_backend, monkeypatch):
 @pytest.mark.parametrize("epilogue", EPILOGUES, ids=list(EPILOGUES))
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
 def test_linear_by_tma(bias, epilogue, dtype, device, launched_by_tma):
-    """M = 309, N = 90 and K = 72 fill no tile; the programs take several tiles each."""
+    """M = 309, N = 90 and K = 72 fill no tile; the programs take several tiles each. Float32 is for the interpreter:
+    on a GPU it is the vendor's, whose sums are in parts."""
+    if device.type == "cuda" and dtype is torch.float32:
+        pytest.skip("never launched")
     arguments = tensors(3, 103, 72, out=90, dtype=dtype, device=device, bias=bias, epilogue=EPILOGUES[epilogue])
     assert_op_as_accurate(ops.linear, eager, arguments, what=epilogue)
     assert launched_by_tma == [True]
