@@ -170,7 +170,8 @@ def saved_numel(op, tensors):
 
 
 def assert_layout_does_not_matter(name, tensors, arrange_dout, bitwise):
-    """Check that results are those of contiguous tensors; ATen's matmuls may round differently."""
+    """Check that results are those of contiguous tensors; ATen's matmuls may round differently, and so may a GPU's
+    kernels, which move other layouts in other tiles."""
     runs = []
     for arranged, arrange in (
         ({k: t.contiguous() for k, t in tensors.items()}, lambda t: arrange_dout(t).contiguous()),
@@ -183,5 +184,5 @@ def assert_layout_does_not_matter(name, tensors, arrange_dout, bitwise):
         douts = [arrange(inputs("normal", *o.shape, dtype=o.dtype, device=o.device, seed=50)) for o in outputs]
         runs.append((*outputs, *torch.autograd.grad(outputs, list(wanted(leaves).values()), douts)))
     for plain, strided in zip(*runs, strict=True):
-        assert not bitwise or torch.equal(strided, plain)
+        assert not bitwise or plain.is_cuda or torch.equal(strided, plain)
         torch.testing.assert_close(strided, plain, atol=1e-5 if name.startswith("attention") else 2e-6, rtol=1e-5)

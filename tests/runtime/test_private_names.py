@@ -133,6 +133,7 @@ ALLOWED = {
     "graph/dynamo.py": {"torch._dynamo", "torch._inductor: _inductor", "torch._inductor.compile_fx: _inductor"},
     "graph/match/rewriter.py": {"torch._ops"},
     "graph/match/values.py": {"torch._ops"},
+    "study/memory/plan.py": {"torch.autograd.Variable._execution_engine"},
     "tuning/calls.py": {"torch.utils._pytree: _pytree"},
     "tuning/clock.py": {"torch.cuda._sleep"},
     "tuning/launches.py": {"torch.utils._python_dispatch: _python_dispatch", "torch._C"},

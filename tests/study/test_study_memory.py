@@ -115,6 +115,13 @@ def test_autocast_on_a_gpu_has_scores_in_float32():
     assert matrices[1] > 1.3 * matrices[0]
 
 
+def test_checkpointing_under_autocast_on_a_gpu():
+    """Scores are float32 when they are computed again, too; torch.utils.checkpoint compares."""
+    pytest.importorskip("triton")
+    setting = Setting(dtype="amp", checkpointing=True)
+    assert plan(find.find(SMALL), "eager", (64, 64), 2, setting, gpu=True).attention > 0
+
+
 def test_what_an_op_allocates_by_itself_is_seen():
     """The gradient of a LayerNorm's weight has partial sums: a row for each program of 132 multiprocessors."""
     pytest.importorskip("triton")

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from fastvit.ops.runtime.backend import KernelUnsupported, Path, choose_path, is_jit_tracing, settings, wants_triton
 from fastvit.ops.runtime.call import UNKEPT, Call
+from fastvit.ops.runtime.inductor import keep_messages_short
 
 _LIB = torch.library.Library("fastvit", "DEF")
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {}  # overload -> its decomposition
@@ -85,10 +86,15 @@ def register(
         with _isolated(args[0]):
             return op(*args, call=UNKEPT[Path.TRITON if wants_triton(args[0]) else Path.ATEN])
 
+    @functools.wraps(fake)
+    def faked(*args: Any) -> Any:
+        keep_messages_short()
+        return fake(*args)
+
     _LIB.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
     _LIB.impl(name, dispatched, "CPU")
     _LIB.impl(name, dispatched, "CUDA")
-    torch.library.register_fake(f"fastvit::{name}", fake, lib=_LIB)
+    torch.library.register_fake(f"fastvit::{name}", faked, lib=_LIB)
     overload = getattr(torch.ops.fastvit, name).default
     IMPLEMENTATIONS[overload] = op
     if decomposition is not None:

@@ -178,6 +178,8 @@ class _GpuFunctions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
+        if func is Tensor.backward:
+            return self._backward(args[0])  # called without options
         if func is F.scaled_dot_product_attention:
             if "dropout_p" in kwargs:
                 kwargs["dropout_p"] = 0.0
@@ -185,3 +187,10 @@ class _GpuFunctions(TorchFunctionMode):
         if func in self._WIDE and torch.is_autocast_enabled("cpu"):
             args = tuple(a.float() if isinstance(a, Tensor) and a.is_floating_point() else a for a in args)
         return func(*args, **kwargs)
+
+    def _backward(self, loss: Tensor) -> None:
+        """Run the backward pass with this mode, which PyTorch leaves to call `__torch_function__`: what checkpointing
+        computes again is compared with the forward pass. The engine takes the modes of the moment that it starts."""
+        with self:
+            engine: Any = torch.autograd.Variable._execution_engine
+            engine.run_backward((loss,), (torch.ones_like(loss),), False, False, (), True, accumulate_grad=True)
