@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from fastvit.study import MemoryPoint, MemoryStudy
 
 PROVIDERS = ("eager", "sdpa", "compile", "fused")
-UNITS = {"b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 
 EXAMPLES = """examples:
   fastvit memory vit_large_patch16_224 --image-size 224,512,1024,2048
@@ -61,28 +60,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), help="what to plan for (default: this machine's)")
     parser.add_argument("--measured", action="store_true", help="run the steps too, and read the allocator")
-    parser.add_argument("--budget", type=memory_size, metavar="24GiB", help="the largest batch and image that fit")
+    parser.add_argument("--budget", type=options.memory, metavar="24GiB", help="the largest batch and image that fit")
     output = parser.add_argument_group("output")
     options.add_json(output, "everything, in bytes, on standard output")
     output.add_argument("--csv", action="store_true", help="one line per point, in bytes, on standard output")
     output.add_argument("--plot", type=Path, metavar="FILE", help="a picture, .png or .svg")
     options.add_theme(output)
-
-
-def memory_size(text: str) -> int:
-    """Read "24GiB", "80GB" or "500 MiB" as bytes. A number without a unit is an error."""
-    words = text.strip().lower()
-    number = words.rstrip("abcdefghijklmnopqrstuvwxyz ")
-    unit = words[len(number) :].strip()
-    if number and not unit:
-        raise argparse.ArgumentTypeError(f"must have a unit, such as {number}GiB or {number}GB, got {text!r}")
-    try:
-        value = float(number) * UNITS[unit]
-    except (ValueError, KeyError):
-        value = 0.0
-    if not 0 < value < 1e18:
-        raise argparse.ArgumentTypeError(f"must be an amount of memory such as 24GiB or 80GB, got {text!r}")
-    return int(value)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -6,6 +6,8 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
+from fastvit._units import read_bytes
+
 MODEL = "name of `fastvit models` or of timm, config.json of transformers, or module:function"
 
 
@@ -71,6 +73,14 @@ def count(text: str) -> int:
     if not text.isdigit() or not int(text):
         raise argparse.ArgumentTypeError(f"must be a positive integer, got {text!r}")
     return int(text)
+
+
+def memory(text: str) -> int:
+    """Read "24GiB" as bytes."""
+    try:
+        return read_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def words_of(allowed: tuple[str, ...]) -> Callable[[str], list[str]]:

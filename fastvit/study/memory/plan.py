@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
@@ -104,18 +105,24 @@ class StepTrace(NamedTuple):
 
 def trace_step(
     source: ModelSource, provider: str, image_size: tuple[int, int], batch: int, setting: Setting, *, gpu: bool,
-    patch_size: tuple[int, int] | None = None,
+    patch_size: tuple[int, int] | None = None, seen: Allocations | None = None,
+    prepare: Callable[[nn.Module, Allocations], None] = lambda *_: None, accumulates: bool = False,
 ) -> StepTrace:  # fmt: skip
     """Run a step on fake tensors. Arguments as in `plan`.
 
     The passes run on fake CPU tensors. These share storages with meta tensors, on which the optimizer's in-place ops
     can be skipped.
+
+    Args:
+        seen: records the step; None for new `Allocations`.
+        prepare: called with the model and `seen` before the step.
+        accumulates: gradients of earlier batches exist, and the step adds to them.
     """
     dtype = DTYPES[setting.dtype]
     model = source.on_meta(provider, image_size, patch_size).to("meta", dtype)
     with torch.device("meta"):
         step = Step(model, images(batch, image_size, dtype, channels(model)), setting, gpu)
-    seen = Allocations(gpu)
+    seen = Allocations(gpu) if seen is None else seen
     weights = set(seen.see([*model.parameters(), *model.buffers()]))
     inputs = set(seen.see(step.images))
     with seen:
@@ -125,6 +132,11 @@ def trace_step(
     fakes = FakeTensorMode(allow_non_fake_inputs=True)
     fake = without_data(model, fakes)
     step.images = FakeTensor(fakes, step.images, _CPU)
+    prepare(model, seen)
+    if accumulates:
+        with fakes, seen:
+            for p in step.parameters:
+                fake[p].grad = torch.zeros_like(fake[p])
     with fakes, as_on(gpu), torch.enable_grad(), contextlib.ExitStack() as stack:
         if gpu:
             stack.enter_context(_GpuFunctions())

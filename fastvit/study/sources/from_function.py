@@ -37,7 +37,7 @@ class FunctionSource(ModelSource):
         model = self.on_meta("sdpa")
         patch = patch_size_of(model)
         size = self._takes[self._size_name].default if self._size_name in self._takes else None
-        size = size if size not in (None, inspect.Parameter.empty) else _image_size_of(model)
+        size = size if size not in (None, inspect.Parameter.empty) else image_size_of(model)
         self.image_size = checked_pair("image_size", size)
         self.patch_size, self.has_patches = patch or (1, 1), patch is not None
 
@@ -55,7 +55,7 @@ class FunctionSource(ModelSource):
         return as_provider(provider, model)
 
 
-def _image_size_of(model: nn.Module) -> Pair:
+def image_size_of(model: nn.Module) -> Pair:
     """Return the image size that a module of the model names, or 224."""
     for module in model.modules():
         for key in ("img_size", "image_size"):

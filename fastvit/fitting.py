@@ -1,0 +1,103 @@
+"""Make a training step of a model fit into a memory budget: `fit` chooses what its blocks recompute, `unfit` undoes
+it."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from fastvit.modules.arguments import Pair
+from fastvit.study.fitting.choices import put_on, take_off
+from fastvit.study.fitting.costs import blocks_of
+from fastvit.study.fitting.planning import Fit, checked_budget, plan_fit, size_in_words
+from fastvit.study.memory.growth import checked_device
+from fastvit.study.memory.step import Setting
+from fastvit.study.sources.from_module import ModuleSource
+
+_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+def fit(
+    model: nn.Module, *, budget: int | str, batch: int, image_size: Pair | None = None, optimizer: str = "adamw",
+    dtype: str | None = None, device: str | None = None,
+) -> Fit:  # fmt: skip
+    """Let the model's blocks recompute as little as makes a training step fit into a memory budget, in place.
+
+    The peak of every choice is planned on fake tensors: nothing is allocated, and the choices are the cheapest by the
+    FLOPs that are computed again. Our models and models that `accelerate` knows recompute parts of blocks, without
+    their last matmuls; blocks of other models are recomputed as a whole. The gradients are those without it, dropout
+    included. Parameters, keys and modules stay as they are. Call it after `accelerate` and after adapters are added,
+    before torch.compile, DistributedDataParallel and FSDP2. A second call replaces the first.
+
+        report = fastvit.fit(model, budget="24GiB", batch=64, image_size=518, dtype="amp")
+        print(report)
+
+    If a step of `batch` does not fit, the choices are for batches of `report.micro_batch` images, of which
+    `report.accumulation` accumulate their gradients for a step, and a warning says so.
+
+    Args:
+        model: any module with a list of blocks of one class that takes images (B, C, H, W).
+        budget: bytes, or text such as "24GiB". Memory that is not planned has to stay free: of the vendor's libraries
+            and of a caching allocator, and on a GPU the CUDA context.
+        batch: images of one step, on one device.
+        image_size: an integer or (height, width); None for the size that the model names.
+        optimizer: whose state and step are planned: "adamw", "sgd" (with momentum) or "none".
+        dtype: "amp" for autocast to bfloat16; None for the parameters' own.
+        device: "cuda" or "cpu"; None for the parameters' device.
+
+    Returns:
+        A report; printed, it says in a few lines what is recomputed.
+
+    Raises:
+        TypeError: model is no nn.Module.
+        ValueError: not even one image fits; the model is compiled, sharded or checkpointed already, or has no list of
+            blocks; and other wrong arguments. The model is unchanged then.
+    """
+    module = _checked(model)
+    source = ModuleSource(module)
+    size, _ = source.sizes(image_size)
+    parameter = next((p for p in module.parameters() if p.is_floating_point()), None)
+    if parameter is None:
+        raise ValueError(f"{type(module).__name__} has no parameters")
+    setting = Setting("train", dtype or _DTYPES.get(parameter.dtype, str(parameter.dtype)), optimizer)
+    kind = checked_device(device or ("cuda" if parameter.is_cuda else "cpu"))
+    found = plan_fit(source, size, batch, setting, checked_budget(budget), kind)
+    if not found.micro_batch:
+        raise ValueError(
+            f"budget is {size_in_words(found.budget)}, and a step of one image takes {size_in_words(found.peak)} even "
+            "if all blocks recompute"
+        )
+    if not found.fits:
+        warnings.warn(
+            f"a batch of {batch} does not fit: {found.accumulation} of {found.micro_batch} images with accumulated "
+            f"gradients do; without accumulation {found.largest_batch} images",
+            stacklevel=2,
+        )
+    for block, choice in zip(blocks_of(module).values(), found.choices, strict=True):
+        put_on(block, choice)
+    return found
+
+
+def unfit(model: nn.Module) -> None:
+    """Undo `fit`. Does nothing to another model."""
+    for module in model.modules():
+        take_off(module)
+
+
+def _checked(model: nn.Module) -> nn.Module:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
+    module: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
+    for name, part in module.named_modules():
+        where = name or "the model itself"
+        if part._compiled_call_impl is not None or hasattr(part, "_orig_mod"):
+            raise ValueError(f"model is compiled already ({where}): fit it before")
+        if any(getattr(part, flag, False) is True for flag in ("grad_checkpointing", "gradient_checkpointing")):
+            raise ValueError(f"model recomputes whole blocks already ({where}): switch its checkpointing off")
+    if any(isinstance(p, DTensor) for p in module.parameters()):
+        raise ValueError("model is sharded already: fit it before fully_shard")
+    return module

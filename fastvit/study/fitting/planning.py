@@ -1,0 +1,286 @@
+"""Plan what a training step recomputes so that it fits into a memory budget."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+
+from fastvit._units import read_bytes
+from fastvit.modules.arguments import Pair
+from fastvit.study.fitting.choices import BLOCK, BY_DEFAULT, NOTHING, Choice
+from fastvit.study.fitting.costs import FitStep, Trace, costs_of
+from fastvit.study.fitting.search import BlockCosts, StepCosts
+from fastvit.study.memory.growth import check_batch, checked_device
+from fastvit.study.memory.step import Setting
+from fastvit.study.sources.find import find
+from fastvit.study.sources.model_source import ModelSource, pixels
+
+_POINTS = 16  # budgets of the frontier
+_TRIES = 4  # plans of a choice, each with a budget that is lower by what the last one was over
+
+Progress = Callable[[str], None]
+
+
+def _silent(_: str) -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class FitPoint:
+    """One way to recompute.
+
+    Attributes:
+        name: what is recomputed.
+        peak: planned bytes.
+        recomputed: FLOPs that are computed again, over those of the step without recomputation.
+    """
+
+    name: str
+    peak: int
+    recomputed: float
+
+
+@dataclass(frozen=True)
+class Fit:
+    """The result of `fit`.
+
+    Attributes:
+        model, device, image_size, batch, setting, budget: as asked for; budget in bytes.
+        blocks: names of the model's blocks.
+        choices: for each block, what it recomputes, for batches of `micro_batch`.
+        micro_batch: images at a time: `batch` if a step of it fits; 0 if not even one image does.
+        accumulation: batches of `micro_batch` whose gradients make a step of `batch`.
+        largest_batch: the most images at a time without accumulation, where `batch` does not fit.
+        peak: planned bytes of a step of `micro_batch` with the choices, from a trace of that step.
+        recomputed: FLOPs that are computed again, over those of the step without recomputation.
+        least_recomputed: no choice that fits recomputes less than this share, as far as the peaks that the search takes
+            for it agree with a trace of the step. It is `recomputed` where they agree to the byte.
+        alternatives: the usual ways, for `micro_batch`: nothing, what blocks do by default, every block.
+        frontier: the cheapest choice at several budgets.
+        whole_blocks: the first k blocks checkpointed, for k from none to all.
+    """
+
+    model: str
+    device: str
+    image_size: tuple[int, int]
+    batch: int
+    setting: Setting
+    budget: int
+    blocks: tuple[str, ...]
+    choices: tuple[Choice, ...]
+    micro_batch: int
+    accumulation: int
+    largest_batch: int
+    peak: int
+    recomputed: float
+    least_recomputed: float
+    alternatives: tuple[FitPoint, ...] = field(repr=False)
+    frontier: tuple[FitPoint, ...] = field(repr=False)
+    whole_blocks: tuple[FitPoint, ...] = field(repr=False)
+
+    @property
+    def fits(self) -> bool:
+        """Whether a step of `batch` fits as a whole."""
+        return self.micro_batch == self.batch
+
+    def __str__(self) -> str:
+        return "\n".join(lines(self))
+
+
+def fit(
+    model: str, *, budget: int | str, batch: int, image_size: Pair | None = None, dtype: str = "bfloat16",
+    optimizer: str = "adamw", device: str | None = None, progress: Progress = _silent,
+) -> Fit:  # fmt: skip
+    """Find the cheapest choice of what each block of a model recomputes, so that a training step fits into a budget.
+
+    Each block recomputes nothing, its MLP's activation, fc1, q, k and v, attention, or a combination; or all of it, as
+    checkpointing does; blocks that do not run as fused halves have the last choice only. Nothing is allocated, and no
+    GPU is needed: the step runs on fake tensors, as in `fastvit.study.memory`.
+
+        fit = fastvit.study.fit("vit_large_patch16_224", budget="24GiB", batch=64, image_size=512, device="cuda")
+        print(fit)
+
+    Args:
+        model: as in `fastvit.study.memory`.
+        budget: bytes, or text such as "24GiB" or "80 GB".
+        batch: images of one step.
+        image_size: an integer or (height, width), a multiple of the patch size; None for the model's.
+        dtype, optimizer, device: as in `fastvit.study.memory`.
+        progress: called with a text before every part.
+
+    Raises:
+        ValueError: an unknown model, one without a list of blocks, and other wrong arguments.
+    """
+    source = find(model)
+    size, _ = source.sizes(image_size)
+    setting = Setting("train", dtype, optimizer)
+    return plan_fit(source, size, batch, setting, checked_budget(budget), checked_device(device), progress)
+
+
+def checked_budget(budget: object) -> int:
+    """Return bytes for a number of bytes, or for text such as "24GiB" or "500 MB".
+
+    Raises:
+        ValueError: not an amount of memory, or text without a unit.
+    """
+    if isinstance(budget, str):
+        try:
+            return read_bytes(budget)
+        except ValueError as error:
+            raise ValueError(f"budget {error}") from None
+    if not isinstance(budget, int) or isinstance(budget, bool) or budget < 1:
+        raise ValueError(f"budget must be a number of bytes, or text such as 24GiB, got {budget!r}")
+    return budget
+
+
+def plan_fit(
+    source: ModelSource, size: tuple[int, int], batch: int, setting: Setting, budget: int, device: str,
+    progress: Progress = _silent,
+) -> Fit:  # fmt: skip
+    """Return the result of `fit` for a source of the model."""
+    check_batch(batch)
+    step = FitStep(source, size, batch, setting, device == "cuda")
+    progress("what each choice costs")
+    costs = costs_of(step)
+    largest = accumulation = 0
+    if costs.least_peak() > budget:
+        progress("the largest batch")
+        largest = _largest_batch(step, costs, budget)
+        step = step._replace(accumulates=True)
+        progress("gradient accumulation")
+        most = _largest_batch(step, costs_of(step), budget)
+        accumulation = -(-batch // most) if most else 0
+        step = step._replace(batch=-(-batch // accumulation) if most else 1)
+        costs = costs_of(step)
+    progress("the cheapest choice")
+    reachable = max(budget, costs.least_peak())
+    choices, trace, bound = _cheapest(step, costs, reachable)
+    n = len(costs.blocks)
+
+    def point(name: str, chosen: Sequence[Choice]) -> FitPoint:
+        return FitPoint(name, costs.peak(chosen), costs.recomputed(chosen) / costs.flops)
+
+    usual = {"nothing": NOTHING, "activations, as by default": BY_DEFAULT, "every block": BLOCK}
+    alternatives = [
+        point(name, [choice] * n)
+        for name, choice in usual.items()
+        if all(choice in options for options in costs.blocks)
+    ]
+    return Fit(
+        model=source.name, device=device, image_size=size, batch=batch, setting=setting, budget=budget,
+        blocks=trace.names, choices=choices, micro_batch=step.batch if trace.peak <= budget else 0,
+        accumulation=accumulation or 1, largest_batch=largest or batch * (costs.least_peak() <= budget),
+        peak=trace.peak, recomputed=costs.recomputed(choices) / costs.flops,
+        least_recomputed=bound / costs.flops, alternatives=tuple(alternatives), frontier=tuple(_frontier(costs)),
+        whole_blocks=tuple(point(f"{k} blocks", [BLOCK] * k + [NOTHING] * (n - k)) for k in range(n + 1)),
+    )  # fmt: skip
+
+
+def _cheapest(step: FitStep, costs: StepCosts, budget: int) -> tuple[tuple[Choice, ...], Trace, int]:
+    """Return the cheapest choices that fit, the trace of their step, and FLOPs than which no choice that fits has
+    fewer. The peaks of the search are checked by the trace, and the search is repeated where they are too low."""
+    room = budget
+    for _ in range(_TRIES):
+        choices = _of_search(costs, room)
+        trace = Trace(step, choices)
+        off = abs(trace.peak - costs.peak(choices))
+        room -= max(trace.peak - budget, 0)
+        if trace.peak <= budget or room < costs.least_peak():
+            break
+    return choices, trace, costs.recomputed(_of_search(costs, budget + off))
+
+
+def _of_search(costs: StepCosts, budget: int) -> tuple[Choice, ...]:
+    found = costs.cheapest(budget)
+    assert found is not None, "the budget is at least the least peak"
+    return found
+
+
+def _frontier(costs: StepCosts) -> list[FitPoint]:
+    """Return the cheapest choices between the least peak and that of no recomputation."""
+    least, most = costs.least_peak(), costs.peak([NOTHING] * len(costs.blocks))
+    found: dict[int, FitPoint] = {}
+    for i in range(_POINTS + 1):
+        choices = _of_search(costs, least + (most - least) * i // _POINTS)
+        peak = costs.peak(choices)
+        found[peak] = FitPoint(in_words(choices), peak, costs.recomputed(choices) / costs.flops)
+    return [found[peak] for peak in sorted(found)]
+
+
+def _largest_batch(step: FitStep, costs: StepCosts, budget: int) -> int:
+    """Return the largest batch below the step's that fits; 0 for none.
+
+    Bytes grow with the batch on a straight line, which two batches give; the result is traced. A batch of one has a
+    trace of its own, because a sum over one image is a view."""
+    if step.batch > 2:
+        two = costs_of(step._replace(batch=2))
+        low, high = 1, step.batch
+        while high - low > 1:
+            middle = (low + high) // 2
+            fits = _between(two, costs, (middle - 2) / (step.batch - 2)).least_peak() <= budget
+            low, high = (middle, high) if fits else (low, middle)
+        for batch in range(low, max(low - 3, 1), -1):
+            if costs_of(step._replace(batch=batch)).least_peak() <= budget:
+                return batch
+    return int(step.batch > 1 and costs_of(step._replace(batch=1)).least_peak() <= budget)
+
+
+def _between(first: StepCosts, second: StepCosts, share: float) -> StepCosts:
+    """Return the costs at a share of the way from the first to the second."""
+
+    def mixed(a: int, b: int) -> int:
+        return round(a + (b - a) * share)
+
+    def block(a: BlockCosts, b: BlockCosts) -> BlockCosts:
+        return BlockCosts(*map(mixed, _values(a), _values(b)))
+
+    blocks = (
+        {choice: block(a[choice], b[choice]) for choice in a} for a, b in zip(first.blocks, second.blocks, strict=True)
+    )
+    late = tuple(map(mixed, first.late, second.late))
+    numbers = ("before", "between", "outside", "flops")
+    rest = {name: mixed(getattr(first, name), getattr(second, name)) for name in numbers}
+    return StepCosts(blocks=tuple(blocks), late=late, **rest)
+
+
+def _values(costs: BlockCosts) -> tuple[int, ...]:
+    return costs.saved, costs.forward, costs.backward, costs.flops
+
+
+def in_words(choices: Sequence[Choice]) -> str:
+    """Say what each block recomputes, such as "blocks 0 to 4: fc1; blocks 5 to 11: nothing"."""
+    runs, first = [], 0
+    for choice, group in groupby(choices):
+        last = first + len([*group]) - 1
+        runs.append(f"{f'block {first}' if first == last else f'blocks {first} to {last}'}: {choice}")
+        first = last + 1
+    return "; ".join(runs) if len(runs) > 1 else f"every block: {choices[0]}"
+
+
+def size_in_words(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.2f} GiB"
+
+
+def lines(fit: Fit) -> list[str]:
+    """Return a report of a few lines."""
+    where = "GPU" if fit.device == "cuda" else "CPU"
+    s = fit.setting
+    found = [
+        f"{fit.model}, batch {fit.batch}, {pixels(fit.image_size)} px, {s.dtype}, {s.optimizer}, on a {where}, within "
+        f"{size_in_words(fit.budget)}"
+    ]
+    if not fit.micro_batch:
+        return [*found, f"not even one image fits: the least is {size_in_words(fit.peak)}"]
+    if not fit.fits:
+        found.append(
+            f"a batch of {fit.batch} does not fit, {fit.largest_batch} images would; with {fit.accumulation} batches "
+            f"of {fit.micro_batch} whose gradients are accumulated:"
+        )
+    found += [f"  {part}" for part in in_words(fit.choices).split("; ")]
+    found.append(
+        f"planned peak {size_in_words(fit.peak)}, {100 * fit.recomputed:.1f} % of the step's FLOPs computed again"
+    )
+    if fit.least_recomputed < fit.recomputed:
+        found.append(f"no choice that fits computes less than {100 * fit.least_recomputed:.1f} % again")
+    return found
