@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
+from torch import nn
 
 from fastvit.study.memory.peak import peak_bytes
 from fastvit.study.memory.step import DTYPES, Setting, Step
@@ -11,17 +14,19 @@ from fastvit.study.sources.model_source import ModelSource, channels, images
 
 def measure(
     source: ModelSource, provider: str, image_size: tuple[int, int], batch: int, setting: Setting, device: torch.device,
-    patch_size: tuple[int, int] | None = None,
+    patch_size: tuple[int, int] | None = None, prepare: Callable[[nn.Module], object] = lambda _: None,
 ) -> int:  # fmt: skip
     """Run a step and return its peak in bytes: what exists before the step, and the most that it allocates on top.
 
     Args:
         provider: of PROVIDERS, or "compile": SDPA under torch.compile.
+        prepare: called with the model before the step.
     """
     dtype = DTYPES[setting.dtype]
     with device:
         model = source.build("sdpa" if provider == "compile" else provider, image_size, patch_size).to(dtype)
         pixels = images(batch, image_size, dtype, channels(model))
+    prepare(model)
     if provider == "compile":
         model.compile()
     step = Step(model, pixels, setting, gpu=device.type == "cuda")

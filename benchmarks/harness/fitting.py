@@ -1,0 +1,193 @@
+"""Fit training steps into budgets of memory: planned peaks against measured ones, and what is computed again.
+
+    python -m benchmarks.harness.fitting benchmarks/results/cpu/fitting.json
+    python -m benchmarks.harness.fitting benchmarks/results/nvidia_h200/fitting.json --device cuda
+
+The budgets of a model lie at a quarter, a half and three quarters of the way from its least peak to that of recomputing
+nothing. At each, a step runs with the choices of `fastvit.fit`, and its peak is read from the allocator. `checkpointed`
+is what the fewest whole blocks within the same budget compute again. On a GPU steps are timed too. ViT-L is only
+planned. `python -m benchmarks.report.results` makes a table of the file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks.harness.columns import make
+from benchmarks.harness.libraries import load
+from benchmarks.harness.provenance import commit, write_json
+from benchmarks.harness.record import environment
+from benchmarks.harness.timing import per_call
+from fastvit.study.fitting.choices import BLOCK, NOTHING, Choice, put_on
+from fastvit.study.fitting.costs import blocks_of
+from fastvit.study.fitting.planning import fit as plan_fit_of
+from fastvit.study.fitting.planning import in_words
+from fastvit.study.memory import measurement
+from fastvit.study.memory.step import DTYPES, Setting, Step
+from fastvit.study.sources.find import find
+from fastvit.study.sources.model_source import images
+
+SHARES = 0.25, 0.5, 0.75
+ROUNDS = 5
+
+
+@dataclass(frozen=True)
+class Case:
+    model: str
+    image_size: int
+    batch: int
+    measured: bool = True
+
+
+def vit_of_transformers(image_size: int = 224) -> nn.Module:
+    """ViT-S/16 of Hugging Face transformers."""
+    transformers = load("transformers")
+    sizes = {"hidden_size": 384, "num_attention_heads": 6, "intermediate_size": 1536, "image_size": image_size}
+    return transformers.ViTForImageClassification(transformers.ViTConfig(**sizes))
+
+
+_OURS = f"{__spec__.name if __spec__ else __name__}:vit_of_transformers"
+CASES = {
+    "cpu": (
+        Case("vit_small_patch16_224", 224, 8),
+        Case("vit_base_patch16_224", 224, 8),
+        Case("vit_small_patch14_reg4_dinov2", 224, 8),
+        Case("vit_small_patch16_dinov3", 256, 8),
+        Case("vit_base_patch16_siglip_224", 224, 8),
+        Case(_OURS, 224, 8),
+        Case("vit_large_patch16_224", 224, 8, measured=False),
+    ),
+    "cuda": (
+        Case("vit_base_patch16_224", 224, 128),
+        Case("vit_large_patch16_224", 224, 64),
+        Case("vit_base_patch14_reg4_dinov2", 518, 16),
+        Case("vit_small_plus_patch16_dinov3", 512, 32),
+        Case("vit_base_patch16_siglip_512", 512, 16),
+        Case(_OURS, 224, 256),
+    ),
+}
+
+
+def choose(model: nn.Module, choices: Sequence[Choice]) -> None:
+    for block, choice in zip(blocks_of(model).values(), choices, strict=True):
+        put_on(block, choice)
+
+
+def fit_at(case: Case, device: torch.device, dtype: str) -> list[dict[str, Any]]:
+    """Return the results at every budget."""
+    options: dict[str, Any] = {"batch": case.batch, "image_size": case.image_size, "dtype": dtype}
+    options["device"] = device.type
+    range_of = plan_fit_of(case.model, budget=1 << 60, **options)
+    least, most = range_of.frontier[0].peak, range_of.alternatives[0].peak
+    rows = []
+    for share in SHARES:
+        budget = int(least + share * (most - least))
+        fit = plan_fit_of(case.model, budget=budget, **options)
+        whole = next(point for point in fit.whole_blocks if point.peak <= budget)
+        rows.append({
+            "model": case.model.rpartition(":")[2], "image_size": case.image_size, "batch": case.batch,
+            "share": share, "budget": budget, "planned": fit.peak, "recomputed": fit.recomputed,
+            "least_recomputed": fit.least_recomputed, "checkpointed": whole.recomputed,
+            "choices": fit.choices, "words": in_words(fit.choices),
+        })  # fmt: skip
+        if case.measured:
+            size, setting = (case.image_size, case.image_size), Setting("train", dtype)
+            prepare = partial(choose, choices=fit.choices)
+            rows[-1]["measured"] = measurement.measure(
+                find(case.model), "fused", size, case.batch, setting, device, prepare=prepare
+            )
+        print(*render_rows(rows[-1:]), sep="\n", flush=True)
+    return rows
+
+
+def add_seconds(case: Case, rows: list[dict[str, Any]], device: torch.device, dtype: str) -> None:
+    """Add to each row the median seconds of a step with its choices, of one that recomputes nothing, and of one that
+    recomputes every block."""
+    size = case.image_size, case.image_size
+    with device:
+        model = find(case.model).build("fused", size).to(DTYPES[dtype])
+        pixels = images(case.batch, size, DTYPES[dtype])
+    step = Step(model, pixels, Setting("train", dtype), gpu=device.type == "cuda")
+    step.make_state()
+    count = len(blocks_of(model))
+
+    def work() -> None:
+        for p in step.parameters:
+            p.grad = None
+        step.run()
+
+    def time(choices: Sequence[Choice]) -> float:  # one after the other, because the model has one choice at a time
+        choose(model, choices)
+        return median(per_call({"": work}, device, seconds=0.3, rounds=ROUNDS)[""])
+
+    usual = {"nothing": time([NOTHING] * count), "every block": time([BLOCK] * count)}
+    for row in rows:
+        row["seconds"] = {**usual, "fit": time(row["choices"])}
+
+
+def render_rows(rows: list[dict[str, Any]]) -> list[str]:
+    def gib(value: int | None) -> str:
+        return "-" if value is None else f"{value / 2**30:.3f}"
+
+    lines = []
+    for r in rows:
+        measured = r.get("measured")
+        off = "-" if measured is None else f"{100 * (r['planned'] / measured - 1):+.2f} %"
+        times = r.get("seconds", {})
+        over = [f"{times[way] / times['nothing']:.2f}" if times else "-" for way in ("fit", "every block")]
+        again = [f"{100 * r[name]:.1f} %" for name in ("recomputed", "checkpointed")]
+        size = f"{r['model']}, B{r['batch']} {r['image_size']}px"
+        lines.append((size, gib(r["budget"]), gib(r["planned"]), gib(measured), off, *again, *over))
+    heads = (
+        "model", "budget\nGiB", "planned", "measured", "planned over\nmeasured", "computed\nagain", "whole\nblocks",
+        "time", "every\nblock",
+    )  # fmt: skip
+    return make(heads, lines)
+
+
+def render(path: Path) -> list[str]:
+    """Return the table of a result file."""
+    results = json.loads(path.read_text())
+    where = results["environment"]
+    return [
+        *render_rows(results["rows"]),
+        "",
+        "computed again, whole blocks: FLOPs over the step's, of fit and of the fewest checkpointed blocks within the",
+        "budget; time, every block: the step's over that of recomputing nothing, of fit and of checkpointing all.",
+        f"{where['device']}, {where['dtype']}, torch {where['torch']}, commit {results['commit'][:10]}",
+    ]
+
+
+def save(path: Path, rows: list[dict[str, Any]], device: torch.device, dtype: str) -> None:
+    for row in rows:
+        del row["choices"]  # its words say it
+    write_json(path, {"commit": commit(), "environment": environment(device, DTYPES[dtype]), "rows": rows})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", type=Path, help="the result file, JSON")
+    parser.add_argument("--device", choices=[*CASES], default="cpu")
+    args = parser.parse_args()
+    device, dtype = torch.device(args.device), "float32" if args.device == "cpu" else "bfloat16"
+    rows = []
+    for case in CASES[args.device]:
+        rows += (of_case := fit_at(case, device, dtype))
+        if device.type == "cuda":
+            add_seconds(case, of_case, device, dtype)
+    save(args.file, rows, device, dtype)
+    print(*render(args.file), sep="\n")
+
+
+if __name__ == "__main__":
+    main()
