@@ -44,6 +44,9 @@ OTHERS = {
     ),
     "layer_norm_attention qk_norm": OpCase("layer_norm_attention", {**X, **NORM, **QKV, **QK_WEIGHTS, **FIXED_TABLES}),
     "layer_norm_attention dropout": OpCase("layer_norm_attention", {**X, **NORM, **QKV, **SCALES}, {"dropout_p": 0.4}),
+    "layer_norm_attention recompute": OpCase(
+        "layer_norm_attention", {**X, **NORM, **QKV, **QK_WEIGHTS, **FIXED_TABLES, **MASK}, {"recompute": "all"}
+    ),
     "mlp recompute": OpCase("mlp", {**X, **FC, **SCALES}, RECOMPUTE),
     "layer_norm_mlp recompute": OpCase("layer_norm_mlp", {**X, **NORM, **FC, **SCALES}, RECOMPUTE),
     "mlp dropout": OpCase("mlp", {**X, **FC, **SCALES}, DROPOUT),

@@ -126,7 +126,8 @@ def _options(draw, name):
     """Draw options of the row's op."""
     row = ROWS[name]
     taken = inspect.signature(getattr(ops, row.op)).parameters
-    return {key: draw.choice(values) for key, values in OPTIONS.items() if key in taken and draw.random() < 0.2}
+    choices = OPTIONS | ({"recompute": ("none", "attention", "qkv", "all")} if "num_heads" in taken else {})
+    return {key: draw.choice(values) for key, values in choices.items() if key in taken and draw.random() < 0.2}
 
 
 # ---- what may change around a call ----

@@ -131,6 +131,7 @@ BAD: dict[str, list[tuple[type[Exception], str, dict[str, Any]]]] = {
         (ValueError, "proj_weight must have shape (out, num_heads * head_dim) with num_heads * head_dim = 32",
          {"proj_weight": ones(D, 40)}),
         (ValueError, "proj_bias must have shape (out,)", {"proj_bias": ones(40)}),
+        (ValueError, "recompute must be one of none, attention, qkv, all, got 'some'", {"recompute": "some"}),
         (ValueError, "dropout_p must be in [0, 1), got 1.0", {"dropout_p": 1.0}),
         (ValueError, "scale must be finite", {"scale": math.inf}),
         (ValueError, "residual must have shape (..., out)", {"residual": ones(B, 1, D)}),

@@ -183,7 +183,10 @@ def of_layers(op: Callable[..., Any]) -> Callable[..., Any]:
 
 
 test_layer_norm_attention = fuzzed(
-    layer_norm_attention_cases(), of_layers(ops.layer_norm_attention), of_layers(formulas.layer_norm_attention)
+    layer_norm_attention_cases(),
+    of_layers(ops.layer_norm_attention),
+    of_layers(formulas.layer_norm_attention),
+    recompute=st.sampled_from(["none", "attention", "qkv", "all"]),
 )
 test_attention = fuzzed(
     SIZES.flatmap(lambda shape: case(dict.fromkeys("qkv", shape), scale=SCALE)), ops.attention, formulas.attention

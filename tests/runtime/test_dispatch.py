@@ -130,22 +130,23 @@ def test_frames_from_a_block_to_its_kernels(arguments, stacks, device):
     assert len(stacks) >= 6
     for stack in stacks:
         assert stack[-1] == "forward"
-        assert len(stack) <= 8, stack
+        assert len(stack) <= 8 + ("run_attention_half" in stack), stack
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="launches are counted in the interpreter")
 @pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
 def test_frames_from_a_call_to_its_kernels(training, stacks, device):
-    """public function, which for rms_norm is layer_norm's, run, in training the function in one step, compute,
-    registered op, launcher"""
+    """public function, which for rms_norm is layer_norm's, run, in training the function in one step, compute, for
+    layer_norm_attention a part of it that the backward pass may run again, registered op, launcher"""
     for name in ROWS:
         tensors = made(name, 2, 18, device)
         stacks.clear()
         with torch.set_grad_enabled(training):
             function(name)(**tensors)
         assert stacks, name
+        more = name.startswith(("rms_norm", "layer_norm_attention"))
         for stack in stacks:
-            assert len(stack) <= (6 if training else 5) + (name == "rms_norm"), (name, stack)
+            assert len(stack) <= (6 if training else 5) + more, (name, stack)
 
 
 HALVES = [name for name in ROWS if name.startswith(("layer_norm_attention", "mlp", "layer_norm_mlp"))]

@@ -42,6 +42,8 @@ class AttentionOptions(NamedTuple):
     residual_is_x: bool
     residual_dtype: torch.dtype | None  # of a residual that is not x
     interleaved: bool  # rotary positions, if there are any
+    keep_qkv: bool  # for the backward pass
+    keep_attended: bool  # attention's output and log-sum-exp
     cast: torch.dtype | None  # autocast's dtype, for the layers
 
 
@@ -101,7 +103,7 @@ class NormAttention(FusedNode):
     Inputs = AttentionInputs
     casts = ("qkv_weight", "qkv_bias", "k_weight", "k_bias", "v_weight", "v_bias", "proj_weight", "proj_bias")
     saves = (
-        "x", "norm_weight", "norm_bias", "qkv_weight", "k_weight", "v_weight",
+        "x", "norm_weight", "norm_bias", "qkv_weight", "qkv_bias", "k_weight", "k_bias", "v_weight", "v_bias",
         "q_norm_weight", "q_norm_bias", "k_norm_weight", "k_norm_bias", "mask", "seed", "sin", "cos",
         "scale_weight", "scale_bias", "proj_weight", "proj_bias", "layer_scale", "row_scale",
         "mean", "rstd", "qkv", "attended", "lse", "scale_mean", "scale_rstd",
@@ -110,30 +112,18 @@ class NormAttention(FusedNode):
     @classmethod
     def kept(cls, t: AttentionInputs) -> tuple[str, ...]:
         of_scale_norm = ("scale_mean", "scale_rstd") if t.scale_weight is not None else ()
-        return "mean", "rstd", "qkv", "attended", "lse", *of_scale_norm
+        return "mean", "rstd", "attended", "lse", *("qkv",) * t.options.keep_qkv, *of_scale_norm
 
     @staticmethod
     def compute(t: AttentionInputs) -> Computed:
         o, call = t.options, t.call
-        y, mean, rstd = layer_norm_fwd(t.x, t.norm_weight, t.norm_bias, o.eps, t.qkv_weight.dtype, o.rms, call=call)
-        qkv = F.linear(y, t.qkv_weight, t.qkv_bias) if t.k_weight is None else side_by_side(y, *_layers(t))
-        del y
-        B, N, _ = t.x.shape
-        qkv = qkv.view(B, N, *o.heads)
-        if t.q_norm_weight is not None:  # not in place: the backward pass reads q and k as they are here
-            q, k, v = qkv.unbind(2)
-            norms = t.q_norm_weight, t.q_norm_bias, t.k_norm_weight, t.k_norm_bias
-            q, k = qk_norm_fwd(q, k, *norms, t.sin, t.cos, o.qk_eps, o.qk_rms, o.interleaved, call=call)
-            attended, lse = attention_fwd(q, k, v, t.mask, t.seed, o.scale, o.dropout_p, call=call)
-            del q, k
-        else:
-            if t.sin is not None:
-                heads = qkv.flatten(2, 3)
-                heads = rotary_op(heads, t.sin, t.cos, 2 * o.heads[1], o.interleaved, False, call=call, out=heads)
-                qkv = heads.view(qkv.shape)
-            attended, lse = attention_qkvpacked_fwd(qkv, t.mask, t.seed, o.scale, o.dropout_p, call=call)
-        kept = {"mean": mean, "rstd": rstd, "qkv": qkv, "attended": attended, "lse": lse}
-        rows = attended.view(B, N, t.proj_weight.shape[1])
+        qkv, mean, rstd = _packed(t, call)
+        attended, lse = _attend(t, _heads(t, qkv, call), call)
+        kept = {"mean": mean, "rstd": rstd, "attended": attended, "lse": lse}
+        if o.keep_qkv:
+            kept["qkv"] = qkv
+        del qkv
+        rows = attended.flatten(2)
         if t.scale_weight is not None:
             norm = t.scale_weight, t.scale_bias, o.scale_eps, t.proj_weight.dtype, o.scale_rms
             rows, kept["scale_mean"], kept["scale_rstd"] = layer_norm_fwd(rows, *norm, call=call.child("scale_norm"))
@@ -143,9 +133,13 @@ class NormAttention(FusedNode):
     @staticmethod
     def reads(t: AttentionInputs, kept: dict[str, Any], wants: Any) -> dict[str, bool]:
         o, wanted = t.options, _Wanted.of(wants)
+        # attention's output alone is smaller than what it is computed from
+        keep_attended, qkv_again = o.keep_attended or not wanted.qkv, wanted.qkv and not o.keep_qkv
         return {
-            "x": wanted.norm or wanted.weights, "mean": wanted.norm and not o.rms, "rstd": wanted.norm,
-            "qkv": wanted.qkv, "lse": wanted.qkv, "attended": wanted.qkv or wanted.scale_norm or wanted.last,
+            "x": wanted.norm or wanted.weights or qkv_again, "mean": wanted.norm and not o.rms, "rstd": wanted.norm,
+            **dict.fromkeys(("qkv_bias", "k_bias", "v_bias"), qkv_again),
+            "qkv": wanted.qkv, "lse": wanted.qkv and keep_attended,
+            "attended": (wanted.qkv or wanted.scale_norm or wanted.last) and keep_attended,
             "scale_mean": not o.scale_rms,
         }  # fmt: skip
 
@@ -159,6 +153,8 @@ class NormAttention(FusedNode):
             s["proj_weight"], s["proj_bias"], s["layer_scale"], wants.proj_weight, wants.proj_bias, wants.layer_scale
         )
         g = as_rows(scale_samples(dout.to(proj.weight.dtype), s["row_scale"]))
+        if wanted.qkv and not o.keep_attended:
+            _attend_again(s, o, call)
         rows, do, dscale_weight, dscale_bias = _scale_norm_backward(s, g, proj, o, wanted, dout.shape[:-1], call)
         found["scale_weight"] = dscale_weight if wants.scale_weight else None
         found["scale_bias"] = dscale_bias if wants.scale_bias else None
@@ -178,6 +174,55 @@ class NormAttention(FusedNode):
             total = dout_total if in_norm else total
         found["proj_weight"], found["proj_bias"], found["layer_scale"] = proj.gradients(G, total)
         return found
+
+
+def _packed(t: AttentionInputs, call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q, k and v, (B, N, 3, H, d), and the norm's mean and rstd. Without norms of their own q and k are rotated;
+    with these, not: their norms' backward pass reads them as they are here."""
+    o = t.options
+    y, mean, rstd = layer_norm_fwd(t.x, t.norm_weight, t.norm_bias, o.eps, t.qkv_weight.dtype, o.rms, call=call)
+    qkv = F.linear(y, t.qkv_weight, t.qkv_bias) if t.k_weight is None else side_by_side(y, *_layers(t))
+    del y
+    qkv = qkv.view(*t.x.shape[:2], *o.heads)
+    if t.sin is not None and t.q_norm_weight is None:
+        heads = qkv.flatten(2, 3)
+        heads = rotary_op(heads, t.sin, t.cos, 2 * o.heads[1], o.interleaved, False, call=call, out=heads)
+        qkv = heads.view(qkv.shape)
+    return qkv, mean, rstd
+
+
+def _heads(t: AttentionInputs, qkv: Tensor, call: Call) -> tuple[Tensor, ...]:
+    """Return what attention reads: qkv; or q, k and v, if there are norms of q and k."""
+    if t.q_norm_weight is None:
+        return (qkv,)
+    q, k, v = qkv.unbind(2)
+    o, norms = t.options, (t.q_norm_weight, t.q_norm_bias, t.k_norm_weight, t.k_norm_bias)
+    return *qk_norm_fwd(q, k, *norms, t.sin, t.cos, o.qk_eps, o.qk_rms, o.interleaved, call=call), v
+
+
+def _attend(t: AttentionInputs, heads: tuple[Tensor, ...], call: Call) -> tuple[Tensor, Tensor]:
+    """Return attention's output and log-sum-exp."""
+    op, o = attention_qkvpacked_fwd if len(heads) == 1 else attention_fwd, t.options
+    attended, lse = op(*heads, t.mask, t.seed, o.scale, o.dropout_p, call=call)
+    return attended, lse
+
+
+def _saved_inputs(s: dict[str, Any], o: AttentionOptions, call: Call) -> AttentionInputs:
+    return AttentionInputs._make([*[s.get(name) for name in AttentionInputs._fields[:-2]], o, call])
+
+
+def _qkv_again(s: dict[str, Any], o: AttentionOptions, call: Call) -> Tensor:
+    """Return qkv as it was saved, or computed again."""
+    qkv = s.pop("qkv")
+    return _packed(_saved_inputs(s, o, call), call.child("qkv again"))[0] if qkv is None else qkv
+
+
+def _attend_again(s: dict[str, Any], o: AttentionOptions, call: Call) -> None:
+    """Put attention's output and log-sum-exp, qkv, and what attention reads into s, for its backward pass."""
+    t, call_again = _saved_inputs(s, o, call), call.child("attention again")
+    s["qkv"] = _qkv_again(s, o, call)
+    s["heads"] = _heads(t, s["qkv"], call_again)
+    s["attended"], s["lse"] = _attend(t, s["heads"], call_again)
 
 
 def _layers(t: Any) -> tuple[list[Tensor], list[Tensor | None]]:
@@ -210,7 +255,7 @@ def _scale_norm_backward(
 def _qkv_backward(s: dict[str, Any], o: AttentionOptions, wants: Any, found: dict[str, Any], call: Call) -> Tensor:
     """Return the gradient of the packed qkv from s["do"], that of attention's result. Put those of the mask, and of the
     norms of q and k, into `found`."""
-    do, qkv, sin, cos = s.pop("do"), s.pop("qkv"), s["sin"], s["cos"]
+    do, qkv, sin, cos = s.pop("do"), _qkv_again(s, o, call), s["sin"], s["cos"]
     attention = s["mask"], s.pop("attended"), s.pop("lse"), s["seed"], o.scale, o.dropout_p
     if s["q_norm_weight"] is not None:
         return _normed_qkv_backward(s, do, qkv, attention, o, wants, found, call)
@@ -218,6 +263,7 @@ def _qkv_backward(s: dict[str, Any], o: AttentionOptions, wants: Any, found: dic
         dqkv, found["mask"] = attention_qkvpacked_bwd_with_mask(do, qkv, *attention, call=call)
     else:
         dqkv = attention_qkvpacked_bwd(do, qkv, *attention, call=call)
+    s.pop("heads", None)
     del do, qkv, attention  # before the rotation, which on ATen makes float32 copies
     if sin is not None:
         heads = dqkv.flatten(2, 3)
@@ -232,20 +278,18 @@ def _normed_qkv_backward(
     """Do as `_qkv_backward`, after norms of q and k. attention: the op's arguments after v. The packed gradient is
     written once."""
     sin, cos, q_weight, q_bias = s["sin"], s["cos"], s["q_norm_weight"], s["q_norm_bias"]
-    k_weight, k_bias = s["k_norm_weight"], s["k_norm_bias"]
-    q, k, v = qkv.unbind(2)
-    norms = q_weight, q_bias, k_weight, k_bias
-    normed = qk_norm_fwd(q, k, *norms, sin, cos, o.qk_eps, o.qk_rms, o.interleaved, call=call)
+    q, k, _ = qkv.unbind(2)
+    heads = s.pop("heads", None) or _heads(_saved_inputs(s, o, call), qkv, call)
     # both ops write into the packed gradient, the second over what it reads
     packed = empty_like(qkv) if takes_out(call) else None
     out = None if packed is None else packed.unbind(2)
     if wants.mask:
-        dq, dk, dv, found["mask"] = attention_bwd_with_mask(do, *normed, v, *attention, call=call, out=out)
+        dq, dk, dv, found["mask"] = attention_bwd_with_mask(do, *heads, *attention, call=call, out=out)
     else:
-        dq, dk, dv = attention_bwd(do, *normed, v, *attention, call=call, out=out)
-    del normed
+        dq, dk, dv = attention_bwd(do, *heads, *attention, call=call, out=out)
+    del heads
     dq, dk, *of_norms = qk_norm_bwd(
-        dq, dk, q, k, q_weight, k_weight, sin, cos, o.qk_eps, o.qk_rms, q_bias is not None, o.interleaved,
+        dq, dk, q, k, q_weight, s["k_norm_weight"], sin, cos, o.qk_eps, o.qk_rms, q_bias is not None, o.interleaved,
         call=call, out=None if out is None else out[:2],
     )  # fmt: skip
     names = "q_norm_weight", "k_norm_weight", "q_norm_bias", "k_norm_bias"

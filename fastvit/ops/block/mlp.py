@@ -18,6 +18,7 @@ from fastvit.ops.runtime.checks import check_dropout, check_float, check_norm, c
 from fastvit.ops.runtime.dtypes import autocast_dtype
 from fastvit.ops.runtime.epilogue import Epilogue, EpilogueTuple
 
+RECOMPUTE = ("none", "activation", "all")
 InnerNorm = Norm | tuple[Tensor, Tensor | None, float]
 
 
@@ -65,7 +66,7 @@ def _checked(
         hidden = fc1[0].shape[0]
     check_linear(x, *fc2, dtype=like, names=("x", "fc2_weight", "fc2_bias"), hidden=("hidden", hidden))
     check_dropout("dropout_p", dropout_p)
-    check_recompute(recompute)
+    check_recompute(recompute, RECOMPUTE)
     branch = Epilogue(*epilogue)
     branch.check(x, fc2[0].shape[0], dtype=like)
     if norm is not None:

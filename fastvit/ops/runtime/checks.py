@@ -91,12 +91,9 @@ def check_dropout(name: str, p: float) -> None:
         raise ValueError(f"{name} must be in [0, 1), got {p}")
 
 
-RECOMPUTE = ("none", "activation", "all")
-
-
-def check_recompute(recompute: str) -> None:
-    if recompute not in RECOMPUTE:
-        raise ValueError(f"recompute must be one of {', '.join(RECOMPUTE)}, got {recompute!r}")
+def check_recompute(recompute: str, allowed: tuple[str, ...]) -> None:
+    if recompute not in allowed:
+        raise ValueError(f"recompute must be one of {', '.join(allowed)}, got {recompute!r}")
 
 
 def takes_head_dim(head_dim: int) -> bool:
