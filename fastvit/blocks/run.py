@@ -1,14 +1,22 @@
-"""Run the blocks of `spec.py` as fused ops: (B, N, D) -> (B, N, D), an MLP alone (..., D) -> (..., D)."""
+"""Run the blocks of `spec.py` as fused ops: (B, N, D) -> (B, N, D), an MLP alone (..., D) -> (..., D).
+
+`recompute` of a half is that of its op. A half that runs in steps has no such op: with a value other than "none" of
+attention, or "all" of an MLP, the backward pass runs the whole half again; otherwise autograd saves what it needs.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from fastvit import ops
+from fastvit.blocks.recompute import DEFAULT, Recompute
 from fastvit.blocks.spec import AdaptedLinear, AttentionSpec, BlockSpec, HalfSpec, LinearSpec, MlpSpec
 from fastvit.ops import Norm, Rotary
 from fastvit.ops.runtime.activations import GATED
@@ -21,24 +29,25 @@ def runs_in_steps(branch: AttentionSpec | MlpSpec) -> bool:
     return branch.adapted or (isinstance(branch, AttentionSpec) and branch.in_steps)
 
 
-def run_block(x: Tensor, block: BlockSpec, rotary: Rotary | None = None, attn_mask: Tensor | None = None) -> Tensor:
-    attention, mlp = block
-    return run_mlp_half(run_attention_half(x, attention, rotary, attn_mask), mlp)
+def run_block(
+    x: Tensor, block: BlockSpec, rotary: Rotary | None = None, attn_mask: Tensor | None = None,
+    recompute: Recompute = DEFAULT,
+) -> Tensor:  # fmt: skip
+    (attention, mlp), (of_attention, of_mlp) = block, recompute
+    return run_mlp_half(run_attention_half(x, attention, rotary, attn_mask, of_attention), mlp, recompute=of_mlp)
 
 
 def run_attention_half(
-    x: Tensor, half: HalfSpec[AttentionSpec], rotary: Rotary | None = None, attn_mask: Tensor | None = None
-) -> Tensor:
-    attn, norm = half.branch, half.norm if half.norm.weight is not None else _with_ones(x, half.norm)
-    qkv = attn.qkv
-    if attn.adapted:
-        attended = _attend(run_norm(x, norm), attn, rotary, attn_mask)
-        return _run_last(attended, attn.proj, attn.proj_drop, x, half)
-    packed_or_three: Any = qkv[0] if len(qkv) == 1 else zip(*qkv, strict=True)
+    x: Tensor, half: HalfSpec[AttentionSpec], rotary: Rotary | None = None, attn_mask: Tensor | None = None,
+    recompute: str = "none",
+) -> Tensor:  # fmt: skip
+    attn = half.branch
+    if attn.adapted or attn.in_steps or (rotary is not None and _may_be_learnt(rotary)):
+        in_steps = partial(_run_attention_in_steps, half=half, rotary=rotary, attn_mask=attn_mask)
+        return in_steps(x) if recompute == "none" else _run_again(in_steps, x)
+    norm = half.norm if half.norm.weight is not None else _with_ones(x, half.norm)
+    packed_or_three: Any = attn.qkv[0] if len(attn.qkv) == 1 else zip(*attn.qkv, strict=True)
     weights, biases = packed_or_three
-    if attn.in_steps or (rotary is not None and _may_be_learnt(rotary)):
-        packed = ops.layer_norm_linear(x, norm.weight, norm.bias, weights, biases, eps=norm.eps, norm=norm.kind)
-        return _run_last(_attend_packed(packed, attn, rotary, attn_mask), attn.proj, attn.proj_drop, x, half)
     layer_scale = row_scale = residual = None
     if not attn.proj_drop:  # no op has a dropout after the projection
         layer_scale, residual = half.layer_scale, x
@@ -49,28 +58,59 @@ def run_attention_half(
         x, norm.weight, norm.bias, weights, biases, proj_weight, proj_bias, attn.num_heads, eps=norm.eps,
         norm=norm.kind, scale=attn.scale, dropout_p=attn.attn_drop, rotary=rotary, scale_norm=attn.scale_norm,
         qk_norm=attn.qk_norm, attn_mask=attn_mask, layer_scale=layer_scale, row_scale=row_scale, residual=residual,
+        recompute=recompute,
     )  # fmt: skip
     return _add_branch(x, ops.dropout(out, attn.proj_drop), half) if attn.proj_drop else out
 
 
-def run_mlp_half(x: Tensor, half: HalfSpec[MlpSpec], residual: Tensor | None = None) -> Tensor:
+def _run_attention_in_steps(
+    x: Tensor, half: HalfSpec[AttentionSpec], rotary: Rotary | None, attn_mask: Tensor | None
+) -> Tensor:
+    attn, norm = half.branch, half.norm if half.norm.weight is not None else _with_ones(x, half.norm)
+    if attn.adapted:
+        attended = _attend(run_norm(x, norm), attn, rotary, attn_mask)
+    else:
+        packed_or_three: Any = attn.qkv[0] if len(attn.qkv) == 1 else zip(*attn.qkv, strict=True)
+        weights, biases = packed_or_three
+        packed = ops.layer_norm_linear(x, norm.weight, norm.bias, weights, biases, eps=norm.eps, norm=norm.kind)
+        attended = _attend_packed(packed, attn, rotary, attn_mask)
+    return _run_last(attended, attn.proj, attn.proj_drop, x, half)
+
+
+def _run_again(half: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    """Run a half of a block, and again in the backward pass instead of saving what that needs."""
+    if not torch.is_grad_enabled() or is_jit_tracing():
+        return half(*tensors)
+    out: Tensor = checkpoint(half, *tensors, use_reentrant=False)
+    return out
+
+
+def run_mlp_half(
+    x: Tensor, half: HalfSpec[MlpSpec], residual: Tensor | None = None, recompute: str = "activation"
+) -> Tensor:
     """Run the MLP's half of a block. residual: the tensor that the branch is added to, x if None."""
-    mlp, norm = half.branch, half.norm if half.norm.weight is not None else _with_ones(x, half.norm)
-    residual = x if residual is None else residual
+    mlp, residual = half.branch, x if residual is None else residual
     if mlp.adapted:
-        return _run_last(_widen(run_norm(x, norm), mlp), mlp.fc2, mlp.drop2, residual, half)
+        in_steps = partial(_run_mlp_in_steps, half=half)
+        return in_steps(x, residual) if recompute != "all" else _run_again(in_steps, x, residual)
+    norm = half.norm if half.norm.weight is not None else _with_ones(x, half.norm)
     fc1 = mlp.fc1 if mlp.value is None and not mlp.gate_last else _gate_and_value(mlp)
     dropout_p, layer_scale, row_scale, added = 0.0, None, None, None
-    in_steps = mlp.drop1 != mlp.drop2  # no op has a dropout after fc2 alone
-    if not in_steps:
+    in_two = mlp.drop1 != mlp.drop2  # no op has a dropout after fc2 alone
+    if not in_two:
         dropout_p, layer_scale, added = mlp.drop1, half.layer_scale, residual
         row_scale = draw_drop_path(x, half.drop_path, half.scale_by_keep) if half.drop_path else half.row_scale
     out = ops.layer_norm_mlp(
         x, norm.weight, norm.bias, *fc1, *mlp.fc2, eps=norm.eps, norm=norm.kind, activation=mlp.activation,
         dropout_p=dropout_p, layer_scale=layer_scale, row_scale=row_scale, residual=added,
-        inner_norm=mlp.inner_norm,
+        inner_norm=mlp.inner_norm, recompute=recompute,
     )  # fmt: skip
-    return _add_branch(residual, ops.dropout(out, mlp.drop2), half) if in_steps else out
+    return _add_branch(residual, ops.dropout(out, mlp.drop2), half) if in_two else out
+
+
+def _run_mlp_in_steps(x: Tensor, residual: Tensor, half: HalfSpec[MlpSpec]) -> Tensor:
+    mlp, norm = half.branch, half.norm if half.norm.weight is not None else _with_ones(x, half.norm)
+    return _run_last(_widen(run_norm(x, norm), mlp), mlp.fc2, mlp.drop2, residual, half)
 
 
 def run_attention_then_norm(x: Tensor, half: HalfSpec[AttentionSpec]) -> Tensor:

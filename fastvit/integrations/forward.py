@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
 
+from fastvit.blocks.recompute import recompute_of
 from fastvit.blocks.run import runs_in_steps
 from fastvit.blocks.spec import AdaptedLinear, AttentionSpec, HalfSpec, MlpSpec, PlainLinear
 from fastvit.blocks.submodules import CannotFuse, class_name, has_own_forward
@@ -35,8 +36,8 @@ class ClassHandler:
     Attributes:
         read: function (module) that returns the description for `run`: tensors, numbers and tuples of them. It is
             called at every call of the module.
-        run: function (input, description, rotary, attn_mask=) that returns what the module's own forward returns. It
-            gets rotary and attn_mask only if `rotary` and `mask` are set.
+        run: function (input, description, rotary, attn_mask=, recompute=) that returns what the module's own forward
+            returns. It gets rotary, attn_mask and recompute only if `rotary`, `mask` and `takes_recompute` are set.
         check_call: function (module, *args, **kwargs) that checks the arguments of a call and returns the input.
         ndim: number of dimensions of the input, or None for any.
         takes_pixels: whether the input may be uint8 for parameters of any dtype.
@@ -45,6 +46,8 @@ class ClassHandler:
         mask: function (module, *args, **kwargs) that returns the mask of a call's scores or None; None if the class has
             none.
         takes_lists: whether the input, and with it the rotary positions, may be a list.
+        takes_recompute: whether the module is a block that can compute again what its backward pass needs, as
+            `blocks/recompute.py` describes.
         op: name of the op for the report, if the description does not determine it.
     """
 
@@ -56,6 +59,7 @@ class ClassHandler:
     rotary: Callable[..., Any] | None = None
     mask: Callable[..., Any] | None = None
     takes_lists: bool = False
+    takes_recompute: bool = False
     op: str = ""
 
 
@@ -97,11 +101,13 @@ def fused_forward(
         for one in x if handler.takes_lists and isinstance(x, list) else (x,):
             check_input(one, description, handler)
         rotary = (handler.rotary(module, *args, **kwargs),) if handler.rotary is not None else ()
-        mask = {"attn_mask": handler.mask(module, *args, **kwargs)} if handler.mask is not None else {}
+        options = {"attn_mask": handler.mask(module, *args, **kwargs)} if handler.mask is not None else {}
+        if handler.takes_recompute:
+            options["recompute"] = recompute_of(module)
     except Exception as error:
         _warn(name, type(module).__name__, reason_of(error))
         return type(module).forward(module, *args, **kwargs)
-    return handler.run(x, description, *rotary, **mask)
+    return handler.run(x, description, *rotary, **options)
 
 
 # Libraries between a user's line and a module's forward

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fastvit.blocks import read_timm, run
+from fastvit.blocks.recompute import DEFAULT, Recompute
 from fastvit.blocks.submodules import read_or_none
 from fastvit.modules.arguments import (
     Device,
@@ -49,6 +50,7 @@ class Block(nn.Module):
     """
 
     __module__ = "fastvit.layers"
+    fastvit_recompute: Recompute = DEFAULT  # the `recompute.ATTRIBUTE` of an instance without one
 
     def __init__(
         self, dim: int, num_heads: int, mlp_ratio: float = 4.0, qkv_bias: bool = False, proj_bias: bool = True,
@@ -82,14 +84,15 @@ class Block(nn.Module):
         self.drop_path2 = DropPath(drop_path) if drop_path else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
+        recompute = self.fastvit_recompute
         attention = read_or_none(read_timm.read_attention_half, self)
         if attention is not None:
-            x = run.run_attention_half(x, attention)
+            x = run.run_attention_half(x, attention, recompute=recompute.attention)
         else:
             x = x + self.drop_path1(self.ls1(self.attn(self.norm1(x))))
         mlp = read_or_none(read_timm.read_mlp_half, self)
         if mlp is not None:
-            return run.run_mlp_half(x, mlp)
+            return run.run_mlp_half(x, mlp, recompute=recompute.mlp)
         return x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from fastvit import ops
 from fastvit.blocks import read_eva, run
+from fastvit.blocks.recompute import DEFAULT, Recompute
 from fastvit.blocks.submodules import read_or_none
 from fastvit.modules.arguments import (
     Device,
@@ -157,6 +158,7 @@ class EvaBlock(nn.Module):
     """
 
     __module__ = "fastvit.eva_layers"
+    fastvit_recompute: Recompute = DEFAULT  # the `recompute.ATTRIBUTE` of an instance without one
 
     def __init__(
         self, dim: int, num_heads: int, qkv_bias: bool = True, qkv_fused: bool = True, mlp_ratio: float = 4.0,
@@ -209,11 +211,11 @@ class EvaBlock(nn.Module):
         """Run the block. rope: as in `EvaAttention`."""
         block = read_or_none(read_eva.read_block, self)
         if block is not None:
-            return run.run_block(x, block, read_eva.rotary(self, x, rope))
+            return run.run_block(x, block, read_eva.rotary(self, x, rope), recompute=self.fastvit_recompute)
         x = x + self.drop_path1(_scaled(self.attn(self.norm1(x), rope), self.gamma_1))
         mlp = read_or_none(read_eva.read_mlp_half, self)
         if mlp is not None:
-            return run.run_mlp_half(x, mlp)
+            return run.run_mlp_half(x, mlp, recompute=self.fastvit_recompute.mlp)
         return x + self.drop_path2(_scaled(self.mlp(self.norm2(x)), self.gamma_2))
 
 

@@ -76,7 +76,7 @@ def check_attention_call(attn: Any, x: Any, mask: Any = None, *, attn_bias: Any 
 
 
 HANDLERS = {
-    **dict.fromkeys(BLOCK, ClassHandler(read_block, run.run_block, check_block_call)),
+    **dict.fromkeys(BLOCK, ClassHandler(read_block, run.run_block, check_block_call, takes_recompute=True)),
     **dict.fromkeys(ATTENTION, ClassHandler(read_attention, run.run_attention, check_attention_call)),
     **dict.fromkeys(MLP, ClassHandler(read_mlp, run.run_mlp, ndim=None)),
 }

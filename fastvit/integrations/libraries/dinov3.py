@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fastvit.blocks import read, run, spec
 from fastvit.blocks.read import DROPOUT, LINEAR, NORM
+from fastvit.blocks.recompute import DEFAULT, Recompute
 from fastvit.blocks.spec import AttentionSpec, MlpSpec, PlainLinear
 from fastvit.blocks.submodules import CannotFuse, Classes, submodules
 from fastvit.integrations.forward import ClassHandler
@@ -85,15 +86,15 @@ def attention_rotary(attn: Any, x: Tensor, attn_bias: Any = None, rope: Any = No
     return _rotary(x, rope)
 
 
-def run_block(x: Batches, block: spec.BlockSpec, rotary: Any) -> Batches:
+def run_block(x: Batches, block: spec.BlockSpec, rotary: Any, recompute: Recompute = DEFAULT) -> Batches:
     if isinstance(x, Tensor):
-        return run.run_block(x, block, rotary)
-    return [run.run_block(tokens, block, one) for tokens, one in zip(x, rotary, strict=True)]
+        return run.run_block(x, block, rotary, recompute=recompute)
+    return [run.run_block(tokens, block, one, recompute=recompute) for tokens, one in zip(x, rotary, strict=True)]
 
 
 HANDLERS = {
     "dinov3.layers.block.SelfAttentionBlock": ClassHandler(
-        read_block, run_block, check_block_call, rotary=block_rotary, takes_lists=True
+        read_block, run_block, check_block_call, rotary=block_rotary, takes_lists=True, takes_recompute=True
     ),
     **dict.fromkeys(
         ATTENTION,

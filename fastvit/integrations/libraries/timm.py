@@ -22,7 +22,9 @@ def mask(module: nn.Module, x: Any, attn_mask: Any = None, is_causal: bool = Fal
 
 
 HANDLERS = {
-    "timm.models.vision_transformer.Block": ClassHandler(read_timm.read_block, run.run_block, check_call, mask=mask),
+    "timm.models.vision_transformer.Block": ClassHandler(
+        read_timm.read_block, run.run_block, check_call, mask=mask, takes_recompute=True
+    ),
     "timm.models.vision_transformer.ParallelScalingBlock": ClassHandler(
         read_parallel.read_block, read_parallel.run_block, check_call, mask=mask
     ),

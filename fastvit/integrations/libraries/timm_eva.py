@@ -34,7 +34,7 @@ def rotary(module: Any, x: Tensor, rope: Tensor | None = None, *_: Any, **__: An
 
 
 _ATTENTION = ClassHandler(read_eva.read_attention, run.run_attention, check_call, rotary=rotary, mask=mask)
-_BLOCK = ClassHandler(read_eva.read_block, run.run_block, check_call, rotary=rotary, mask=mask)
+_BLOCK = ClassHandler(read_eva.read_block, run.run_block, check_call, rotary=rotary, mask=mask, takes_recompute=True)
 HANDLERS = {
     "timm.models.eva.EvaBlock": _BLOCK,
     "timm.models.deepseek_vit.DeepseekVitBlock": _BLOCK,

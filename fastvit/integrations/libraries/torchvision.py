@@ -41,7 +41,7 @@ def read_block(block: Any) -> spec.BlockSpec:
 
 
 HANDLERS = {
-    "torchvision.models.vision_transformer.EncoderBlock": ClassHandler(read_block, run.run_block),
+    "torchvision.models.vision_transformer.EncoderBlock": ClassHandler(read_block, run.run_block, takes_recompute=True),
     **dict.fromkeys(MLP, ClassHandler(read_mlp, run.run_mlp, ndim=None)),
 }
 EMBEDDINGS = {"torchvision.models.vision_transformer.VisionTransformer": "conv_proj"}

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from fastvit import ops
 from fastvit.blocks import read, run, spec
 from fastvit.blocks.read import LINEAR
+from fastvit.blocks.recompute import DEFAULT, Recompute
 from fastvit.blocks.spec import AttentionSpec, HalfSpec, MlpSpec
 from fastvit.blocks.submodules import CannotFuse, Classes, submodules
 from fastvit.integrations.forward import ClassHandler, checked_mask
@@ -174,11 +175,14 @@ def rotary(
     return Rotary(sin, cos, hidden_states.shape[1] - sin.shape[-2])
 
 
-def run_layer(x: Tensor, layer: LayerSpec, rotary: Rotary | None = None, attn_mask: Tensor | None = None) -> Tensor:
+def run_layer(
+    x: Tensor, layer: LayerSpec, rotary: Rotary | None = None, attn_mask: Tensor | None = None,
+    recompute: Recompute = DEFAULT,
+) -> Tensor:  # fmt: skip
     if layer.checkpoint is not None:
-        forward = partial(run.run_block, block=layer.block, rotary=rotary, attn_mask=attn_mask)
+        forward = partial(run.run_block, block=layer.block, rotary=rotary, attn_mask=attn_mask, recompute=recompute)
         return layer.checkpoint(forward, x)
-    return run.run_block(x, layer.block, rotary, attn_mask)
+    return run.run_block(x, layer.block, rotary, attn_mask, recompute)
 
 
 def run_attention(
@@ -199,7 +203,9 @@ for _prefix, _names in MODELS.items():
     _call: dict[str, Any] = {"check_call": check_call, "mask": mask}
     if _prefix in ROTATES:
         _call |= {"check_call": check_rotary_call, "rotary": rotary}
-    HANDLERS[class_of(_prefix, _names.layer_class)] = ClassHandler(partial(read_layer, _prefix), run_layer, **_call)
+    HANDLERS[class_of(_prefix, _names.layer_class)] = ClassHandler(
+        partial(read_layer, _prefix), run_layer, takes_recompute=True, **_call
+    )
     HANDLERS[class_of(_prefix, _names.attention_class)] = ClassHandler(
         partial(read_attention_alone, _prefix), run_attention, **_call
     )

@@ -1,0 +1,155 @@
+"""What our blocks compute again in the backward pass: no gradient changes, and less is saved."""
+
+import copy
+import itertools
+import pickle
+
+import pytest
+import torch
+from models import D, H, LoRA, randomised, step, tokens
+from torch import nn
+
+from fastvit import eva_layers, layers, ops
+from fastvit.blocks import read_timm, run
+from fastvit.blocks.recompute import ATTRIBUTE, DEFAULT, Recompute, recompute_of
+from fastvit.blocks.spec import AdaptedLinear
+from fastvit.study.memory.peak import saved_bytes
+
+OF_ATTENTION, OF_MLP = ("none", "attention", "qkv", "all"), ("none", "activation", "all")
+
+
+class WithRope(nn.Module):
+    """An EVA block with rotary positions for all tokens but one."""
+
+    def __init__(self):
+        super().__init__()
+        options = {"swiglu_mlp": True, "scale_mlp": True, "init_values": 0.3, "drop_path": 0.4}
+        self.block = eva_layers.EvaBlock(D, H, qkv_fused=False, **options)
+        self.register_buffer("rope", torch.randn(16, 2 * D // H, generator=torch.Generator().manual_seed(3)))
+
+    def forward(self, x):
+        return self.block(x, self.rope)
+
+
+BLOCKS = {
+    "dropout": lambda: layers.Block(D, H, init_values=0.3, attn_drop=0.2, proj_drop=0.2, drop_path=0.4),
+    "qk_norm": lambda: layers.Block(D, H, qk_norm=True, mlp_layer="swiglu"),
+    "EVA": WithRope,
+}
+
+
+def made(case):
+    model = randomised(BLOCKS[case]())
+    return model, model.block if case == "EVA" else model, tokens(dtype=torch.float32)[0]
+
+
+def saved(model, x):
+    return saved_bytes(lambda: model(x), [*model.parameters(), *model.buffers()])
+
+
+def assert_equal(got, want):
+    assert all(torch.equal(got[name], t) for name, t in want.items())
+
+
+@pytest.mark.parametrize("case", BLOCKS)
+def test_gradients_do_not_change(case):
+    model, block, x = made(case)
+    want, before, found = step(model, x), saved(model, x), {}
+    for recompute in map(Recompute._make, itertools.product(OF_ATTENTION, OF_MLP)):
+        setattr(block, ATTRIBUTE, recompute)
+        assert_equal(step(model, x), want)
+        found[recompute] = saved(model, x)
+    assert found[DEFAULT] == before
+    for order in ([Recompute(a, "none") for a in OF_ATTENTION], [Recompute("all", m) for m in OF_MLP]):
+        several = [found[recompute] for recompute in order]
+        assert several == sorted(set(several), reverse=True)
+
+
+def test_under_compile():
+    """The graph is compiled again when the attribute changes."""
+    model, block, x = made("EVA")
+    model.eval()
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    want = step(compiled, x)
+    setattr(block, ATTRIBUTE, Recompute("qkv", "all"))
+    assert_equal(step(compiled, x), want)
+    setattr(block, ATTRIBUTE, Recompute("of no op"))
+    with pytest.raises(Exception, match="recompute must be one of none, attention, qkv, all, got 'of no op'"):
+        step(compiled, x)
+
+
+def test_copies_have_the_attribute_and_a_state_dict_has_not():
+    _, block, _ = made("qk_norm")
+    assert recompute_of(block) is DEFAULT
+    keys = block.state_dict().keys()
+    setattr(block, ATTRIBUTE, Recompute("qkv", "all"))
+    assert block.state_dict().keys() == keys
+    for other in (copy.deepcopy(block), pickle.loads(pickle.dumps(block))):
+        assert recompute_of(other) == ("qkv", "all")
+
+
+# ---- halves that no op has ----
+
+
+class Half(nn.Module):
+    """A half of a block that runs in steps."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.recompute = kind, None
+        self.block = randomised(layers.Block(D, H, attn_drop=0.2, proj_drop=0.2, drop_path=0.4))
+        self.adapted = LoRA(self.block.mlp.fc1 if kind == "mlp" else self.block.attn.proj)
+        self.table = nn.Parameter(torch.randn(16, D // H))
+
+    def forward(self, x):
+        options = {} if self.recompute is None else {"recompute": self.recompute}
+        if self.kind == "mlp":
+            half, layer = read_timm.read_mlp_half(self.block), {"fc1": AdaptedLinear(self.adapted), "adapted": True}
+            return run.run_mlp_half(x, half._replace(branch=half.branch._replace(**layer)), **options)
+        half, rotary = read_timm.read_attention_half(self.block), None
+        if self.kind == "adapted":
+            half = half._replace(branch=half.branch._replace(proj=AdaptedLinear(self.adapted), adapted=True))
+        elif self.kind == "learnt":
+            rotary = ops.Rotary(self.table.sin(), self.table.cos(), 1)
+        elif self.kind == "steps":
+            half = half._replace(branch=half.branch._replace(in_steps=True))
+        return run.run_attention_half(x, half, rotary, **options)
+
+
+def half_step(half, x):
+    torch.manual_seed(6)
+    y = half(x)
+    y.square().sum().backward()
+    return {name: p.grad for name, p in half.named_parameters() if p.grad is not None} | {"y": y.detach()}
+
+
+def gradients(half, x):
+    half.zero_grad()
+    return {name: t.clone() for name, t in half_step(half, x).items()}
+
+
+@pytest.mark.parametrize("kind", ["adapted", "learnt", "steps", "mlp"])
+def test_halves_in_steps(kind):
+    half, x = Half(kind), tokens(dtype=torch.float32)[0]
+    want, before = gradients(half, x), saved(half, x)
+    less = {"all"} if kind == "mlp" else {"attention", "qkv", "all"}
+    for half.recompute in OF_MLP if kind == "mlp" else OF_ATTENTION:
+        assert_equal(gradients(half, x), want)
+        if half.recompute in less:
+            assert saved(half, x) <= 2 * x.nbytes < before  # x, and in training the state of the generator
+        else:
+            assert saved(half, x) == before
+    with torch.no_grad():
+        torch.manual_seed(6)
+        assert torch.equal(half(x), want["y"])
+
+
+@pytest.mark.parametrize("kind", ["learnt", "mlp"])
+def test_halves_in_steps_under_compile(kind):
+    half, x = Half(kind).eval(), tokens(dtype=torch.float32)[0]
+    want, half.recompute = gradients(half, x), "all"
+    torch._dynamo.reset()
+    compiled = torch.compile(half, fullgraph=True, backend="aot_eager")
+    got = {name.removeprefix("_orig_mod."): t for name, t in gradients(compiled, x).items()}
+    assert_equal(got, want)
