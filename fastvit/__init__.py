@@ -1,6 +1,7 @@
 """Fused Triton kernels for Vision Transformers: as torch ops (`fastvit.ops`), as nn.Modules, and inside the models of
-other libraries, by class (`accelerate`) or by graph (`compile`). `fastvit.checkpoints` reads their weights;
-`fastvit.study` shows what a ViT costs; `fastvit.reference` is plain PyTorch.
+other libraries, by class (`accelerate`) or by graph (`compile`). `fit` makes a training step fit into a memory budget.
+`fastvit.checkpoints` reads weights of other libraries; `fastvit.study` shows what a ViT costs; `fastvit.reference` is
+plain PyTorch.
 
 `import fastvit` by itself imports nothing, not even torch: every name is imported on first use."""
 
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fastvit import export, ops, reference, study
     from fastvit.distilled import VisionTransformerDistilled
+    from fastvit.fitting import fit, unfit
     from fastvit.graph import compile
     from fastvit.integrations import accelerate, accelerated, restore
     from fastvit.layers import DropPath, LayerNorm, LayerScale, PatchEmbed, RMSNorm
@@ -36,17 +38,20 @@ __all__ = [
     "compile",
     "create_model",
     "export",
+    "fit",
     "list_models",
     "ops",
     "reference",
     "restore",
     "study",
+    "unfit",
 ]
 
 __version__: str
 
 _MODULE_NAMES = {
     "fastvit.distilled": ("VisionTransformerDistilled",),
+    "fastvit.fitting": ("fit", "unfit"),
     "fastvit.graph": ("compile",),
     "fastvit.integrations": ("accelerate", "accelerated", "restore"),
     "fastvit.layers": ("Attention", "Block", "DropPath", "LayerNorm", "LayerScale", "Mlp", "PatchEmbed", "RMSNorm"),

@@ -10,8 +10,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from fastvit.blocks.recompute import recompute_as_by_default
 from fastvit.modules.arguments import Pair
-from fastvit.study.fitting.choices import put_on, take_off
+from fastvit.study.fitting.choices import put_on
 from fastvit.study.fitting.costs import blocks_of
 from fastvit.study.fitting.planning import Fit, checked_budget, plan_fit, size_in_words
 from fastvit.study.memory.growth import checked_device
@@ -85,7 +86,7 @@ def fit(
 def unfit(model: nn.Module) -> None:
     """Undo `fit`. Does nothing to another model."""
     for module in model.modules():
-        take_off(module)
+        recompute_as_by_default(module)
 
 
 def _checked(model: nn.Module) -> nn.Module:

@@ -1,11 +1,15 @@
-"""What the backward pass of a block computes again instead of saving it, as an attribute of the block's instance."""
+"""What the backward pass of a block computes again instead of saving it: parts of its halves, by an attribute of the
+block's instance, or all of it, by a forward of the instance."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 from torch.compiler import is_dynamo_compiling
+from torch.utils.checkpoint import checkpoint
 
 
 class Recompute(NamedTuple):
@@ -27,3 +31,30 @@ def recompute_of(module: nn.Module) -> Recompute:
     # Dynamo guards a missing attribute, but no missing key; outside of it, a missing attribute takes 1 us
     found = getattr(module, ATTRIBUTE, DEFAULT) if is_dynamo_compiling() else module.__dict__.get(ATTRIBUTE, DEFAULT)
     return found
+
+
+def recompute_all(block: nn.Module) -> None:
+    """Let the backward pass run the whole block again, whatever its forward is."""
+    block.forward = partial(_checkpointed, block, vars(block).get("forward"))
+
+
+def recomputes_all(module: nn.Module) -> bool:
+    forward = vars(module).get("forward")
+    return isinstance(forward, partial) and forward.func is _checkpointed
+
+
+def recompute_as_by_default(block: nn.Module) -> None:
+    """Undo `recompute_all`, and remove the attribute."""
+    vars(block).pop(ATTRIBUTE, None)
+    if recomputes_all(block):
+        before = vars(block).pop("forward").args[1]
+        if before is not None:
+            block.forward = before
+
+
+def _checkpointed(block: nn.Module, forward: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Run a block's forward, and again in the backward pass. forward: its instance's own, None for its class's."""
+    run = partial(type(block).forward, block) if forward is None else forward
+    if not torch.is_grad_enabled():
+        return run(*args, **kwargs)
+    return checkpoint(run, *args, use_reentrant=False, **kwargs)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from fastvit.blocks.recompute import recomputes_all
 from fastvit.blocks.submodules import CannotFuse, qualified_name
 from fastvit.integrations import pixels, recognise
 from fastvit.integrations.forward import ClassHandler, calls, check_forward, fused_forward, ops_that_run, reason_of
@@ -63,13 +64,14 @@ def accelerate(
     Raises:
         TypeError: model is not an nn.Module.
         ValueError: strict, and modules are skipped (listed with reasons) or none is known; or the model is compiled
-            already or contains an nn.DataParallel; or mean and std do not fit, or the patch embedding pads its images.
-            The model is then unchanged.
+            already, contains an nn.DataParallel, or has blocks that `fastvit.fit` recomputes as a whole; or mean and
+            std do not fit, or the patch embedding pads its images. The model is then unchanged.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
     for name, module in model.named_modules():
         _check(name or "the model itself", module)
+        _check_not_fitted(name, module)
     channels = len(mean) if isinstance(mean, Sized) else 3  # a number is refused later, with a count in the message
     mean, std = checked_statistics(mean, std, channels)
     patches = pytorch.patches(mean, std)
@@ -95,6 +97,11 @@ def accelerate(
     return report
 
 
+def _check_not_fitted(name: str, module: nn.Module) -> None:
+    if recomputes_all(module):
+        raise ValueError(f"fastvit.fit has wrapped {name}: call fastvit.unfit(model) before, and fit again after")
+
+
 def _check(name: str, module: nn.Module) -> None:
     if isinstance(module, nn.DataParallel):
         raise ValueError(
@@ -111,7 +118,13 @@ def _check(name: str, module: nn.Module) -> None:
 
 
 def restore(model: nn.Module) -> None:
-    """Undo `accelerate`. Does nothing to a model that is not accelerated."""
+    """Undo `accelerate`. Does nothing to a model that is not accelerated.
+
+    Raises:
+        ValueError: `fastvit.fit` lets whole blocks be recomputed.
+    """
+    for name, module in model.named_modules():
+        _check_not_fitted(name, module)
     for module in model.modules():
         if _is_ours(module.__dict__.get("forward")):
             del module.__dict__["forward"]

@@ -338,3 +338,20 @@ def test_a_hook_on_a_norm_of_q_and_k(norm_layer: type[nn.Module], device: torch.
     assert seen
     attention.attn_drop.register_forward_hook(lambda *_: None)  # probabilities are materialised, too
     torch.testing.assert_close(attention(x), want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+def test_blocks_compiled_under_autocast(frozen: bool, device: torch.device) -> None:
+    """Dynamo, which traces a backward pass right after its forward pass, once left autocast off for the next block."""
+    torch._dynamo.reset()
+    blocks = nn.Sequential(*(fastvit.Block(32, 2, qkv_bias=True) for _ in range(2))).to(device)
+    blocks[0].requires_grad_(not frozen)
+    x = torch.randn(2, 5, 32, device=device, requires_grad=True)
+
+    def step(model: nn.Module) -> list[Tensor]:
+        with torch.autocast(device.type, torch.bfloat16):
+            out = model(x)
+        wanted = [x, *(p for p in blocks.parameters() if p.requires_grad)]
+        return [out, *torch.autograd.grad(out.sum(), wanted)]
+
+    torch.testing.assert_close(step(torch.compile(blocks, backend="aot_eager", fullgraph=True)), step(blocks))

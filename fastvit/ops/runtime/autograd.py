@@ -287,6 +287,10 @@ def _backward(ctx: Any, node: type[FusedNode], douts: tuple[Any, ...], wants: An
 
 def _without_autocast(work: Callable[..., Any], saved: dict[str, Any], *douts: Any) -> Any:
     """Run work(saved, *douts) without autocast: the forward pass has chosen the dtypes."""
+    if is_dynamo_compiling():
+        # At the first such question Dynamo gives up and traces the backward pass once more. Within the context below,
+        # it would leave autocast switched off for the rest of the forward pass.
+        next(dout for dout in douts if dout is not None).is_contiguous()
     if is_any_autocast_enabled is None or is_any_autocast_enabled() or is_dynamo_compiling():
         kind = next(dout.device.type for dout in douts if dout is not None)
         if kind != "meta":  # autocast refuses meta tensors

@@ -1,17 +1,15 @@
-"""What a block may recompute in the backward pass, and how that is put on a module and taken off again."""
+"""What a block may recompute in the backward pass."""
 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
-from fastvit.blocks.recompute import ATTRIBUTE, Recompute
+from fastvit.blocks.recompute import ATTRIBUTE, DEFAULT, Recompute, recompute_all, recompute_as_by_default
 from fastvit.eva_layers import EvaBlock
-from fastvit.integrations.forward import fused_forward
+from fastvit.integrations.forward import ClassHandler, fused_forward
 from fastvit.modules.block import Block
 
 
@@ -34,7 +32,7 @@ class Choice(NamedTuple):
 
 
 NOTHING = Choice()
-BY_DEFAULT = Choice(mlp="activation")  # of a block without a choice
+BY_DEFAULT = Choice(*DEFAULT)
 BLOCK = Choice(block=True)
 _ATTENTION = {"none": "", "attention": "attention", "qkv": "q, k and v", "all": "q, k, v and attention"}
 _MLP = {"none": "", "activation": "the MLP's activation", "all": "fc1"}
@@ -51,32 +49,15 @@ def has_halves(block: nn.Module) -> bool:
     """Tell whether the block runs as two halves that can recompute parts: ours, or an accelerated one."""
     forward = vars(block).get("forward")
     if isinstance(forward, partial) and forward.func is fused_forward:
-        return bool(getattr(forward.args[0], "takes_recompute", False))
+        handler: ClassHandler = forward.args[0]
+        return handler.takes_recompute
     return type(block) in (Block, EvaBlock)
 
 
 def put_on(block: nn.Module, choice: Choice) -> None:
     """Let the block recompute this, and nothing else."""
-    take_off(block)
+    recompute_as_by_default(block)
     if choice.block:
-        block.forward = partial(_checkpointed, block, vars(block).get("forward"))
-    elif has_halves(block) and (choice.attention, choice.mlp) != BY_DEFAULT[:2]:
+        recompute_all(block)
+    elif has_halves(block) and (choice.attention, choice.mlp) != DEFAULT:
         setattr(block, ATTRIBUTE, Recompute(choice.attention, choice.mlp))
-
-
-def take_off(block: nn.Module) -> None:
-    """Undo `put_on`."""
-    vars(block).pop(ATTRIBUTE, None)
-    forward = vars(block).get("forward")
-    if isinstance(forward, partial) and forward.func is _checkpointed:
-        del block.forward
-        if (before := forward.args[1]) is not None:
-            block.forward = before
-
-
-def _checkpointed(block: nn.Module, forward: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """Run a block's forward, and again in the backward pass. forward: its own attribute, None for its class's."""
-    run = partial(type(block).forward, block) if forward is None else forward
-    if not torch.is_grad_enabled():
-        return run(*args, **kwargs)
-    return checkpoint(run, *args, use_reentrant=False, **kwargs)
