@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fastvit.blocks import read_timm, run
-from fastvit.blocks.recompute import DEFAULT, Recompute
+from fastvit.blocks.recompute import DEFAULT
 from fastvit.blocks.submodules import read_or_none
 from fastvit.modules.arguments import (
     Device,
@@ -50,7 +50,8 @@ class Block(nn.Module):
     """
 
     __module__ = "fastvit.layers"
-    fastvit_recompute: Recompute = DEFAULT  # the `recompute.ATTRIBUTE` of an instance without one
+    fastvit_recompute = DEFAULT
+    """What the backward pass computes again. A plan of memory gives an instance its own."""
 
     def __init__(
         self, dim: int, num_heads: int, mlp_ratio: float = 4.0, qkv_bias: bool = False, proj_bias: bool = True,

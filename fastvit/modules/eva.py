@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fastvit import ops
 from fastvit.blocks import read_eva, run
-from fastvit.blocks.recompute import DEFAULT, Recompute
+from fastvit.blocks.recompute import DEFAULT
 from fastvit.blocks.submodules import read_or_none
 from fastvit.modules.arguments import (
     Device,
@@ -158,7 +158,8 @@ class EvaBlock(nn.Module):
     """
 
     __module__ = "fastvit.eva_layers"
-    fastvit_recompute: Recompute = DEFAULT  # the `recompute.ATTRIBUTE` of an instance without one
+    fastvit_recompute = DEFAULT
+    """What the backward pass computes again. A plan of memory gives an instance its own."""
 
     def __init__(
         self, dim: int, num_heads: int, qkv_bias: bool = True, qkv_fused: bool = True, mlp_ratio: float = 4.0,
