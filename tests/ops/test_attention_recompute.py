@@ -1,8 +1,9 @@
-"""What `recompute` of layer_norm_attention saves, and that the gradients do not depend on it."""
+"""What `recompute` of layer_norm_attention saves, and that the gradients do not depend on it. Under torch.compile, that
+of layer_norm_mlp, too."""
 
 import pytest
 import torch
-from op_cases import saved_numel, tensors_of
+from op_cases import function, made, saved_numel, tensors_of
 
 from fastvit import ops
 from fastvit.study.accuracy.cases import (
@@ -67,17 +68,14 @@ def gradients(function, tensors, calls=3):
     return [out, *found[0], *found[1]]
 
 
-def assert_same(case, tensors, call=lambda f: f):
-    want = gradients(half(case, "none"), tensors)
-    for recompute in VALUES[1:]:
-        got = gradients(call(half(case, recompute)), tensors)
-        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True)), recompute
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_gradients_do_not_depend_on_it(case, device):
+    tensors = drawn(case, device)
     with ops.use_backend("aten"):
-        assert_same(case, drawn(case, device))
+        want = gradients(half(case, "none"), tensors)
+        for recompute in VALUES[1:]:
+            got = gradients(half(case, recompute), tensors)
+            assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True)), recompute
 
 
 def test_kernels_that_run_twice(triton_backend, device):
@@ -105,7 +103,10 @@ def test_under_autocast(case, device):
 
 def test_under_compile(device):
     torch._dynamo.reset()
-    assert_same("qk_norm", drawn("qk_norm", device), lambda f: torch.compile(f, fullgraph=True, backend="aot_eager"))
+    tensors = drawn("qk_norm", device)
+    compiled = torch.compile(half("qk_norm", "all"), fullgraph=True, backend="aot_eager")
+    want, got = (gradients(call, tensors, calls=1) for call in (half("qk_norm", "none"), compiled))
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
 # ---- what is saved ----
@@ -152,3 +153,20 @@ def test_what_no_gradient_needs_does_not_run_again(recompute, device, monkeypatc
         out.sum().backward()
     assert not ran
     assert tensors["proj_weight"].grad is not None
+
+
+@pytest.mark.parametrize("recompute", VALUES)
+def test_the_compiler_saves_what_it_says(recompute, device):
+    """It does not find results of the forward pass for what the backward pass computes again."""
+    torch._dynamo.reset()
+    compiled, tensors = torch.compile(half("plain", recompute), backend="aot_eager"), drawn("plain", device)
+    compiled(**tensors)
+    assert saved_numel(compiled, tensors) == SAVED[recompute]
+
+
+@pytest.mark.parametrize("name", ["mlp recompute", "layer_norm_mlp recompute", "layer_norm_mlp gated recompute"])
+def test_the_compiler_saves_what_the_mlp_says(name, device):
+    torch._dynamo.reset()
+    tensors, compiled = made(name, B, N, device), torch.compile(function(name), backend="aot_eager")
+    compiled(**tensors)
+    assert saved_numel(compiled, tensors) == saved_numel(function(name), tensors)

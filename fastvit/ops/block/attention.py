@@ -86,8 +86,7 @@ def layer_norm_attention(
         attn_mask: broadcastable to (B, num_heads, N, N), or None, as in `attention`.
         recompute: what else the backward pass computes again. "none" saves x, q, k, v and attention's output;
             "attention" saves x, q, k and v, and runs attention's forward pass again; "qkv" saves x and attention's
-            output, and runs the layer of q, k and v again, with the rotation; "all" saves x. Results are the
-            same. torch.compile finds the results of the forward pass in the graph and saves them whatever this says.
+            output, and runs the layer of q, k and v again, with the rotation; "all" saves x.
 
     Returns:
         (B, N, out), contiguous, in the dtype that x and residual promote to. Under autocast weights, biases and the

@@ -21,6 +21,7 @@ from fastvit.ops.layer_norm.op import Residual, layer_norm_fwd, norm_backward
 from fastvit.ops.linear.op import linear_fwd
 from fastvit.ops.qk_norm.op import qk_norm_bwd, qk_norm_fwd
 from fastvit.ops.rotary.op import rotary_op
+from fastvit.ops.runtime.again import in_backward
 from fastvit.ops.runtime.autograd import Computed, FusedNode
 from fastvit.ops.runtime.call import Call
 from fastvit.ops.runtime.epilogue import LastLayer, scale_samples
@@ -154,7 +155,7 @@ class NormAttention(FusedNode):
         )
         g = as_rows(scale_samples(dout.to(proj.weight.dtype), s["row_scale"]))
         if wanted.qkv and not o.keep_attended:
-            _attend_again(s, o, call)
+            _attend_again(s, dout, o, call)
         rows, do, dscale_weight, dscale_bias = _scale_norm_backward(s, g, proj, o, wanted, dout.shape[:-1], call)
         found["scale_weight"] = dscale_weight if wants.scale_weight else None
         found["scale_bias"] = dscale_bias if wants.scale_bias else None
@@ -166,6 +167,7 @@ class NormAttention(FusedNode):
             do = torch.mm(*proj.input_operands(g)) if do is None else do
             s["do"] = do.view(s["attended"].shape)
             del g, rows, do
+            s["qkv"] = _qkv_again(s, dout, o, call)
             found["qkv"] = _qkv_backward(s, o, wants, found, call)
             residual = Residual(
                 dout.to(s["x"].dtype) if in_norm else None, s["row_scale"], proj.total_dtype() if in_norm else None
@@ -211,17 +213,19 @@ def _saved_inputs(s: dict[str, Any], o: AttentionOptions, call: Call) -> Attenti
     return AttentionInputs._make([*[s.get(name) for name in AttentionInputs._fields[:-2]], o, call])
 
 
-def _qkv_again(s: dict[str, Any], o: AttentionOptions, call: Call) -> Tensor:
+def _qkv_again(s: dict[str, Any], dout: Tensor, o: AttentionOptions, call: Call) -> Tensor:
     """Return qkv as it was saved, or computed again."""
-    qkv = s.pop("qkv")
-    return _packed(_saved_inputs(s, o, call), call.child("qkv again"))[0] if qkv is None else qkv
+    if s["qkv"] is not None:
+        return s["qkv"]
+    t = _saved_inputs(s, o, call)
+    return _packed(t._replace(x=in_backward(t.x, dout)), call.child("qkv again"))[0]
 
 
-def _attend_again(s: dict[str, Any], o: AttentionOptions, call: Call) -> None:
+def _attend_again(s: dict[str, Any], dout: Tensor, o: AttentionOptions, call: Call) -> None:
     """Put attention's output and log-sum-exp, qkv, and what attention reads into s, for its backward pass."""
     t, call_again = _saved_inputs(s, o, call), call.child("attention again")
-    s["qkv"] = _qkv_again(s, o, call)
-    s["heads"] = _heads(t, s["qkv"], call_again)
+    s["qkv"] = _qkv_again(s, dout, o, call)
+    s["heads"] = _heads(t, in_backward(s["qkv"], dout), call_again)
     s["attended"], s["lse"] = _attend(t, s["heads"], call_again)
 
 
@@ -255,7 +259,7 @@ def _scale_norm_backward(
 def _qkv_backward(s: dict[str, Any], o: AttentionOptions, wants: Any, found: dict[str, Any], call: Call) -> Tensor:
     """Return the gradient of the packed qkv from s["do"], that of attention's result. Put those of the mask, and of the
     norms of q and k, into `found`."""
-    do, qkv, sin, cos = s.pop("do"), _qkv_again(s, o, call), s["sin"], s["cos"]
+    do, qkv, sin, cos = s.pop("do"), s.pop("qkv"), s["sin"], s["cos"]
     attention = s["mask"], s.pop("attended"), s.pop("lse"), s["seed"], o.scale, o.dropout_p
     if s["q_norm_weight"] is not None:
         return _normed_qkv_backward(s, do, qkv, attention, o, wants, found, call)

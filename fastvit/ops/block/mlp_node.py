@@ -19,6 +19,7 @@ from fastvit.ops.layer_norm.op import Residual, layer_norm_fwd, norm_backward
 from fastvit.ops.linear.gated import gated_act, gated_act_bwd, gated_act_fwd, gated_dact, gated_fwd
 from fastvit.ops.linear.op import act_bwd, linear_act_fwd, linear_dact, linear_fwd
 from fastvit.ops.runtime.activations import activate
+from fastvit.ops.runtime.again import in_backward
 from fastvit.ops.runtime.autograd import Computed, FusedNode
 from fastvit.ops.runtime.call import Call
 from fastvit.ops.runtime.epilogue import LastLayer, scale_samples
@@ -210,7 +211,7 @@ def _hidden_backward(
     wants_act = wanted.last or (has_inner and wanted.h)
     if pre is None and (wanted.pre or (wants_act and h is None)):
         weights, biases = _layers(s)
-        y = _normed(s, o, call)
+        y = _normed(s | {"x": in_backward(s["x"], g)}, o, call)
         pre = F.linear(y, *weights, *biases) if len(weights) == 1 else side_by_side(y, weights, biases)
 
     def activated() -> Tensor:
