@@ -138,7 +138,7 @@ def test_under_torch_compile(choices: tuple[Choice, ...]) -> None:
 
 def test_what_it_refuses() -> None:
     model = ours()
-    with pytest.raises(TypeError, match="model must be an nn.Module, got str"):
+    with pytest.raises(TypeError, match=r"model must be an nn\.Module, got str"):
         fastvit.fit("vit", budget="1GiB", batch=1)
     with pytest.raises(ValueError, match=r"budget is 0\.00 GiB, and a step of one image takes"):
         fastvit.fit(model, budget="1MiB", batch=1)
