@@ -6,7 +6,8 @@
 In each folder: `results.jsonl` of benchmarks/gpu; files of the benchmarks (all of one dtype are one table, with the
 best limits that any measured),
 `families.json`, `dispatch.json`, `launch.json` and `low_precision.json` of the modules of those names, `graphs.json` of
-graph_models.py, `peers.json` of benchmarks/peers, `training.json` of `make training`, and pictures.
+graph_models.py, `peers.json` of benchmarks/peers, `training.json` of `make training`, `fitting.json` of
+`benchmarks.harness.fitting`, and pictures.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from benchmarks.codegen import compile_time
 from benchmarks.gpu import verdict
 from benchmarks.gpu.journal import Record
 from benchmarks.gpu.journal import read as read_journal
-from benchmarks.harness import conditions, families, table
+from benchmarks.harness import conditions, families, fitting, table
 from benchmarks.harness.provenance import ROOT
 from benchmarks.host import dispatch, launch, low_precision
 from benchmarks.peers import compare as peers
@@ -65,7 +66,7 @@ def _folder(folder: Path) -> Iterator[str]:
     special = {
         "families": families.render, "graphs": graph_tables.render, "dispatch": dispatch.render,
         "launch": launch.render, "low_precision": low_precision.render, "peers": peers.render,
-        "compile_time": compile_time.render, "training": training.render,
+        "compile_time": compile_time.render, "training": training.render, "fitting": fitting.render,
     }  # fmt: skip
     if records := _last_records(folder):
         others = sorted(

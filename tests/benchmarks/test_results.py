@@ -79,6 +79,14 @@ def test_the_gpu_figures_of_the_readme_are_those_of_the_result_file():
     few, many = of_batch[1] + of_batch[32], of_batch[256]
     assert f"{min(few):.1f} to {max(few):.1f} of fastvit's time at batch 1 and 32" in readme
     assert f"{min(many):.1f} to {max(many):.1f} times at 256" in readme
+    compiled = {
+        (r["model"], r["mode"], r["provider"]): r["graph"]["median"]
+        for r in records
+        if r["kind"] == "compiled" and r["style"] == "reduce-overhead" and r["status"] == "passed"
+    }
+    over = [us / compiled[*run, "fused"] for (*run, provider), us in compiled.items() if provider == "sdpa"]
+    assert len(over) == 4
+    assert f"SDPA take {min(over):.2f} to {max(over):.2f} times as long" in readme
 
 
 def test_the_low_precision_of_the_readme_is_that_of_the_result_file():
