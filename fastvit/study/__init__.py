@@ -6,6 +6,8 @@ from fastvit.study.attention.distance import AttentionDistance, attention_distan
 from fastvit.study.attention.evolution import ClsEvolution, cls_evolution
 from fastvit.study.attention.maps import AttentionMaps, TokenWeights, attention_maps, attention_rollout
 from fastvit.study.explore.exploration import Exploration, PatchEmbedding, explore, patch_embedding
+from fastvit.study.fitting.choices import Choice
+from fastvit.study.fitting.planning import Fit, FitPoint, fit
 from fastvit.study.machine import Finding, doctor
 from fastvit.study.memory.block import BlockCost, BlockOp, block
 from fastvit.study.memory.growth import MemoryPoint, MemoryStudy, image_size, memory
@@ -21,9 +23,12 @@ __all__ = [
     "AttentionMaps",
     "BlockCost",
     "BlockOp",
+    "Choice",
     "ClsEvolution",
     "Exploration",
     "Finding",
+    "Fit",
+    "FitPoint",
     "MemoryPoint",
     "MemoryStudy",
     "ModelCost",
@@ -40,6 +45,7 @@ __all__ = [
     "cls_evolution",
     "doctor",
     "explore",
+    "fit",
     "gpus",
     "image_size",
     "largest_batch",
