@@ -14,7 +14,8 @@ from fastvit.blocks.recompute import recompute_as_by_default
 from fastvit.modules.arguments import Pair
 from fastvit.study.fitting.choices import put_on
 from fastvit.study.fitting.costs import blocks_of
-from fastvit.study.fitting.planning import Fit, checked_budget, plan_fit, size_in_words
+from fastvit.study.fitting.planning import Fit, checked_budget, plan_fit
+from fastvit.study.fitting.words import size_in_words
 from fastvit.study.memory.growth import checked_device
 from fastvit.study.memory.step import Setting
 from fastvit.study.sources.from_module import ModuleSource

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
 
 from fastvit._units import read_bytes
 from fastvit.modules.arguments import Pair
 from fastvit.study.fitting.choices import BLOCK, BY_DEFAULT, NOTHING, Choice
 from fastvit.study.fitting.costs import FitStep, Trace, costs_of
 from fastvit.study.fitting.search import BlockCosts, StepCosts
+from fastvit.study.fitting.words import in_words, lines
 from fastvit.study.memory.growth import check_batch, checked_device
 from fastvit.study.memory.step import Setting
 from fastvit.study.sources.find import find
-from fastvit.study.sources.model_source import ModelSource, pixels
+from fastvit.study.sources.model_source import ModelSource
 
 _POINTS = 16  # budgets of the frontier
 _TRIES = 4  # plans of a choice, each with a budget that is lower by what the last one was over
@@ -246,41 +246,3 @@ def _between(first: StepCosts, second: StepCosts, share: float) -> StepCosts:
 
 def _values(costs: BlockCosts) -> tuple[int, ...]:
     return costs.saved, costs.forward, costs.backward, costs.flops
-
-
-def in_words(choices: Sequence[Choice]) -> str:
-    """Say what each block recomputes, such as "blocks 0 to 4: fc1; blocks 5 to 11: nothing"."""
-    runs, first = [], 0
-    for choice, group in groupby(choices):
-        last = first + len([*group]) - 1
-        runs.append(f"{f'block {first}' if first == last else f'blocks {first} to {last}'}: {choice}")
-        first = last + 1
-    return "; ".join(runs) if len(runs) > 1 else f"every block: {choices[0]}"
-
-
-def size_in_words(nbytes: int) -> str:
-    return f"{nbytes / 2**30:.2f} GiB"
-
-
-def lines(fit: Fit) -> list[str]:
-    """Return a report of a few lines."""
-    where = "GPU" if fit.device == "cuda" else "CPU"
-    s = fit.setting
-    found = [
-        f"{fit.model}, batch {fit.batch}, {pixels(fit.image_size)} px, {s.dtype}, {s.optimizer}, on a {where}, within "
-        f"{size_in_words(fit.budget)}"
-    ]
-    if not fit.micro_batch:
-        return [*found, f"not even one image fits: the least is {size_in_words(fit.peak)}"]
-    if not fit.fits:
-        found.append(
-            f"a batch of {fit.batch} does not fit, {fit.largest_batch} images would; with {fit.accumulation} batches "
-            f"of {fit.micro_batch} whose gradients are accumulated:"
-        )
-    found += [f"  {part}" for part in in_words(fit.choices).split("; ")]
-    found.append(
-        f"planned peak {size_in_words(fit.peak)}, {100 * fit.recomputed:.1f} % of the step's FLOPs computed again"
-    )
-    if fit.least_recomputed < fit.recomputed:
-        found.append(f"no choice that fits computes less than {100 * fit.least_recomputed:.1f} % again")
-    return found
