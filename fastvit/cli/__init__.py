@@ -13,6 +13,7 @@ from fastvit.cli import terminal
 # verb -> description; a verb's file has `configure(parser)` and `run(args)`, which returns the exit status
 VERBS = {
     "memory": "what a model needs at every image size, planned or measured",
+    "fit": "what to recompute so that a training step fits into a budget",
     "models": "parameters, tokens, FLOPs and activations of every known model",
     "attention": "attention maps and rollout over a picture, or figures by layer",
     "explore": "one page to explore a model: patches, tokens, memory, attention",

@@ -44,12 +44,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--mode", choices=("train", "infer"), default="train", help="a training step, or a forward pass"
     )
-    parser.add_argument(
-        "--dtype", choices=("fp32", "bf16", "fp16", "amp"), default="bf16", help="amp: float32 under autocast to bf16"
-    )
-    parser.add_argument(
-        "--optimizer", choices=("adamw", "sgd", "none"), default="adamw", help="whose states are counted"
-    )
+    options.add_training(parser)
     parser.add_argument("--checkpointing", action="store_true", help="recompute blocks in the backward pass")
     parser.add_argument(
         "--providers",
@@ -58,9 +53,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="P,...",
         help=f"of {', '.join(PROVIDERS)}",
     )
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="what to plan for (default: this machine's)")
+    options.add_planned_device(parser)
     parser.add_argument("--measured", action="store_true", help="run the steps too, and read the allocator")
-    parser.add_argument("--budget", type=options.memory, metavar="24GiB", help="the largest batch and image that fit")
+    options.add_budget(parser, "the largest batch and image that fit")
     output = parser.add_argument_group("output")
     options.add_json(output, "everything, in bytes, on standard output")
     output.add_argument("--csv", action="store_true", help="one line per point, in bytes, on standard output")

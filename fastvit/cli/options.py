@@ -29,6 +29,26 @@ def add_batches(parser: argparse.ArgumentParser, default: str) -> None:
     parser.add_argument("--batch", type=integers, default=default, metavar="B,...", help="images")
 
 
+def add_training(parser: argparse.ArgumentParser) -> None:
+    """Add --dtype and --optimizer of a planned step."""
+    parser.add_argument(
+        "--dtype", choices=("fp32", "bf16", "fp16", "amp"), default="bf16", help="amp: float32 under autocast to bf16"
+    )
+    parser.add_argument(
+        "--optimizer", choices=("adamw", "sgd", "none"), default="adamw", help="whose states are counted"
+    )
+
+
+def add_planned_device(parser: argparse.ArgumentParser) -> None:
+    """Add --device of a planned step."""
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="what to plan for (default: this machine's)")
+
+
+def add_budget(parser: argparse.ArgumentParser, text: str, *, required: bool = False) -> None:
+    """Add --budget, in bytes."""
+    parser.add_argument("--budget", type=memory, metavar="24GiB", help=text, required=required)
+
+
 def add_weights(parser: argparse.ArgumentParser, more: str = "") -> None:
     """Add --weights, as `create_model` takes them."""
     text = f"file, folder, timm's tag or Hugging Face repository{more} (default: random)"

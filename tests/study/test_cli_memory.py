@@ -13,7 +13,8 @@ import pytest
 from study_models import SMALL
 
 from fastvit import study
-from fastvit.cli import main, memory
+from fastvit._units import read_bytes
+from fastvit.cli import main
 
 FAST = ["memory", SMALL, "--image-size", "32,64", "--batch", "2", "--device", "cpu", "--mode", "infer"]
 
@@ -92,5 +93,5 @@ def test_a_full_disk(tmp_path, monkeypatch, capsys):
 
 
 def test_sizes_in_words():
-    assert memory.memory_size("24GiB") == 24 << 30
-    assert memory.memory_size("0.5 gb") == 5 * 10**8
+    assert read_bytes("24GiB") == 24 << 30
+    assert read_bytes("0.5 gb") == 5 * 10**8

@@ -6,8 +6,20 @@ import re
 import pytest
 import torch
 
-from fastvit.cli import attention, doctor, memory, models, terminal, verify
-from fastvit.study import AttentionMaps, Finding, MemoryPoint, MemoryStudy, ModelCost, Parts, Setting, Verdict
+from fastvit.cli import attention, doctor, fit, memory, models, terminal, verify
+from fastvit.study import (
+    AttentionMaps,
+    Choice,
+    Finding,
+    Fit,
+    FitPoint,
+    MemoryPoint,
+    MemoryStudy,
+    ModelCost,
+    Parts,
+    Setting,
+    Verdict,
+)
 from fastvit.study.models.hardware import Bound
 from fastvit.study.models.parameter_counts import Parameters
 from fastvit.study.models.published import Top1
@@ -28,6 +40,17 @@ def print_memory() -> set[str]:
     memory._print(found, argparse.Namespace(measured=True), fits)
     numbers = {f"{n * scale:,}" for scale in (11, 1013) for n in (100, 200, 300, 500, 600, 110, 1810, 12_345)}
     return {"518x532", "2044x2058", "1370", "21317", "8", "128", "1234", "4321", *numbers}
+
+
+def print_fit() -> set[str]:
+    choices = (Choice("all", "all"),) * 40 + (Choice("attention", "activation"),) * 8
+    points = (FitPoint("activations, as by default", 2345 << 30, 0.0), FitPoint("every block", 99 << 20, 0.3333))
+    found = Fit(
+        LONG, "cuda", (518, 532), 4321, Setting(), 80 << 30, ("block",) * 48, choices, 1234, 4, 987, 79 << 30, 0.1234,
+        0.1111, points, (), (),
+    )  # fmt: skip
+    fit._print(found)
+    return {"4321", "987", "1234", "4", "79.00", "2,345.00", "99.0", "12.3", "33.3", "11.1", "39", "47"}
 
 
 def a_cost(name: str, batch: int, top1: Top1 | None = None, plain: bool = True) -> ModelCost:
@@ -77,7 +100,7 @@ def print_attention() -> set[str]:
     return {best, "25.1%", "0.4%", "11", "12"}
 
 
-PRINTERS = [print_memory, print_models, print_model, print_verdicts, print_attention]
+PRINTERS = [print_memory, print_fit, print_models, print_model, print_verdicts, print_attention]
 
 
 @pytest.mark.parametrize("columns", [60, 120])

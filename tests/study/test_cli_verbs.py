@@ -28,6 +28,7 @@ MISTAKES = [
     (["verify", "--head-dim", "20"], "a multiple of 8 from 16 to 256, got 20"),
     (["verify", "--depth", "2"], "depth is for a model"),
     (["verify", "study_models:of_one_size", "--depth", "1"], "study_models:of_one_size takes no depth"),
+    (["fit", SMALL, "--budget", "1GiB", "--batch", "1", "--plot", "a.pdf"], "--plot writes .png or .svg"),
     (["explore", SMALL, "nothing.png"], "No such file or directory: nothing.png"),
     (["explore", SMALL, "--weights", "nothing.pth"], "nothing.pth: no such file"),
     (["explore", SMALL, "--layers", "12"], "layers must be in 0..1, got 12"),
@@ -51,6 +52,9 @@ WRONG_ARGUMENTS = [
     (["memori"], "invalid choice"),
     ([*MEMORY, "--budget", "much"], "such as 24GiB"),
     ([*MEMORY, "--budget", "24"], "must have a unit, such as 24GiB or 24GB, got '24'"),
+    (["fit", SMALL, "--budget", "24", "--batch", "8"], "must have a unit, such as 24GiB or 24GB, got '24'"),
+    (["fit", SMALL, "--budget", "24GiB"], "required: --batch"),
+    (["fit", SMALL, "--budget", "24GiB", "--batch", "8,16"], "must be a positive integer, got '8,16'"),
     ([*MEMORY, "--image-size", "a"], "a size is 224"),
     ([*MEMORY, "--batch", "0"], "positive integers"),
     ([*MEMORY, "--providers", "flash"], "must be of eager"),
@@ -91,7 +95,7 @@ def test_help_imports_no_torch():
     environment = os.environ | {"COLUMNS": "80"}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("examples:") >= 8
+    assert done.stdout.count("examples:") >= 9
     assert [line for line in done.stdout.splitlines() if len(line) > 80] == []
     assert "images (default: 8)" in done.stdout
     assert not re.search(r"default: (None|False|\[|-)", done.stdout)
@@ -118,7 +122,7 @@ def test_examples_are_commands(verb):
         args = parser.parse_args(words[1:])
         if verb == "attention":
             attention_by_layer.check(args)
-        elif getattr(args, "plot", None) is not None:
+        elif verb == "memory" and args.plot is not None:
             memory._check_plot(args)
 
 
