@@ -21,8 +21,9 @@ import fastvit
 from fastvit import study, zoo
 from fastvit.cli import main
 from fastvit.study.explore import attention as explored_attention
-from fastvit.study.explore import document, exploration, layer_figures
+from fastvit.study.explore import document, exploration, layer_figures, recomputation
 from fastvit.study.explore import memory as explored_memory
+from fastvit.study.fitting.words import in_words
 from fastvit.study.memory.plan import plan
 from fastvit.study.memory.step import Setting
 from fastvit.study.memory.traced_step import TracedStep, sizes_to_trace
@@ -164,6 +165,34 @@ def test_memory_of_the_page_is_that_of_the_study(explored, provider):
         ours = dict(zip(memory["parts"], memory["plan"][provider][mode][dtype][f"{size}x{patch}"][batch], strict=True))
         assert memory["tokens"][f"{size}x{patch}"] == point.tokens
         assert ours == asdict(point.planned)
+
+
+def test_recomputation_of_the_page_is_that_of_the_study(explored):
+    """At a batch between the two that are traced, with budgets from below the least peak to above the largest."""
+    memory = explored[0].data["memory"]
+    assert set(memory["fit"]) == {"bfloat16", "float32"}
+    assert [*memory["fit"]["float32"]] == [b for b in memory["batches"] if b > 1]
+    peak = sum(memory["plan"]["fused"]["train"]["bfloat16"]["40x8"][32])
+    gib = [share * peak / 2**30 for share in (0.1, 0.9, 1.01)]
+    found = recomputation.collect(find(NAME), (40, 40), True, {"bfloat16": {2: 0, 32: peak, 256: 0}}, gib)["bfloat16"]
+    assert found[2] == found[256] == {}
+    assert [*found[32]] == gib[:2]
+    least, policy = found[32].values()
+    assert least is None
+    right = study.fit(NAME, budget=int(gib[1] * 2**30), batch=32, device="cuda")
+    assert policy["words"] == in_words(right.choices)
+    assert policy["peak"] == pytest.approx(right.peak, rel=0.005)
+    assert policy["recomputed"] == pytest.approx(right.recomputed, abs=0.00006)
+    assert policy["recomputed"] > 0
+
+
+def test_a_page_says_why_it_has_no_recomputation():
+    plans = {
+        "fused": {"train": {d: {"32x8": dict.fromkeys(explored_memory.BATCHES, (0,))} for d in explored_memory.DTYPES}}
+    }
+    found, (why,) = explored_memory._fit(find("study_models:of_one_block"), (32, 32), True, plans, "32x8")
+    assert found is None
+    assert why == "what blocks recompute: VisionTransformer has no list of blocks of one class"
 
 
 @pytest.mark.parametrize(

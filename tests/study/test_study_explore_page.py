@@ -13,6 +13,8 @@ import pytest
 from exploring import NAME, Opened, decoded, in_gib, rows_of
 
 from fastvit import study
+from fastvit.study.explore import recomputation
+from fastvit.study.sources.find import find
 
 PROVIDERS = ("eager", "sdpa", "fused")
 
@@ -135,6 +137,49 @@ def test_a_budget_says_what_fits(opened):
         assert words[len(fits)] in window.text("#memory-sum")
         window.slide("#memory", "Budget", "ArrowRight")
     assert fits
+
+
+def test_recomputation_that_fits(browser, written):
+    """Below the bars, where the fused step is over the budget, of the model's own sizes."""
+    found, path = written
+    memory = found.data["memory"]
+    peak = sum(memory["plan"]["fused"]["train"]["float32"]["40x8"][64])
+    budgets = [share * peak / 2**30 for share in (0.1, 0.9, 1.1)]
+    fit = recomputation.collect(find(NAME), (40, 40), True, {"float32": {2: 0, 64: peak}}, budgets)
+    data = found.data | {"memory": memory | {"budgets": budgets, "fit": {"bfloat16": {}} | fit}}
+    path = path.with_name("fit.html")
+    path.write_text(study.Exploration(NAME, data).html())
+    window = Opened(browser, path)
+    said = window.page.locator("#memory-fit")
+
+    def command(budget: float, size: int) -> str:
+        return f"fastvit fit {NAME} --budget {budget}GiB --batch 64 --image-size {size} --dtype fp32 --device cuda"
+
+    window.page.get_by_label("float32").check()
+    window.slide("#memory", "Batch", *["ArrowRight"] * 3)
+    assert "whatever its blocks recompute" in said.inner_text()
+    window.slide("#memory", "Budget", "ArrowRight")
+    policy = fit["float32"][64][budgets[1]]
+    words = (
+        f"{policy['words']}. Its planned peak is then {in_gib(policy['peak'])} GiB, and {percent(policy['recomputed'])}"
+    )
+    assert words in said.inner_text()
+    assert said.inner_text().endswith(command(budgets[1], 40))
+    window.slide("#memory", "Image size", "ArrowRight")
+    assert "on this page for 40 px, patches of 8 px and two images or more" in said.inner_text()
+    assert said.inner_text().endswith(command(budgets[1], 48))
+    window.slide("#memory", "Patch size", "Home")
+    assert said.inner_text().endswith("two images or more.")
+    window.page.get_by_label("Training").press("ArrowRight")
+    assert said.is_hidden()
+    window.page.get_by_label("Inference").press("ArrowLeft")
+    assert said.is_visible()
+    window.slide("#memory", "Patch size", "End")
+    window.slide("#memory", "Image size", "Home")
+    window.slide("#memory", "Budget", "End")
+    assert said.is_hidden()
+    assert not window.complaints
+    window.close()
 
 
 def test_attention_by_keys_and_pointer(opened, written):

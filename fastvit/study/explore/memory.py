@@ -10,6 +10,7 @@ from dataclasses import astuple, fields
 from typing import Any
 
 from fastvit.ops.runtime import backend as backends
+from fastvit.study.explore import recomputation
 from fastvit.study.memory.plan import Parts, plan
 from fastvit.study.memory.step import Setting
 from fastvit.study.memory.traced_step import TracedStep, sizes_to_trace
@@ -18,6 +19,7 @@ from fastvit.study.sources.model_source import PROVIDERS, ModelSource
 MODES = ("train", "infer")
 DTYPES = ("bfloat16", "float32")
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+BUDGETS = (2, 4, 6, 8, 12, 16, 24, 32, 40, 48, 80, 96, 141, 192)  # GiB
 _SIZES = (224, 256, 320, 384, 448, 512, 640, 768, 1024, 1536, 2048)
 _START = 8  # images
 NAMES = {"eager": "eager attention", "sdpa": "SDPA", "fused": "the fused ops"}
@@ -30,8 +32,8 @@ def collect(
     prefix: int,
     progress: Callable[[int, str], AbstractContextManager[Callable[[str], None]]],
 ) -> dict[str, Any]:
-    """Return {"plan": {provider: {mode: {dtype: {"IMAGExPATCH": {batch: bytes of parts}}}}}} and the sliders' stops. If
-    nothing can be planned, "plan" is None, and "note" says why.
+    """Return {"plan": {provider: {mode: {dtype: {"IMAGExPATCH": {batch: bytes of parts}}}}}}, "fit" of `recomputation`
+    and the sliders' stops. If nothing can be planned, "plan" is None, and "note" says why; "fit" is None by itself too.
 
     Memory is planned for a GPU if triton is installed, else for a CPU.
 
@@ -55,7 +57,7 @@ def collect(
     plans: dict[str, Any] = {p: {m: {d: {} for d in DTYPES} for m in MODES} for p in providers}
     runs: dict[Any, Any] = {}
     steps = list(itertools.product(providers, MODES, DTYPES))
-    with progress(len(steps), "memory") as step:
+    with progress(len(steps) + 1, "memory") as step:
         for provider, mode, dtype in steps:
             step(f"{provider}, {mode}, {dtype}")
             one, more = (
@@ -65,6 +67,9 @@ def collect(
             for s, p in itertools.product(sizes, patches):
                 parts = {b: astuple((one if b == 1 else more).parts(s, p, b)) for b in BATCHES}
                 plans[provider][mode][dtype][f"{s}x{p}"] = parts
+        step("recomputation")
+        fit, unplanned = _fit(source, size, gpu, plans, f"{size[0]}x{patch[0]}")
+    refused += unplanned
     # check the last provider, usually the fused ops, whose launches depend most on sizes
     last, start = providers[-1], f"{size[0]}x{patch[0]}"
     right = plan(source, last, size, _START, Setting("train", "bfloat16"), gpu=gpu).parts.peak
@@ -72,10 +77,25 @@ def collect(
     return {
         "parts": [f.name for f in fields(Parts)], "providers": providers, "modes": MODES, "dtypes": DTYPES,
         "sizes": sizes, "patches": patches, "batches": BATCHES, "plan": plans,
+        "budgets": BUDGETS, "fit": fit,
         "tokens": {f"{s}x{p}": (s // p) ** 2 + prefix for s in sizes for p in patches},
         "start": {"size": size[0], "patch": patch[0], "batch": _START, "mode": "train", "dtype": "bfloat16"},
-        "device": "cuda" if gpu else "cpu", "note": _note(gpu, last, off, size[0], refused),
+        "device": "cuda" if gpu else "cpu", "note": _note(gpu, last, off, size[0], bool(fit), refused),
     }  # fmt: skip
+
+
+def _fit(
+    source: ModelSource, size: tuple[int, int], gpu: bool, plans: dict[str, Any], start: str
+) -> tuple[dict[str, Any] | None, list[str]]:
+    """Return what the blocks of the fused step recompute, at the model's own sizes, or None and the reason."""
+    if "fused" not in plans:
+        return None, []
+    trained = plans["fused"]["train"]
+    peaks = {d: {b: sum(trained[d][start][b]) for b in BATCHES if b > 1} for d in DTYPES}
+    try:
+        return recomputation.collect(source, size, gpu, peaks, BUDGETS), []
+    except ValueError as error:
+        return None, [f"what blocks recompute: {error}"]
 
 
 def patch_stops(source: ModelSource, size: int, patch: int) -> list[int]:
@@ -106,7 +126,7 @@ def _providers(source: ModelSource) -> tuple[list[str], list[str]]:
     return found, refused
 
 
-def _note(gpu: bool, provider: str, off: float, size: int, refused: list[str]) -> str:
+def _note(gpu: bool, provider: str, off: float, size: int, fit: bool, refused: list[str]) -> str:
     where = "as on a GPU" if gpu else "as on a CPU, since triton is not installed"
     differs = f"differs by less than {math.floor(1000 * off + 1) / 10:g} %" if off else "is the same"
     lines = [
@@ -114,6 +134,11 @@ def _note(gpu: bool, provider: str, off: float, size: int, refused: list[str]) -
         " one of several are traced on tensors without data, and their allocations are scaled to the other sizes. The"
         f" command plans each size by itself: its peak at {size} px and a batch of {_START}, of {NAMES[provider]} in"
         f" training in bfloat16, {differs}. The workspace of a vendor's libraries is in neither.",
+        *(
+            [f"What blocks recompute is planned at {size} px from steps of 2 and of {BATCHES[-1]} images."]
+            if fit
+            else []
+        ),
         *(f"Not shown: {reason}." for reason in refused),
     ]
     return " ".join(lines)

@@ -12,13 +12,12 @@
     weights: "Weights", gradients: "Gradients", optimizer: "Optimizer state", inputs: "Images", saved: "Saved activations",
     attention: "Attention matrices", temporaries: "Temporaries",
   };
-  const BUDGETS = [2, 4, 6, 8, 12, 16, 24, 32, 40, 48, 80, 96, 141, 192];
   const row = $("memory-controls");
   const controls = {
     size: slider(row, "Image size", memory.sizes, memory.start.size, show, (s) => `${s} px`),
     patch: slider(row, "Patch size", memory.patches, memory.start.patch, show, (p) => `${p} px`),
     batch: slider(row, "Batch", memory.batches, memory.start.batch, show),
-    budget: slider(row, "Budget", BUDGETS, 24, show, (b) => `${b} GiB`),
+    budget: slider(row, "Budget", memory.budgets, 24, show, (b) => `${b} GiB`),
     mode: choice(row, "Step", memory.modes.map((m) => [m, { train: "Training", infer: "Inference" }[m]]), memory.start.mode, show),
     dtype: choice(row, "Type", memory.dtypes.map((d) => [d, d]), memory.start.dtype, show),
   };
@@ -28,6 +27,7 @@
     const of = memory.plan[provider][controls.mode.value][controls.dtype.value];
     return of[`${image}x${controls.patch.value}`]?.[controls.batch.value];
   };
+  const dtype = () => ({ bfloat16: "bf16", float32: "fp32" })[controls.dtype.value];
   const total = (parts) => parts.reduce((sum, x) => sum + x, 0);
   const unit = (most) => (most >= GIB / 4 ? [GIB, "GiB"] : [2 ** 20, "MiB"]);
   const power = (bytes) => (bytes >= 1024 * GIB ? `${bytes / GIB / 1024} TiB` : bytes >= GIB ? `${bytes / GIB} GiB` : `${bytes / 2 ** 20} MiB`);
@@ -45,7 +45,23 @@
     const verb = fits.length === totals.length ? "All of them fit" : fits.length ? `${fits.join(" and ")} ${fits.length > 1 ? "fit" : "fits"}` : "None of them fits";
     const tokens = memory.tokens[`${controls.size.value}x${controls.patch.value}`];
     $("memory-sum").textContent = `${integer(tokens)} tokens an image, ${controls.batch.value} image${controls.batch.value > 1 ? "s" : ""} a step. ${verb} into ${controls.budget.value} GiB.`;
-    $("memory-command").textContent = `fastvit memory ${DATA.model.quoted} --image-size ${controls.size.value} --patch-size ${controls.patch.value} --batch ${controls.batch.value} --mode ${controls.mode.value} --dtype ${{ bfloat16: "bf16", float32: "fp32" }[controls.dtype.value]} --device ${memory.device}`;
+    $("memory-command").textContent = `fastvit memory ${DATA.model.quoted} --image-size ${controls.size.value} --patch-size ${controls.patch.value} --batch ${controls.batch.value} --mode ${controls.mode.value} --dtype ${dtype()} --device ${memory.device}`;
+    recomputation(totals[memory.providers.indexOf("fused")] > budget);
+  }
+
+  // What the blocks of the fused step recompute where it is over the budget, which the page has for the model's own sizes
+  function recomputation(over) {
+    const box = $("memory-fit");
+    box.hidden = !over || !memory.fit || controls.mode.value !== "train";
+    if (box.hidden) return;
+    const { size, patch } = memory.start;
+    const [batch, budget, own] = [controls.batch.value, controls.budget.value, controls.patch.value === patch];
+    const found = own && controls.size.value === size ? memory.fit[controls.dtype.value][batch]?.[budget] : undefined;
+    let words = `What the blocks recompute so that the fused step fits is on this page for ${size} px, patches of ${patch} px and two images or more.`;
+    if (found) words = `The fused step fits into ${budget} GiB if it recomputes: ${found.words}. Its planned peak is then ${(found.peak / GIB).toFixed(2)} GiB, and ${percent(found.recomputed)} of the step’s FLOPs are computed again.`;
+    if (found === null) words = `The fused step does not fit into ${budget} GiB, whatever its blocks recompute. Smaller batches whose gradients are accumulated may.`;
+    const command = `fastvit fit ${DATA.model.quoted} --budget ${budget}GiB --batch ${batch} --image-size ${controls.size.value} --dtype ${dtype()} --device ${memory.device}`;
+    box.replaceChildren(words, ...(own ? [" Planned for this step by itself: ", make("code", {}, command)] : []));
   }
 
   function bars(plans, totals, scale, name) {
