@@ -3,6 +3,7 @@
 import functools
 import json
 import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -52,8 +53,13 @@ def test_the_report(between, monkeypatch, capsys):
     assert step == f"{SMALL}, batch 64, 32 px, bf16, adamw, on a CPU"
     assert within == f"within {between / MIB:.1f} MiB, recompute:"
     runs = rest[: rest.index("")]
-    assert len(runs) == 1 + sum(a != b for a, b in zip(want.choices, want.choices[1:], strict=False)) > 1
-    assert runs[0].strip().endswith(f": {want.choices[0]}")
+    said = {}
+    for run in runs:
+        where, words = run.split(": ")
+        first, *last = map(int, re.findall(r"\d+", where))
+        said |= dict.fromkeys(range(first, (last or [first])[0] + 1), words)
+    assert said == {i: str(choice) for i, choice in enumerate(want.choices)}
+    assert len(runs) == len(set(want.choices)) > 1
     assert f"{want}".splitlines()[: 2 + len(runs)] == [step, within, *runs]
     rows = [line.rsplit(maxsplit=5) for line in rest[rest.index("") + 3 :]]
     found = {name: (mib, share, fits) for name, mib, _, share, _, fits in rows}
@@ -125,11 +131,13 @@ def test_pictures(between, tmp_path, capsys):
     assert (tmp_path / "fit.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("far", [0.25, 0.95, 1, 4])
-def test_the_picture_is_the_fit(between, far):
+@pytest.mark.parametrize(("far", "chosen"), [(0.25, 0), (0.95, 1), (1, 1), (4, -1)])
+def test_the_picture_is_the_fit(between, far, chosen):
     """The curves, the chosen point, and a budget on the axis or past either end of it; no label is on another one."""
     pytest.importorskip("matplotlib")
-    found = replace(planned(between), budget=int(far * between))
+    found = planned(between)
+    point = found.frontier[chosen]
+    found = replace(found, budget=int(far * between), peak=point.peak, recomputed=point.recomputed)
     figure = draw(found, "light")
     (axis,) = figure.axes
     curves = {line.get_label(): line.get_xydata().tolist() for line in axis.lines}
@@ -138,16 +146,19 @@ def test_the_picture_is_the_fit(between, far):
         assert curve == [[p.peak / 2**30, 100 * p.recomputed] for p in points]
     marked = [line for line in axis.lines if line.get_markeredgecolor() == COLOURS["light"]["fused"]][-1]
     assert marked.get_xydata().tolist() == [[found.peak / 2**30, 100 * found.recomputed]]
-    budget, chosen = axis.texts
+    budget, name = axis.texts
     assert f"budget {found.budget / MIB:.1f} MiB" in budget.get_text()
-    assert f"chosen: {found.peak / MIB:.1f} MiB\n{100 * found.recomputed:.1f} % again" == chosen.get_text()
+    assert f"chosen: {found.peak / MIB:.1f} MiB\n{100 * found.recomputed:.1f} % again" == name.get_text()
     (low, high), at = axis.get_xlim(), found.budget / 2**30
     assert sum(list(line.get_xdata()) == [at, at] for line in axis.lines) == (low <= at <= high)
     assert ("\N{LEFTWARDS ARROW}" in budget.get_text()) == (at < low)
     assert ("\N{RIGHTWARDS ARROW}" in budget.get_text()) == (at > high)
     figure.draw_without_rendering()
-    first, second, frame = (text.get_window_extent() for text in (budget, chosen, axis))
+    first, second, frame = (text.get_window_extent() for text in (budget, name, axis))
     assert not first.overlaps(second)
+    for at in axis.transData.transform([[p.peak / 2**30, 100 * p.recomputed] for p in found.whole_blocks]):
+        assert frame.contains(*at)
+        assert not first.contains(*at)
     for box in (first, second):
         assert frame.containsx(box.x0)
         assert frame.containsx(box.x1)
