@@ -42,7 +42,9 @@ def policy(fit: Fit) -> list[str]:
     """Return lines that say what each block recomputes, and which batch fits where the whole one does not."""
     budget = size_in_words(fit.budget)
     if not fit.micro_batch:
-        return [f"not even one image fits into {budget}: the least is {size_in_words(fit.peak)}"]
+        none = f"not even one image fits into {budget}: the least is {size_in_words(fit.peak)}"
+        alone = f"{images(fit.batch)} do not fit, {fit.largest_batch} would; with accumulated gradients {none}"
+        return [alone if fit.largest_batch else none]
     head = f"within {budget}, recompute:"
     if not fit.fits:
         head = (
