@@ -39,7 +39,7 @@ def fit(
         print(report)
 
     If a step of `batch` does not fit, the choices are for batches of `report.micro_batch` images, of which
-    `report.accumulation` accumulate their gradients for a step, and a warning says so.
+    `report.accumulation` accumulate their gradients for a step (0: no accumulation fits), and a warning says so.
 
     Args:
         model: any module with a list of blocks of one class that takes images (B, C, H, W).
@@ -74,10 +74,11 @@ def fit(
             "if all blocks recompute"
         )
     if not found.fits:
+        how = f"{found.accumulation} of {found.micro_batch} images with accumulated gradients do; " * (
+            found.accumulation > 0
+        )
         warnings.warn(
-            f"a batch of {batch} does not fit: {found.accumulation} of {found.micro_batch} images with accumulated "
-            f"gradients do; without accumulation {found.largest_batch} images",
-            stacklevel=2,
+            f"a batch of {batch} does not fit: {how}without accumulation {found.largest_batch} images do", stacklevel=2
         )
     for block, choice in zip(blocks_of(module).values(), found.choices, strict=True):
         put_on(block, choice)

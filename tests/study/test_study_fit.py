@@ -110,6 +110,9 @@ def test_a_batch_that_does_not_fit_is_accumulated():
     assert alone.fits
     assert not fit(TINY, budget=budget, **{**options, "batch": found.largest_batch + 2}).fits
     assert f"{found.accumulation} batches of {found.micro_batch}" in str(found)
+    alone = fit(TINY, budget=fit(TINY, budget="1TB", **{**options, "batch": 2}).frontier[0].peak, **options)
+    assert (alone.accumulation, alone.micro_batch) == (0, alone.largest_batch)
+    assert "nor do accumulated gradients next to one image" in str(alone)
     nothing = fit(TINY, budget="30MiB", **options)
     assert nothing.micro_batch == 0
     assert "not even one image fits" in str(nothing)
@@ -119,7 +122,7 @@ def test_words():
     assert in_words([NOTHING] * 3) == "every block: nothing"
     chosen = [BLOCK, *[Choice("qkv", "all")] * 2, Choice(mlp="activation"), Choice("all")]
     assert in_words(chosen) == (
-        "block 0: the whole block; blocks 1 to 2: q, k and v and fc1; block 3: the MLP's activation; block 4: q, k, v "
+        "block 0: the whole block; blocks 1 to 2: q, k, v and fc1; block 3: the MLP's activation; block 4: q, k, v "
         "and attention"
     )
 

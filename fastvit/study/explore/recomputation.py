@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from fastvit.study.fitting.costs import FitStep, costs_of
-from fastvit.study.fitting.planning import _between
 from fastvit.study.fitting.words import in_words
 from fastvit.study.memory.step import Setting
 from fastvit.study.sources.model_source import ModelSource
@@ -35,7 +34,7 @@ def collect(
         first, last = (costs_of(FitStep(source, size, b, Setting("train", dtype), gpu)) for b in (least, most))
         found[dtype] = {}
         for batch, peak in by_batch.items():
-            costs = _between(first, last, (batch - least) / (most - least))
+            costs = first.towards(last, (batch - least) / (most - least))
             found[dtype][batch] = {}
             for gib in budgets:
                 if (budget := int(gib * 2**30)) < peak:

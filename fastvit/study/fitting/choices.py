@@ -28,14 +28,16 @@ class Choice(NamedTuple):
     def __str__(self) -> str:
         if self.block:
             return "the whole block"
-        return " and ".join(filter(None, (_ATTENTION[self.attention], _MLP[self.mlp]))) or "nothing"
+        *others, last = [*_ATTENTION[self.attention], *_MLP[self.mlp]] or ["nothing"]
+        return f"{', '.join(others)} and {last}" if others else last
 
 
 NOTHING = Choice()
 BY_DEFAULT = Choice(*DEFAULT)
 BLOCK = Choice(block=True)
-_ATTENTION = {"none": "", "attention": "attention", "qkv": "q, k and v", "all": "q, k, v and attention"}
-_MLP = {"none": "", "activation": "the MLP's activation", "all": "fc1"}
+_QKV = ("q", "k", "v")
+_ATTENTION = {"none": (), "attention": ("attention",), "qkv": _QKV, "all": (*_QKV, "attention")}
+_MLP = {"none": (), "activation": ("the MLP's activation",), "all": ("fc1",)}
 # The activation takes no matmul, so that nothing is gained by keeping it while something else is recomputed
 _HALVES = tuple(Choice(attention, mlp) for attention in _ATTENTION for mlp in ("activation", "all"))
 

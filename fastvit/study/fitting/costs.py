@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -208,7 +208,7 @@ def costs_of(step: FitStep) -> StepCosts:
 
     def costs(kind: Kind, choice: Choice) -> BlockCosts:
         found, plain = known[kind, choice], known[kind, NOTHING]
-        return replace(found, flops=max(found.flops - plain.flops, 0))
+        return found._replace(flops=max(found.flops - plain.flops, 0))
 
     blocks = [{choice: costs(kind, choice) for choice in kind.options} for kind in traces[0].kinds]
     return traces[0].step_costs(blocks)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from fastvit._units import read_bytes
 from fastvit.modules.arguments import Pair
 from fastvit.study.fitting.choices import BLOCK, BY_DEFAULT, NOTHING, Choice
 from fastvit.study.fitting.costs import FitStep, Trace, costs_of
-from fastvit.study.fitting.search import BlockCosts, StepCosts
+from fastvit.study.fitting.search import StepCosts
 from fastvit.study.fitting.words import in_words, lines
 from fastvit.study.memory.growth import check_batch, checked_device
 from fastvit.study.memory.step import Setting
@@ -17,7 +18,7 @@ from fastvit.study.sources.find import find
 from fastvit.study.sources.model_source import ModelSource
 
 _POINTS = 16  # budgets of the frontier
-_TRIES = 4  # plans of a choice, each with a budget that is lower by what the last one was over
+_TRIES = 4  # plans, each for a budget that is lower by what the last one was over
 
 Progress = Callable[[str], None]
 
@@ -50,8 +51,9 @@ class Fit:
         blocks: names of the model's blocks.
         choices: for each block, what it recomputes, for batches of `micro_batch`.
         micro_batch: images at a time: `batch` if a step of it fits; 0 if not even one image does.
-        accumulation: batches of `micro_batch` whose gradients make a step of `batch`.
-        largest_batch: the most images at a time without accumulation, where `batch` does not fit.
+        accumulation: batches of `micro_batch` whose gradients make a step of `batch`; 0 if gradients of earlier batches
+            leave no room for an image: `micro_batch` is `largest_batch` then.
+        largest_batch: the most images at a time without accumulation, at most `batch`.
         peak: planned bytes of a step of `micro_batch` with the choices, from a trace of that step.
         recomputed: FLOPs that are computed again, over those of the step without recomputation.
         least_recomputed: no choice that fits recomputes less than this share, as far as the peaks that the search takes
@@ -140,22 +142,17 @@ def plan_fit(
 ) -> Fit:  # fmt: skip
     """Return the result of `fit` for a source of the model."""
     check_batch(batch)
-    step = FitStep(source, size, batch, setting, device == "cuda")
+    whole = FitStep(source, size, batch, setting, device == "cuda")
     progress("what each choice costs")
-    costs = costs_of(step)
-    largest = accumulation = 0
-    if costs.least_peak() > budget:
-        progress("the largest batch")
-        largest = _largest_batch(step, costs, budget)
-        step = step._replace(accumulates=True)
-        progress("gradient accumulation")
-        most = _largest_batch(step, costs_of(step), budget)
-        accumulation = -(-batch // most) if most else 0
-        step = step._replace(batch=-(-batch // accumulation) if most else 1)
-        costs = costs_of(step)
-    progress("the cheapest choice")
-    reachable = max(budget, costs.least_peak())
-    choices, trace, bound = _cheapest(step, costs, reachable)
+    costs = costs_of(whole)
+    room, tries = budget, _TRIES
+    while tries:
+        plan = _plan(whole, costs, room, progress)
+        trace = Trace(plan.step, plan.choices)
+        over = trace.peak - budget
+        tries = tries - 1 if over > 0 and plan.largest_batch else 0
+        room -= max(over, 0)  # the search took the peak for lower than it is
+    costs = plan.costs
     n = len(costs.blocks)
 
     def point(name: str, chosen: Sequence[Choice]) -> FitPoint:
@@ -167,31 +164,52 @@ def plan_fit(
         for name, choice in usual.items()
         if all(choice in options for options in costs.blocks)
     ]
+    off = abs(trace.peak - costs.peak(plan.choices))
+    bound = costs.recomputed(_cheapest(costs, max(budget, trace.peak) + off))
+    fits = trace.peak <= budget
     return Fit(
         model=source.name, device=device, image_size=size, batch=batch, setting=setting, budget=budget,
-        blocks=trace.names, choices=choices, micro_batch=step.batch if trace.peak <= budget else 0,
-        accumulation=accumulation or 1, largest_batch=largest or batch * (costs.least_peak() <= budget),
-        peak=trace.peak, recomputed=costs.recomputed(choices) / costs.flops,
+        blocks=trace.names, choices=plan.choices, micro_batch=plan.step.batch * fits,
+        accumulation=plan.accumulation * fits, largest_batch=plan.largest_batch * fits,
+        peak=trace.peak, recomputed=costs.recomputed(plan.choices) / costs.flops,
         least_recomputed=bound / costs.flops, alternatives=tuple(alternatives), frontier=tuple(_frontier(costs)),
         whole_blocks=tuple(point(f"{k} blocks", [BLOCK] * k + [NOTHING] * (n - k)) for k in range(n + 1)),
     )  # fmt: skip
 
 
-def _cheapest(step: FitStep, costs: StepCosts, budget: int) -> tuple[tuple[Choice, ...], Trace, int]:
-    """Return the cheapest choices that fit, the trace of their step, and FLOPs than which no choice that fits has
-    fewer. The peaks of the search are checked by the trace, and the search is repeated where they are too low."""
-    room = budget
-    for _ in range(_TRIES):
-        choices = _of_search(costs, room)
-        trace = Trace(step, choices)
-        off = abs(trace.peak - costs.peak(choices))
-        room -= max(trace.peak - budget, 0)
-        if trace.peak <= budget or room < costs.least_peak():
-            break
-    return choices, trace, costs.recomputed(_of_search(costs, budget + off))
+class _Plan(NamedTuple):
+    """A step that fits by its costs, or if none does, the least step of one image. Numbers as in `Fit`."""
+
+    step: FitStep
+    costs: StepCosts
+    choices: tuple[Choice, ...]
+    largest_batch: int
+    accumulation: int
 
 
-def _of_search(costs: StepCosts, budget: int) -> tuple[Choice, ...]:
+def _plan(step: FitStep, costs: StepCosts, budget: int, progress: Progress) -> _Plan:
+    """Plan a step with these costs, or one of fewer images."""
+    largest, accumulation = step.batch, 1
+    if costs.least_peak() > budget:
+        progress("the largest batch")
+        whole, largest = step, _largest_batch(step, costs, budget)
+        most = 0
+        if largest:
+            progress("gradient accumulation")
+            step = whole._replace(accumulates=True)
+            most = _largest_batch(step, costs_of(step), budget)
+        if most:
+            accumulation = -(-whole.batch // most)
+            step = step._replace(batch=-(-whole.batch // accumulation))
+        else:
+            accumulation = 0
+            step = whole._replace(batch=max(largest, 1))
+        costs = costs_of(step)
+    progress("the cheapest choice")
+    return _Plan(step, costs, _cheapest(costs, max(budget, costs.least_peak())), largest, accumulation)
+
+
+def _cheapest(costs: StepCosts, budget: int) -> tuple[Choice, ...]:
     found = costs.cheapest(budget)
     assert found is not None, "the budget is at least the least peak"
     return found
@@ -202,7 +220,7 @@ def _frontier(costs: StepCosts) -> list[FitPoint]:
     least, most = costs.least_peak(), costs.peak([NOTHING] * len(costs.blocks))
     found: dict[int, FitPoint] = {}
     for i in range(_POINTS + 1):
-        choices = _of_search(costs, least + (most - least) * i // _POINTS)
+        choices = _cheapest(costs, least + (most - least) * i // _POINTS)
         peak = costs.peak(choices)
         found[peak] = FitPoint(in_words(choices), peak, costs.recomputed(choices) / costs.flops)
     return [found[peak] for peak in sorted(found)]
@@ -218,31 +236,9 @@ def _largest_batch(step: FitStep, costs: StepCosts, budget: int) -> int:
         low, high = 1, step.batch
         while high - low > 1:
             middle = (low + high) // 2
-            fits = _between(two, costs, (middle - 2) / (step.batch - 2)).least_peak() <= budget
+            fits = two.towards(costs, (middle - 2) / (step.batch - 2)).least_peak() <= budget
             low, high = (middle, high) if fits else (low, middle)
         for batch in range(low, max(low - 3, 1), -1):
             if costs_of(step._replace(batch=batch)).least_peak() <= budget:
                 return batch
     return int(step.batch > 1 and costs_of(step._replace(batch=1)).least_peak() <= budget)
-
-
-def _between(first: StepCosts, second: StepCosts, share: float) -> StepCosts:
-    """Return the costs at a share of the way from the first to the second."""
-
-    def mixed(a: int, b: int) -> int:
-        return round(a + (b - a) * share)
-
-    def block(a: BlockCosts, b: BlockCosts) -> BlockCosts:
-        return BlockCosts(*map(mixed, _values(a), _values(b)))
-
-    blocks = (
-        {choice: block(a[choice], b[choice]) for choice in a} for a, b in zip(first.blocks, second.blocks, strict=True)
-    )
-    late = tuple(map(mixed, first.late, second.late))
-    numbers = ("before", "between", "outside", "flops")
-    rest = {name: mixed(getattr(first, name), getattr(second, name)) for name in numbers}
-    return StepCosts(blocks=tuple(blocks), late=late, **rest)
-
-
-def _values(costs: BlockCosts) -> tuple[int, ...]:
-    return costs.saved, costs.forward, costs.backward, costs.flops

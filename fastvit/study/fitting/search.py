@@ -11,14 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from fastvit.study.fitting.choices import NOTHING, Choice
 
 
-@dataclass(frozen=True)
-class BlockCosts:
+class BlockCosts(NamedTuple):
     """One block with one choice. Bytes, and multiplications and additions.
 
     Attributes:
@@ -65,6 +65,24 @@ class StepCosts:
     def recomputed(self, choices: Sequence[Choice]) -> int:
         """Return the FLOPs of the recomputation."""
         return sum(options[choice].flops for options, choice in zip(self.blocks, choices, strict=True))
+
+    def towards(self, other: StepCosts, share: float) -> StepCosts:
+        """Return the costs at a share of the way from these to those of another batch: they grow on a straight line."""
+
+        def mixed(a: int, b: int) -> int:
+            return round(a + (b - a) * share)
+
+        def block(a: BlockCosts, b: BlockCosts) -> BlockCosts:
+            return BlockCosts(*map(mixed, a, b))
+
+        blocks = (
+            {choice: block(a[choice], b[choice]) for choice in a}
+            for a, b in zip(self.blocks, other.blocks, strict=True)
+        )
+        late = tuple(map(mixed, self.late, other.late))
+        names = "before", "between", "outside", "flops"
+        rest = {name: mixed(getattr(self, name), getattr(other, name)) for name in names}
+        return StepCosts(blocks=tuple(blocks), late=late, **rest)
 
     @staticmethod
     def _own(costs: BlockCosts, late: int) -> int:

@@ -42,11 +42,14 @@ def policy(fit: Fit) -> list[str]:
     """Return lines that say what each block recomputes, and which batch fits where the whole one does not."""
     budget = size_in_words(fit.budget)
     if not fit.micro_batch:
-        none = f"not even one image fits into {budget}: the least is {size_in_words(fit.peak)}"
-        alone = f"{images(fit.batch)} do not fit, {fit.largest_batch} would; with accumulated gradients {none}"
-        return [alone if fit.largest_batch else none]
+        return [f"not even one image fits into {budget}: the least is {size_in_words(fit.peak)}"]
     head = f"within {budget}, recompute:"
-    if not fit.fits:
+    if not fit.accumulation:
+        head = (
+            f"{images(fit.batch)} do not fit into {budget}, nor do accumulated gradients next to one image; recompute, "
+            f"with {images(fit.micro_batch)}:"
+        )
+    elif not fit.fits:
         head = (
             f"{images(fit.batch)} do not fit into {budget}, {fit.largest_batch} would; recompute, with "
             f"{fit.accumulation} batches of {fit.micro_batch} whose gradients are accumulated:"
