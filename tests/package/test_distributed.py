@@ -13,10 +13,11 @@ from library_imports import import_library
 from torch import Tensor, nn
 
 import fastvit
+from fastvit.study.fitting.choices import BLOCK, Choice, put_on
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this torch has no torch.distributed")
 BATCH = 4
-KINDS = ("ddp", "ddp, accelerated", "fsdp2", "ddp, compiled", "fsdp2, compiled")
+KINDS = ("ddp", "ddp, accelerated", "ddp, fitted", "fsdp2", "fsdp2, fitted", "ddp, compiled", "fsdp2, compiled")
 
 
 def build() -> tuple[nn.Module, Tensor]:
@@ -51,7 +52,10 @@ def worker(rank: int, port: int, folder: str) -> None:
         if "compiled" not in kind:
             report = fastvit.accelerate(model)
             assert len(report.accelerated) == 4
-        if kind in ("ddp", "ddp, compiled"):
+        if "fitted" in kind:
+            put_on(model.blocks[0], Choice("all", "all"))
+            put_on(model.blocks[1], BLOCK)
+        if kind in ("ddp", "ddp, fitted", "ddp, compiled"):
             model = nn.parallel.DistributedDataParallel(model)
         elif "fsdp2" in kind:
             from torch.distributed.fsdp import fully_shard
@@ -67,7 +71,8 @@ def worker(rank: int, port: int, folder: str) -> None:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
             loss(model, image.chunk(2)[rank]).backward()
         names = [event.name for event in profile.events()]
-        assert names.count("fastvit::attention_qkvpacked_fwd") == 2, f"{kind}: the blocks did not run fused"
+        calls = 2 + 2 * ("fitted" in kind)  # each block runs its attention once more in the backward pass
+        assert names.count("fastvit::attention_qkvpacked_fwd") == calls, f"{kind}: the blocks did not run fused"
         found = gradients(model)  # a collective: every rank takes part
         if rank == 0:
             torch.save(found, Path(folder) / f"{kind}.pt")
