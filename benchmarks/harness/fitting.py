@@ -163,7 +163,8 @@ def render(path: Path) -> list[str]:
         *render_rows(results["rows"]),
         "",
         "computed again, whole blocks: FLOPs over the step's, of fit and of the fewest checkpointed blocks within the",
-        "budget; time, every block: the step's over that of recomputing nothing, of fit and of checkpointing all.",
+        "budget; time, every block: of a step as called, the host included, over that of recomputing nothing, of fit",
+        "and of checkpointing every block.",
         f"{where['device']}, {where['dtype']}, torch {where['torch']}, commit {results['commit'][:10]}",
     ]
 

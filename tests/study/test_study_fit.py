@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+import fastvit
 from fastvit.study.fitting.choices import BLOCK, NOTHING, Choice, put_on
 from fastvit.study.fitting.costs import FitStep, Trace, blocks_of, costs_of
 from fastvit.study.fitting.planning import checked_budget, fit, in_words
@@ -14,6 +15,7 @@ from fastvit.study.fitting.search import BlockCosts, StepCosts
 from fastvit.study.memory.measurement import measure
 from fastvit.study.memory.step import Setting
 from fastvit.study.sources.find import find
+from fastvit.study.sources.from_module import ModuleSource
 
 TINY = "vit_tiny_patch16_224"
 OPTIONS = [NOTHING, Choice(mlp="all"), Choice("qkv", "all"), BLOCK]
@@ -141,3 +143,18 @@ def test_budgets():
 def test_a_model_without_blocks():
     with pytest.raises(ValueError, match="Linear has no list of blocks of one class"):
         blocks_of(nn.Linear(2, 2))
+
+
+def test_frozen_blocks_recompute_nothing():
+    """They save nothing, and the first block that is trained is not taken for one without a backward pass."""
+    model = fastvit.create_model(TINY, img_size=96, depth=6)
+    for frozen in (model.patch_embed, *model.blocks[:3]):
+        frozen.requires_grad_(False)
+    model.pos_embed.requires_grad_(False)
+    model.cls_token.requires_grad_(False)
+    step = FitStep(ModuleSource(model), (96, 96), 32, Setting(dtype="float32", optimizer="none"), gpu=False)
+    costs = costs_of(step)
+    choices = costs.cheapest((costs.least_peak() + costs.peak([NOTHING] * 6)) // 2)
+    assert choices[:3] == (NOTHING,) * 3
+    assert costs.recomputed(choices) > 0
+    assert Trace(step, choices).peak == pytest.approx(costs.peak(choices), rel=0.03)

@@ -133,37 +133,39 @@ class Trace:
         self.peak = int(self._held[begin:].max())
         self._flops = np.array(seen.flops, int).reshape(-1, 2)
         self._end = found.last if self._marks.end is None else self._marks.end
-        # a block without a backward pass takes no time there
-        self._backward = list[int]()
-        later = self._marks.forward[-1]
-        for event in reversed(self._marks.backward):
-            later = later if event is None else event
-            self._backward.insert(0, later)
+        # first event of each block's backward pass and the one after its last; None for a block without one
+        self._backward = list[tuple[int, int] | None]()
+        stop = self._end
+        for start in self._marks.backward:
+            self._backward.append(None if start is None else (start, stop))
+            stop = stop if start is None else start
+        self._turn = stop  # where the first of all backward passes begins
 
     def _most(self, first: int, last: int) -> int:
         return int(self._held[first : last + 1].max())
 
     def costs(self, i: int) -> BlockCosts:
         """Return the costs of block i, with the FLOPs of its whole backward pass."""
-        (begin, end), start = self._marks.forward[i : i + 2], self._backward[i]
-        stop = self._backward[i - 1] if i else self._end
-        events = self._flops[:, 0]
-        return BlockCosts(
-            saved=int(self._held[end] - self._held[begin]),
-            forward=self._most(begin, end) - int(self._held[begin]),
-            backward=self._most(start, stop) - int(self._held[start]),
-            flops=int(self._flops[(events >= start) & (events < stop), 1].sum()),
-        )
+        (begin, end), backward = self._marks.forward[i : i + 2], self._backward[i]
+        saved, forward = self._held[end] - self._held[begin], self._most(begin, end) - self._held[begin]
+        if backward is None:
+            return BlockCosts(int(saved), int(forward), 0, 0)
+        (start, stop), events = backward, self._flops[:, 0]
+        flops = self._flops[(events >= start) & (events < stop), 1].sum()
+        return BlockCosts(int(saved), int(forward), self._most(start, stop) - int(self._held[start]), int(flops))
 
     def step_costs(self, blocks: Sequence[dict[Choice, BlockCosts]]) -> StepCosts:
         """Return the costs of the step, for these costs of its blocks."""
-        forward, backward = self._marks.forward, self._backward
-        late = (int(self._held[start] - self._held[end]) for start, end in zip(backward, forward[1:], strict=True))
+        forward = self._marks.forward
+        late = (
+            0 if backward is None else int(self._held[backward[0]] - self._held[end])
+            for backward, end in zip(self._backward, forward[1:], strict=True)
+        )
         again = sum(options[choice].flops for options, choice in zip(blocks, self.choices, strict=True))
         return StepCosts(
             blocks=tuple(blocks),
             before=int(self._held[forward[0]]),
-            between=self._most(forward[-1], backward[-1]) - int(self._held[forward[-1]]),
+            between=self._most(forward[-1], self._turn) - int(self._held[forward[-1]]),
             late=tuple(late),
             outside=max(self._most(self._begin, forward[0]), self._most(self._end, len(self._held) - 1)),
             flops=int(self._flops[:, 1].sum()) - again,
@@ -179,7 +181,8 @@ class Kind(NamedTuple):
 
 def _signature(block: nn.Module) -> Any:
     parameters = tuple((name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in block.named_parameters())
-    rates = tuple(getattr(m, name) > 0 for m in block.modules() for name in ("p", "drop_prob") if hasattr(m, name))
+    # not stochastic depth, which takes one number an image, and which the first block alone often lacks
+    rates = tuple(m.p > 0 for m in block.modules() if isinstance(m, nn.Dropout))
     return type(block), parameters, rates
 
 
@@ -204,7 +207,7 @@ def costs_of(step: FitStep) -> StepCosts:
     while not traces or any((kind, choice) not in known for kind in traces[0].kinds for choice in kind.options):
         traces.append(trace := Trace(step, len(traces)))
         for i, key in enumerate(zip(trace.kinds, trace.choices, strict=True)):
-            known.setdefault(key, trace.costs(i))
+            known[key] = trace.costs(i)  # of the last such block: the first one may lack stochastic depth
 
     def costs(kind: Kind, choice: Choice) -> BlockCosts:
         found, plain = known[kind, choice], known[kind, NOTHING]
