@@ -137,22 +137,23 @@ def add_seconds(case: Case, rows: list[dict[str, Any]], device: torch.device, dt
 
 def render_rows(rows: list[dict[str, Any]]) -> list[str]:
     def gib(value: int | None) -> str:
-        return "-" if value is None else f"{value / 2**30:.3f}"
+        return "-" if value is None else f"{value / 2**30:.2f}"
 
-    lines = []
+    timed, lines, last = any("seconds" in r for r in rows), [], ""
     for r in rows:
-        measured = r.get("measured")
-        off = "-" if measured is None else f"{100 * (r['planned'] / measured - 1):+.2f} %"
-        times = r.get("seconds", {})
-        over = [f"{times[way] / times['nothing']:.2f}" if times else "-" for way in ("fit", "every block")]
-        again = [f"{100 * r[name]:.1f} %" for name in ("recomputed", "checkpointed")]
-        size = f"{r['model']}, B{r['batch']} {r['image_size']}px"
-        lines.append((size, gib(r["budget"]), gib(r["planned"]), gib(measured), off, *again, *over))
-    heads = (
-        "model", "budget\nGiB", "planned", "measured", "planned over\nmeasured", "computed\nagain", "whole\nblocks",
-        "time", "every\nblock",
-    )  # fmt: skip
-    return make(heads, lines)
+        measured, times = r.get("measured"), r.get("seconds")
+        model = f"{r['model']}\n{r['image_size']} px, batch {r['batch']}"
+        cells = [model if model != last else "", *map(gib, (r["budget"], r["planned"], measured))]
+        cells.append("-" if measured is None else f"{100 * (r['planned'] / measured - 1):+.1f} %")
+        cells += [f"{100 * r[name]:.1f} %" for name in ("recomputed", "checkpointed")]
+        if timed:
+            cells += [
+                "-" if times is None else f"{times[way] / times['nothing']:.2f}" for way in ("fit", "every block")
+            ]
+        lines.append(cells)
+        last = model
+    heads = ["", "budget\nGiB", "planned\nGiB", "measured\nGiB", "over\nmeasured", "computed\nagain", "whole\nblocks"]
+    return make([*heads, *["time", "every\nblock"] * timed], lines)
 
 
 def render(path: Path) -> list[str]:
@@ -162,9 +163,9 @@ def render(path: Path) -> list[str]:
     return [
         *render_rows(results["rows"]),
         "",
-        "computed again, whole blocks: FLOPs over the step's, of fit and of the fewest checkpointed blocks within the",
-        "budget; time, every block: of a step as called, the host included, over that of recomputing nothing, of fit",
-        "and of checkpointing every block.",
+        "over measured: the planned peak; computed again, whole blocks: FLOPs over the step's, of fit and",
+        "of the fewest checkpointed blocks within the budget; time, every block: of a step as called, the",
+        "host included, over that of recomputing nothing, of fit and of checkpointing every block.",
         f"{where['device']}, {where['dtype']}, torch {where['torch']}, commit {results['commit'][:10]}",
     ]
 
