@@ -5,22 +5,21 @@ from __future__ import annotations
 
 import warnings
 
-import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
 from fastvit.blocks.recompute import recompute_as_by_default
 from fastvit.modules.arguments import Pair
 from fastvit.study.fitting.choices import put_on
 from fastvit.study.fitting.costs import blocks_of
 from fastvit.study.fitting.planning import Fit, checked_budget, plan_fit
-from fastvit.study.fitting.words import size_in_words
+from fastvit.study.fitting.words import count_of_images, size_in_words
 from fastvit.study.memory.growth import checked_device
 from fastvit.study.memory.step import Setting
 from fastvit.study.sources.from_module import ModuleSource
+from fastvit.study.sources.model_source import DTYPES
 
-_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+# By name: to import some of them takes seconds
+_WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "CheckpointWrapper")
 
 
 def fit(
@@ -44,7 +43,8 @@ def fit(
     Args:
         model: any module with a list of blocks of one class that takes images (B, C, H, W).
         budget: bytes, or text such as "24GiB". Memory that is not planned has to stay free: of the vendor's libraries
-            and of a caching allocator, and on a GPU the CUDA context.
+            and of a caching allocator, on a GPU the CUDA context, and with DistributedDataParallel its buckets, a copy
+            of the gradients.
         batch: images of one step, on one device.
         image_size: an integer or (height, width); None for the size that the model names.
         optimizer: whose state and step are planned: "adamw", "sgd" (with momentum) or "none".
@@ -56,31 +56,32 @@ def fit(
 
     Raises:
         TypeError: model is no nn.Module.
-        ValueError: not even one image fits; the model is compiled, sharded or checkpointed already, or has no list of
-            blocks; and other wrong arguments. The model is unchanged then.
+        ValueError: not even one image fits; the model is compiled, distributed or checkpointed already, or has no list
+            of blocks that run once each; and other wrong arguments. The model is unchanged then.
     """
-    module = _checked(model)
-    source = ModuleSource(module)
+    _check(model)
+    source = ModuleSource(model)
     size, _ = source.sizes(image_size)
-    parameter = next((p for p in module.parameters() if p.is_floating_point()), None)
+    parameter = next((p for p in model.parameters() if p.is_floating_point()), None)
     if parameter is None:
-        raise ValueError(f"{type(module).__name__} has no parameters")
-    setting = Setting("train", dtype or _DTYPES.get(parameter.dtype, str(parameter.dtype)), optimizer)
+        raise ValueError(f"{type(model).__name__} has no parameters")
+    dtype = dtype or next((name for name, of in DTYPES.items() if of is parameter.dtype), None)
+    if dtype is None:
+        raise ValueError(f"model must have parameters of {', '.join(DTYPES)}, got {parameter.dtype}")
+    setting = Setting("train", dtype, optimizer)
     kind = checked_device(device or ("cuda" if parameter.is_cuda else "cpu"))
     found = plan_fit(source, size, batch, setting, checked_budget(budget), kind)
     if not found.micro_batch:
         raise ValueError(
-            f"budget is {size_in_words(found.budget)}, and a step of one image takes {size_in_words(found.peak)} even "
-            "if all blocks recompute"
+            f"budget is {size_in_words(found.budget)}, but a step of one image takes {size_in_words(found.peak)} even "
+            "if all blocks recompute" + " (text such as 24GiB names a unit)" * isinstance(budget, int)
         )
     if not found.fits:
-        how = f"{found.accumulation} of {found.micro_batch} images with accumulated gradients do; " * (
-            found.accumulation > 0
-        )
-        warnings.warn(
-            f"a batch of {batch} does not fit: {how}without accumulation {found.largest_batch} images do", stacklevel=2
-        )
-    for block, choice in zip(blocks_of(module).values(), found.choices, strict=True):
+        alone = f"without accumulation {count_of_images(found.largest_batch)} would"
+        if found.accumulation:
+            alone = f"{found.accumulation} batches of {found.micro_batch} with accumulated gradients do; {alone}"
+        warnings.warn(f"a batch of {batch} does not fit: {alone}", stacklevel=2)
+    for block, choice in zip(blocks_of(model).values(), found.choices, strict=True):
         put_on(block, choice)
     return found
 
@@ -91,16 +92,16 @@ def unfit(model: nn.Module) -> None:
         recompute_as_by_default(module)
 
 
-def _checked(model: nn.Module) -> nn.Module:
+def _check(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
-    module: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
-    for name, part in module.named_modules():
-        where = name or "the model itself"
+    for name, part in model.named_modules():
+        where, kind = name or "the model itself", type(part).__name__
         if part._compiled_call_impl is not None or hasattr(part, "_orig_mod"):
             raise ValueError(f"model is compiled already ({where}): fit it before")
+        if kind in _WRAPPERS:
+            raise ValueError(f"model has a {kind} already ({where}): fit it before")
         if any(getattr(part, flag, False) is True for flag in ("grad_checkpointing", "gradient_checkpointing")):
             raise ValueError(f"model recomputes whole blocks already ({where}): switch its checkpointing off")
-    if any(isinstance(p, DTensor) for p in module.parameters()):
+    if any(type(p).__name__ == "DTensor" for p in model.parameters()):
         raise ValueError("model is sharded already: fit it before fully_shard")
-    return module

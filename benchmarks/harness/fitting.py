@@ -5,8 +5,8 @@
 
 The budgets of a model lie at a quarter, a half and three quarters of the way from its least peak to that of recomputing
 nothing. At each, a step runs with the choices of `fastvit.fit`, and its peak is read from the allocator. `checkpointed`
-is what the fewest whole blocks within the same budget compute again. On a GPU steps are timed too. ViT-L is only
-planned. `python -m benchmarks.report.results` makes a table of the file.
+is what the fewest whole blocks within the same budget compute again. On a GPU steps are timed too; on a CPU ViT-L is
+only planned. `python -m benchmarks.report.results` makes a table of the file.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from benchmarks.harness.libraries import load
 from benchmarks.harness.provenance import commit, write_json
 from benchmarks.harness.record import environment
 from benchmarks.harness.timing import per_call
+from fastvit import study
 from fastvit.study.fitting.choices import BLOCK, NOTHING, Choice, put_on
 from fastvit.study.fitting.costs import blocks_of
-from fastvit.study.fitting.planning import fit as plan_fit_of
-from fastvit.study.fitting.planning import in_words
+from fastvit.study.fitting.words import in_words
 from fastvit.study.memory import measurement
 from fastvit.study.memory.step import DTYPES, Setting, Step
 from fastvit.study.sources.find import find
@@ -56,7 +56,7 @@ def vit_of_transformers(image_size: int = 224) -> nn.Module:
     return transformers.ViTForImageClassification(transformers.ViTConfig(**sizes))
 
 
-_OURS = f"{__spec__.name if __spec__ else __name__}:vit_of_transformers"
+_TRANSFORMERS = f"{__spec__.name if __spec__ else __name__}:vit_of_transformers"
 CASES = {
     "cpu": (
         Case("vit_small_patch16_224", 224, 8),
@@ -64,7 +64,7 @@ CASES = {
         Case("vit_small_patch14_reg4_dinov2", 224, 8),
         Case("vit_small_patch16_dinov3", 256, 8),
         Case("vit_base_patch16_siglip_224", 224, 8),
-        Case(_OURS, 224, 8),
+        Case(_TRANSFORMERS, 224, 8),
         Case("vit_large_patch16_224", 224, 8, measured=False),
     ),
     "cuda": (
@@ -73,7 +73,7 @@ CASES = {
         Case("vit_base_patch14_reg4_dinov2", 518, 16),
         Case("vit_small_plus_patch16_dinov3", 512, 32),
         Case("vit_base_patch16_siglip_512", 512, 16),
-        Case(_OURS, 224, 256),
+        Case(_TRANSFORMERS, 224, 256),
     ),
 }
 
@@ -87,17 +87,17 @@ def fit_at(case: Case, device: torch.device, dtype: str) -> list[dict[str, Any]]
     """Return the results at every budget."""
     options: dict[str, Any] = {"batch": case.batch, "image_size": case.image_size, "dtype": dtype}
     options["device"] = device.type
-    range_of = plan_fit_of(case.model, budget=1 << 60, **options)
+    range_of = study.fit(case.model, budget=1 << 60, **options)
     least, most = range_of.frontier[0].peak, range_of.alternatives[0].peak
     rows = []
     for share in SHARES:
         budget = int(least + share * (most - least))
-        fit = plan_fit_of(case.model, budget=budget, **options)
-        whole = next(point for point in fit.whole_blocks if point.peak <= budget)
+        fit = study.fit(case.model, budget=budget, **options)
+        whole = next((point.recomputed for point in fit.whole_blocks if point.peak <= budget), None)
         rows.append({
             "model": case.model.rpartition(":")[2], "image_size": case.image_size, "batch": case.batch,
             "share": share, "budget": budget, "planned": fit.peak, "recomputed": fit.recomputed,
-            "least_recomputed": fit.least_recomputed, "checkpointed": whole.recomputed,
+            "least_recomputed": fit.least_recomputed, "checkpointed": whole,
             "choices": fit.choices, "words": in_words(fit.choices),
         })  # fmt: skip
         if case.measured:
@@ -145,7 +145,8 @@ def render_rows(rows: list[dict[str, Any]]) -> list[str]:
         model = f"{r['model']}\n{r['image_size']} px, batch {r['batch']}"
         cells = [model if model != last else "", *map(gib, (r["budget"], r["planned"], measured))]
         cells.append("-" if measured is None else f"{100 * (r['planned'] / measured - 1):+.1f} %")
-        cells += [f"{100 * r[name]:.1f} %" for name in ("recomputed", "checkpointed")]
+        shares = r["recomputed"], r["checkpointed"]
+        cells += ["-" if share is None else f"{100 * share:.1f} %" for share in shares]
         if timed:
             cells += [
                 "-" if times is None else f"{times[way] / times['nothing']:.2f}" for way in ("fit", "every block")

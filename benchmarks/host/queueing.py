@@ -22,7 +22,7 @@ from benchmarks.harness.workloads import Workload, workloads
 
 OPS = ("layer_norm", "attention", "layer_norm_mlp", "block", "model")
 ROUNDS = 60
-QUEUED = 600  # launches at most between two waits: CUDA's queue holds about 1,000, and then the host waits
+QUEUED = 600  # launches, about, between two waits: CUDA's queue holds about 1,000, and then the host waits
 LAUNCHES = {"block": 60, "model": 800}  # of a call in training, at least; of an op 20
 MODES = {"inference": "forward", "training": "both passes"}
 

@@ -43,6 +43,11 @@ def recomputes_all(module: nn.Module) -> bool:
     return isinstance(forward, partial) and forward.func is _checkpointed
 
 
+def is_fitted(module: nn.Module) -> bool:
+    """Tell whether `recompute_all` or the attribute says what the module recomputes."""
+    return recomputes_all(module) or ATTRIBUTE in vars(module)
+
+
 def recompute_as_by_default(block: nn.Module) -> None:
     """Undo `recompute_all`, and remove the attribute."""
     vars(block).pop(ATTRIBUTE, None)

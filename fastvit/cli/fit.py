@@ -22,7 +22,7 @@ _EPILOG = """examples:
 Planned on fake tensors: nothing is allocated, and --device cuda needs no GPU.
 Computed again is the share of the step's FLOPs that recomputation adds. The
 chosen way is the cheapest that fits, and its peak is that of a trace of this
-step. If the batch does not fit, figures are of the batches that gradient
+step; peaks of the others are sums over the blocks. If the batch does not fit, figures are of the batches that gradient
 accumulation takes. In Python, fastvit.fit(model, ...) puts it on a model.
 
 status: 0 if the whole batch fits into the budget, 1 if not
@@ -71,7 +71,7 @@ def as_json(found: Fit) -> dict[str, Any]:
 
 
 def _print(found: Fit) -> None:
-    from fastvit.study.fitting.words import bound, images, policy, size_in_words, step_in_words
+    from fastvit.study.fitting.words import bound, count_of_images, policy, size_in_words, step_in_words
 
     console = terminal.console()
     for line in [step_in_words(found), *policy(found)]:
@@ -85,7 +85,7 @@ def _print(found: Fit) -> None:
             [name, size_in_words(peak), f"{100 * again:.1f} %", "yes" if peak <= found.budget else "[bold red]no[/]"]
             for name, peak, again in rows
         ],
-        title=f"planned for a training step of {images(found.micro_batch or 1)}",
+        title=f"planned for a training step of {count_of_images(found.micro_batch or 1)}",
     )
     for line in bound(found):
         console.print(line, markup=False)

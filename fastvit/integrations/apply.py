@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from fastvit.blocks.recompute import recomputes_all
+from fastvit.blocks.recompute import is_fitted
 from fastvit.blocks.submodules import CannotFuse, qualified_name
 from fastvit.integrations import pixels, recognise
 from fastvit.integrations.forward import ClassHandler, calls, check_forward, fused_forward, ops_that_run, reason_of
@@ -64,7 +64,7 @@ def accelerate(
     Raises:
         TypeError: model is not an nn.Module.
         ValueError: strict, and modules are skipped (listed with reasons) or none is known; or the model is compiled
-            already, contains an nn.DataParallel, or has blocks that `fastvit.fit` recomputes as a whole; or mean and
+            already, contains an nn.DataParallel, or recomputes what `fastvit.fit` chose; or mean and
             std do not fit, or the patch embedding pads its images. The model is then unchanged.
     """
     if not isinstance(model, nn.Module):
@@ -98,8 +98,8 @@ def accelerate(
 
 
 def _check_not_fitted(name: str, module: nn.Module) -> None:
-    if recomputes_all(module):
-        raise ValueError(f"fastvit.fit has wrapped {name}: call fastvit.unfit(model) before, and fit again after")
+    if is_fitted(module):
+        raise ValueError(f"{name} recomputes what fastvit.fit chose: call fastvit.unfit(model) before, and fit after")
 
 
 def _check(name: str, module: nn.Module) -> None:
@@ -121,7 +121,7 @@ def restore(model: nn.Module) -> None:
     """Undo `accelerate`. Does nothing to a model that is not accelerated.
 
     Raises:
-        ValueError: `fastvit.fit` lets whole blocks be recomputed.
+        ValueError: `fastvit.fit` has chosen what blocks recompute.
     """
     for name, module in model.named_modules():
         _check_not_fitted(name, module)

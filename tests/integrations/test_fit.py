@@ -93,6 +93,9 @@ def test_fit_chooses_for_this_model() -> None:
     assert all(map(torch.equal, step(model, image), want))
     again = fastvit.fit(model, budget="1TB", batch=8, optimizer="none")
     assert again == free
+    half = fastvit.fit(model.bfloat16(), budget="1TB", batch=8, optimizer="none")
+    assert half.setting.dtype == "bfloat16"
+    assert half.peak < 0.6 * free.peak
 
 
 def test_copies_keep_it_and_files_know_nothing_of_it() -> None:
@@ -140,7 +143,7 @@ def test_what_it_refuses() -> None:
     model = ours()
     with pytest.raises(TypeError, match=r"model must be an nn\.Module, got str"):
         fastvit.fit("vit", budget="1GiB", batch=1)
-    with pytest.raises(ValueError, match=r"budget is 1\.0 MiB, and a step of one image takes"):
+    with pytest.raises(ValueError, match=r"budget is 1\.0 MiB, but a step of one image takes"):
         fastvit.fit(model, budget="1MiB", batch=1)
     with pytest.raises(ValueError, match="batch must be a positive integer"):
         fastvit.fit(model, budget="1GiB", batch=0)
@@ -150,15 +153,24 @@ def test_what_it_refuses() -> None:
     model.set_grad_checkpointing()
     with pytest.raises(ValueError, match="recomputes whole blocks already"):
         fastvit.fit(model, budget="1GiB", batch=1)
+    with pytest.raises(ValueError, match="DistributedDataParallel already"):
+        fastvit.fit(type("DistributedDataParallel", (nn.Sequential,), {})(ours()), budget="1GiB", batch=1)
+    sharded = ours()
+    sharded.norm.weight = type("DTensor", (nn.Parameter,), {})(torch.ones(192))
+    with pytest.raises(ValueError, match="sharded already"):
+        fastvit.fit(sharded, budget="1GiB", batch=1)
+    with pytest.raises(ValueError, match=r"parameters of .*float32.*, got torch\.float64"):
+        fastvit.fit(ours().double(), budget="1GiB", batch=1)
     compiled = ours()
     compiled.compile()
     with pytest.raises(ValueError, match="compiled already"):
         fastvit.fit(compiled, budget="1GiB", batch=1)
-    fitted = vit()
-    put_on(fitted.blocks[0], BLOCK)
-    for function in (fastvit.accelerate, fastvit.restore):
-        with pytest.raises(ValueError, match=r"blocks\.0.*unfit"):
-            function(fitted)
+    fitted = accelerated(vit)
+    for choice in (BLOCK, Choice("qkv")):
+        put_on(fitted.blocks[0], choice)
+        for function in (fastvit.accelerate, fastvit.restore):
+            with pytest.raises(ValueError, match=r"blocks\.0.*unfit"):
+                function(fitted)
     fastvit.unfit(fitted)
     assert fastvit.accelerate(fitted).accelerated
 

@@ -50,7 +50,7 @@ def test_the_report(between, monkeypatch, capsys):
     assert max(map(len, out.splitlines())) <= 80
     want = planned(between)
     step, within, *rest = out.splitlines()
-    assert step == f"{SMALL}, batch 64, 32 px, bf16, adamw, on a CPU"
+    assert step == f"{SMALL}, batch 64, 32 px, bf16, adamw, CPU"
     assert within == f"within {between / MIB:.1f} MiB, recompute:"
     runs = rest[: rest.index("")]
     said = {}

@@ -5,13 +5,15 @@ import random
 
 import pytest
 import torch
+from library_imports import import_timm
 from torch import nn
 
 import fastvit
+from fastvit.study.fitting import planning
 from fastvit.study.fitting.choices import BLOCK, NOTHING, Choice, put_on
 from fastvit.study.fitting.costs import FitStep, Trace, blocks_of, costs_of
 from fastvit.study.fitting.planning import checked_budget, fit, in_words
-from fastvit.study.fitting.search import BlockCosts, StepCosts
+from fastvit.study.fitting.search import BlockCosts, Gap, StepCosts
 from fastvit.study.memory.measurement import measure
 from fastvit.study.memory.step import Setting
 from fastvit.study.sources.find import find
@@ -23,23 +25,27 @@ OPTIONS = [NOTHING, Choice(mlp="all"), Choice("qkv", "all"), BLOCK]
 
 def drawn_costs(seed, uniform):
     draw = random.Random(seed)
+    largest = draw.choice((2, 9, 10**9))  # FLOPs less than the ranks of five choices, or many
 
     def block():
-        return {
-            choice: BlockCosts(draw.randint(1, 30), draw.randint(30, 50), draw.randint(0, 60), i and draw.randint(1, 9))
-            for i, choice in enumerate(OPTIONS)
-        }
+        options = OPTIONS if uniform or draw.random() < 0.6 else [NOTHING, BLOCK]
+        found = {}
+        for i, choice in enumerate(options):
+            saved, forward, backward = draw.randint(1, 30), draw.randint(30, 50), draw.randint(0, 60)
+            found[choice] = BlockCosts(saved, forward, backward, i and draw.randint(1, largest))
+        return found
 
     blocks = [block()] * 5 if uniform else [block() for _ in range(5)]
+    gaps = tuple(Gap(draw.randint(0, 5), draw.randint(0, 60)) for _ in blocks)
     late = tuple(draw.randint(0, 20) for _ in blocks)
-    return StepCosts(tuple(blocks), draw.randint(0, 20), draw.randint(0, 40), late, draw.randint(20, 60), 1000)
+    return StepCosts(tuple(blocks), gaps, late, draw.randint(0, 20), draw.randint(20, 60), 1000)
 
 
 @pytest.mark.parametrize("uniform", [True, False])
 def test_the_search_finds_what_trying_everything_finds(uniform):
-    for seed in range(12):
+    for seed in range(40):
         costs = drawn_costs(seed, uniform)
-        every = [*itertools.product(OPTIONS, repeat=5)]
+        every = [*itertools.product(*costs.blocks)]
         peaks, again = [*map(costs.peak, every)], [*map(costs.recomputed, every)]
         assert costs.least_peak() == min(peaks)
         for budget in (min(peaks) - 1, min(peaks), *sorted(peaks)[:: len(peaks) // 7]):
@@ -70,6 +76,84 @@ def test_planned_peaks_are_those_of_a_trace(model, size, gpu):
         choices = costs.cheapest(budget)
         assert len({*choices}) > 1
         assert Trace(step, choices).peak == costs.peak(choices) <= budget
+
+
+class Keyword(nn.Module):
+    """Calls its blocks by keyword."""
+
+    def __init__(self):
+        super().__init__()
+        self.model = fastvit.create_model(TINY, img_size=96, depth=5)
+
+    def forward(self, x):
+        (x,) = self.model._embedded(x)
+        for block in self.model.blocks:
+            x = block(x=x)
+        return self.model.forward_head(self.model.norm(x))
+
+
+def frozen():
+    model = fastvit.create_model(TINY, img_size=96, depth=6)
+    for part in (model.patch_embed, *model.blocks[:3]):
+        part.requires_grad_(False)
+    model.pos_embed.requires_grad_(False)
+    model.cls_token.requires_grad_(False)
+    return model
+
+
+def swin():
+    return import_timm().create_model("swin_tiny_patch4_window7_224", img_size=96, window_size=3, depths=(2, 2, 3, 2))
+
+
+@pytest.mark.parametrize("make", [Keyword, frozen, swin])
+def test_costs_of_other_stacks_are_those_of_traces(make):
+    """Bytes and FLOPs: blocks by keyword, blocks without a backward pass, stages with layers between them."""
+    model = make()
+    step = FitStep(ModuleSource(model), (96, 96), 16, Setting(dtype="float32", optimizer="none"), gpu=False)
+    costs = costs_of(step)
+    nothing = Trace(step, [NOTHING] * len(costs.blocks))
+    assert (nothing.peak, nothing.flops) == (costs.peak(nothing.choices), costs.flops)
+    for share in (0, 0.5):
+        choices = costs.cheapest(int(costs.least_peak() * (1 - share) + nothing.peak * share))
+        trace = Trace(step, choices)
+        assert trace.peak == pytest.approx(costs.peak(choices), rel=0.003)
+        assert trace.flops - nothing.flops == pytest.approx(costs.recomputed(choices), rel=1e-3)
+        assert trace.flops > nothing.flops
+
+
+def test_blocks_that_do_not_run_once_each():
+    model = fastvit.create_model(TINY, img_size=32, depth=3)
+    model.blocks.append(model.blocks[0])
+    step = FitStep(ModuleSource(model), (32, 32), 2, Setting(dtype="float32"), gpu=False)
+    with pytest.raises(ValueError, match=r"does not run blocks\.0 to blocks\.2 once each, in order"):
+        costs_of(step)
+
+
+def test_a_plan_whose_peaks_are_too_low_gives_way(monkeypatch):
+    """The search runs again for a lower budget until the traced peak fits, or says that there is no plan."""
+    options = {"batch": 64, "image_size": 64, "dtype": "float32", "optimizer": "none", "device": "cpu"}
+    budget, more = fit(TINY, budget="1TB", **options).frontier[8].peak, [10**6, 1]
+
+    class Higher(Trace):
+        def __init__(self, step, choices):
+            super().__init__(step, choices)
+            self.peak += more[0]
+            more[0] *= more[1]
+
+    monkeypatch.setattr(planning, "Trace", Higher)
+    found = fit(TINY, budget=budget, **options)
+    assert found.fits
+    assert found.peak <= budget
+    assert 0 < found.least_recomputed < found.recomputed
+    more[1] = 2
+    with pytest.raises(ValueError, match="no plan for vit_tiny_patch16_224"):
+        fit(TINY, budget=budget, **options)
+
+
+def test_costs_grow_with_the_batch():
+    first, last = drawn_costs(1, True), drawn_costs(2, True)
+    assert first.towards(last, 0) == first
+    assert first.towards(last, 1) == last
 
 
 def test_a_measured_peak_is_the_planned_one():
@@ -143,18 +227,3 @@ def test_budgets():
 def test_a_model_without_blocks():
     with pytest.raises(ValueError, match="Linear has no list of blocks of one class"):
         blocks_of(nn.Linear(2, 2))
-
-
-def test_frozen_blocks_recompute_nothing():
-    """They save nothing, and the first block that is trained is not taken for one without a backward pass."""
-    model = fastvit.create_model(TINY, img_size=96, depth=6)
-    for frozen in (model.patch_embed, *model.blocks[:3]):
-        frozen.requires_grad_(False)
-    model.pos_embed.requires_grad_(False)
-    model.cls_token.requires_grad_(False)
-    step = FitStep(ModuleSource(model), (96, 96), 32, Setting(dtype="float32", optimizer="none"), gpu=False)
-    costs = costs_of(step)
-    choices = costs.cheapest((costs.least_peak() + costs.peak([NOTHING] * 6)) // 2)
-    assert choices[:3] == (NOTHING,) * 3
-    assert costs.recomputed(choices) > 0
-    assert Trace(step, choices).peak == pytest.approx(costs.peak(choices), rel=0.03)

@@ -266,7 +266,7 @@ def test_a_search_that_cannot_scale(monkeypatch):
         ({"providers": ("flash",)}, "providers must be of .*got 'flash'"),
         ({"providers": ("compile",)}, "'compile' has no planned figures"),
         ({"device": "tpu"}, "device must be one of"),
-        ({"batches": (0,)}, "a batch must be a positive integer, got 0"),
+        ({"batches": (0,)}, "batch must be a positive integer, got 0"),
     ],
 )
 def test_what_it_refuses(arguments, message):

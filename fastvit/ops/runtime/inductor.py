@@ -5,7 +5,10 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import torch
+
 _EXC = "torch._inductor.exc"
+_SHOWS_LATER = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 _done: set[int] = set()
 
 
@@ -17,7 +20,7 @@ def keep_messages_short() -> None:
     theirs: 2^depth lines in a residual network. At 12 blocks that took over two minutes; from 2.13 on, only a message
     that is shown is composed.
     """
-    if (module := sys.modules.get(_EXC)) is None or id(module) in _done:
+    if _SHOWS_LATER or (module := sys.modules.get(_EXC)) is None or id(module) in _done:
         return
     _done.add(id(module))
     issue = getattr(module, "OperatorIssue", None)

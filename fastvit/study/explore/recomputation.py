@@ -22,7 +22,8 @@ def collect(
     Args:
         size: the model's, (height, width).
         gpu: plan for a GPU; else for a CPU.
-        peaks: {dtype: {batch: bytes of the fused step in training, as blocks are by default}}, for batches above 1.
+        peaks: {dtype: {batch: bytes of the fused step in training, as blocks are by default}}, for two batches or more,
+            all above 1.
         budgets: in GiB.
 
     Raises:

@@ -9,13 +9,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor, nn
+from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
-from fastvit.study.fitting.choices import NOTHING, Choice, choices_of, put_on
-from fastvit.study.fitting.search import BlockCosts, StepCosts
+from fastvit.study.fitting.choices import NOTHING, Choice, choices_of, has_halves, put_on
+from fastvit.study.fitting.search import BlockCosts, Gap, StepCosts
 from fastvit.study.memory.allocations import Allocations
 from fastvit.study.memory.plan import trace_step
 from fastvit.study.memory.step import Setting
+from fastvit.study.sources import model_source
 from fastvit.study.sources.model_source import ModelSource, output_of
 
 
@@ -61,39 +63,38 @@ class _Counted(Allocations):
             self.flops.append((len(self.events), int(formula(*args, **keywords, out_val=out))))
 
 
-@dataclass
 class _Marks:
-    """The events at which blocks begin and end.
+    """The events at which blocks begin and end, in both passes.
 
     Attributes:
-        forward: for each block, the event at which its forward pass begins; then the one at which the last ends.
-        backward: for each block, the event at which its backward pass begins; None if it has none.
-        end: the event at which the first block's backward pass ends, or None.
+        ran: the blocks that ran forward, in their order.
+        forward: for each block, the first event of its forward pass and the one after its last.
+        backward: for each block, the first event of its backward pass; None if it has none.
+        end: for each block, the event at which its backward pass ends; None if its input needs no gradient.
     """
 
-    forward: list[int]
-    backward: list[int | None]
-    end: int | None = None
-
-    @classmethod
-    def of(cls, blocks: Sequence[nn.Module], seen: Allocations) -> _Marks:
+    def __init__(self, blocks: Sequence[nn.Module], seen: Allocations) -> None:
         """Note the events of these blocks from now on."""
-        marks = cls([0] * (len(blocks) + 1), [None] * len(blocks))
+        self.ran: list[int] = []
+        self.forward = [(0, 0)] * len(blocks)
+        self.backward: list[int | None] = [None] * len(blocks)
+        self.end: list[int | None] = [None] * len(blocks)
 
-        def begins(i: int, x: Any) -> None:
-            marks.forward[i] = len(seen.events)
-            if i == 0 and isinstance(x, Tensor) and x.requires_grad:
-                x.register_hook(lambda _: setattr(marks, "end", len(seen.events)))
+        def begins(i: int, inputs: Any) -> None:
+            self.ran.append(i)
+            self.forward[i] = len(seen.events), 0
+            x = next((t for t in tree_iter(inputs) if isinstance(t, Tensor) and t.requires_grad), None)
+            if x is not None:
+                x.register_hook(lambda _: self.end.__setitem__(i, len(seen.events)))
 
         def ends(i: int, result: Any) -> None:
-            marks.forward[i + 1] = len(seen.events)
+            self.forward[i] = self.forward[i][0], len(seen.events)
             if (out := output_of(result)).requires_grad:
-                out.register_hook(lambda _: marks.backward.__setitem__(i, len(seen.events)))
+                out.register_hook(lambda _: self.backward.__setitem__(i, len(seen.events)))
 
         for i, block in enumerate(blocks):
-            block.register_forward_pre_hook(lambda _, args, i=i: begins(i, args[0] if args else None))
+            block.register_forward_pre_hook(lambda _, *inputs, i=i: begins(i, inputs), with_kwargs=True)
             block.register_forward_hook(lambda _module, _args, result, i=i: ends(i, result))
-        return marks
 
 
 class Trace:
@@ -108,6 +109,10 @@ class Trace:
         kinds: for each block, what decides its costs, and what it may recompute.
         choices: for each block.
         peak: bytes.
+        flops: of the whole step.
+
+    Raises:
+        ValueError: the blocks do not run once each, in the order of the model's modules.
     """
 
     def __init__(self, step: FitStep, choices: Sequence[Choice] | int) -> None:
@@ -118,58 +123,64 @@ class Trace:
             self.choices = tuple(_in_turn(self.kinds, choices) if isinstance(choices, int) else choices)
             for block, choice in zip(blocks.values(), self.choices, strict=True):
                 put_on(block, choice)
-            self._marks = _Marks.of([*blocks.values()], seen)
+            self._marks = _Marks([*blocks.values()], seen)
 
         found = trace_step(
             step.source, "fused", step.image_size, step.batch, step.setting, gpu=step.gpu, seen=_Counted(step.gpu),
             prepare=prepare, accumulates=step.accumulates,
         )  # fmt: skip
-        seen, begin = found.seen, found.begin
+        if self._marks.ran != [*range(len(self.names))]:
+            raise ValueError(f"{step.source.name} does not run {self.names[0]} to {self.names[-1]} once each, in order")
+        seen, self._begin, self._last = found.seen, found.begin, found.last
         assert isinstance(seen, _Counted)
         nbytes = np.array([storage.nbytes for storage in seen.storages])
         number, came = np.array(seen.events).T
         self._held = np.append(0, np.cumsum(nbytes[number] * np.where(came, 1, -1)))  # before each event
-        self._begin = begin
-        self.peak = int(self._held[begin:].max())
         self._flops = np.array(seen.flops, int).reshape(-1, 2)
-        self._end = found.last if self._marks.end is None else self._marks.end
-        # first event of each block's backward pass and the one after its last; None for a block without one
-        self._backward = list[tuple[int, int] | None]()
-        stop = self._end
-        for start in self._marks.backward:
-            self._backward.append(None if start is None else (start, stop))
-            stop = stop if start is None else start
-        self._turn = stop  # where the first of all backward passes begins
+        self.peak, self.flops = int(self._held[self._begin :].max()), int(self._flops[:, 1].sum())
 
-    def _most(self, first: int, last: int) -> int:
-        return int(self._held[first : last + 1].max())
+    def _most(self, first: int, last: int, over: int) -> int:
+        """Return the most in use between two events, over what is in use before a third."""
+        return int(self._held[first : last + 1].max() - self._held[over]) if first <= last else 0
+
+    def _backward(self, i: int) -> tuple[int, int] | None:
+        """Return the first event of block i's backward pass and the one after its last, or None if it has none."""
+        start, end = self._marks.backward[i], self._marks.end[i]
+        return None if start is None else (start, self._last if end is None else end)
 
     def costs(self, i: int) -> BlockCosts:
         """Return the costs of block i, with the FLOPs of its whole backward pass."""
-        (begin, end), backward = self._marks.forward[i : i + 2], self._backward[i]
-        saved, forward = self._held[end] - self._held[begin], self._most(begin, end) - self._held[begin]
+        (begin, end), backward = self._marks.forward[i], self._backward(i)
+        saved, forward = int(self._held[end] - self._held[begin]), self._most(begin, end, begin)
         if backward is None:
-            return BlockCosts(int(saved), int(forward), 0, 0)
-        (start, stop), events = backward, self._flops[:, 0]
-        flops = self._flops[(events >= start) & (events < stop), 1].sum()
-        return BlockCosts(int(saved), int(forward), self._most(start, stop) - int(self._held[start]), int(flops))
+            return BlockCosts(saved, forward, 0, 0)
+        start, stop = backward
+        events, flops = self._flops.T
+        return BlockCosts(
+            saved, forward, self._most(start, stop, start), int(flops[(events >= start) & (events < stop)].sum())
+        )
 
     def step_costs(self, blocks: Sequence[dict[Choice, BlockCosts]]) -> StepCosts:
         """Return the costs of the step, for these costs of its blocks."""
-        forward = self._marks.forward
-        late = (
-            0 if backward is None else int(self._held[backward[0]] - self._held[end])
-            for backward, end in zip(self._backward, forward[1:], strict=True)
-        )
+        forward, passes = self._marks.forward, [self._backward(i) for i in range(len(blocks))]
+        late, gaps, turn = [], [], self._last  # turn: where the backward pass of what runs after a block begins
+        for i in reversed(range(len(blocks))):
+            _, end = forward[i]
+            after = forward[i + 1][0] if i + 1 < len(blocks) else end
+            back = passes[i]
+            start = turn if back is None else back[0]
+            late.append(0 if back is None else int(self._held[start] - self._held[end]))
+            first = turn if i + 1 < len(blocks) else end  # after the last block, the loss lies between
+            most = max(self._most(end, after, end), self._most(first, start, end))
+            gaps.append(Gap(int(self._held[after] - self._held[end]), most))
+            turn = start if back is None else back[1]
         again = sum(options[choice].flops for options, choice in zip(blocks, self.choices, strict=True))
         return StepCosts(
-            blocks=tuple(blocks),
-            before=int(self._held[forward[0]]),
-            between=self._most(forward[-1], self._turn) - int(self._held[forward[-1]]),
-            late=tuple(late),
-            outside=max(self._most(self._begin, forward[0]), self._most(self._end, len(self._held) - 1)),
-            flops=int(self._flops[:, 1].sum()) - again,
-        )
+            blocks=tuple(blocks), gaps=tuple(reversed(gaps)), late=tuple(reversed(late)),
+            before=int(self._held[forward[0][0]]),
+            outside=int(max(self._held[self._begin : forward[0][0] + 1].max(), self._held[turn:].max())),
+            flops=self.flops - again,
+        )  # fmt: skip
 
 
 class Kind(NamedTuple):
@@ -181,9 +192,11 @@ class Kind(NamedTuple):
 
 def _signature(block: nn.Module) -> Any:
     parameters = tuple((name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in block.named_parameters())
-    # not stochastic depth, which takes one number an image, and which the first block alone often lacks
     rates = tuple(m.p > 0 for m in block.modules() if isinstance(m, nn.Dropout))
-    return type(block), parameters, rates
+    # Stochastic depth, which the first block often lacks, is one number an image in the fused halves. Elsewhere it
+    # decides whether checkpointing computes the last layer again.
+    classes = () if has_halves(block) else tuple(map(type, block.modules()))
+    return type(block), parameters, rates, classes
 
 
 def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
@@ -193,11 +206,10 @@ def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
     Raises:
         ValueError: the model has no list of at least two modules of one class.
     """
-    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList | nn.Sequential) and len({*map(type, m)}) == 1]
-    longest = max(lists, key=len, default=nn.ModuleList())
-    if len(longest) < 2:
+    listed = model_source.blocks(model)
+    if len(listed) < 2:
         raise ValueError(f"{type(model).__name__} has no list of blocks of one class")
-    kind = type(longest[0])
+    kind = type(listed[0])
     return {name: module for name, module in model.named_modules() if type(module) is kind}
 
 

@@ -53,12 +53,13 @@ class Fit:
         micro_batch: images at a time: `batch` if a step of it fits; 0 if not even one image does.
         accumulation: batches of `micro_batch` whose gradients make a step of `batch`; 0 if gradients of earlier batches
             leave no room for an image: `micro_batch` is `largest_batch` then.
-        largest_batch: the most images at a time without accumulation, at most `batch`.
+        largest_batch: images at a time that fit without accumulation, at most `batch`: the most, or a few less.
         peak: planned bytes of a step of `micro_batch` with the choices, from a trace of that step.
         recomputed: FLOPs that are computed again, over those of the step without recomputation.
-        least_recomputed: no choice that fits recomputes less than this share, as far as the peaks that the search takes
-            for it agree with a trace of the step. It is `recomputed` where they agree to the byte.
-        alternatives: the usual ways, for `micro_batch`: nothing, what blocks do by default, every block.
+        least_recomputed: no choice that fits recomputes less than this share, if the sum that the search takes for its
+            peak is no further from a trace than that of `choices`. It is `recomputed` where that sum is exact.
+        alternatives: the usual ways, for `micro_batch`: nothing, what blocks do by default, every block. Their peaks,
+            and those of the next two, are sums of the search.
         frontier: the cheapest choice at several budgets.
         whole_blocks: the first k blocks checkpointed, for k from none to all.
     """
@@ -152,6 +153,8 @@ def plan_fit(
         over = trace.peak - budget
         tries = tries - 1 if over > 0 and plan.largest_batch else 0
         room -= max(over, 0)  # the search took the peak for lower than it is
+    if over > 0 and plan.largest_batch:
+        raise ValueError(f"no plan for {source.name}: a step takes {over:,} bytes more than its blocks do one by one")
     costs = plan.costs
     n = len(costs.blocks)
 
@@ -238,7 +241,8 @@ def _largest_batch(step: FitStep, costs: StepCosts, budget: int) -> int:
             middle = (low + high) // 2
             fits = two.towards(costs, (middle - 2) / (step.batch - 2)).least_peak() <= budget
             low, high = (middle, high) if fits else (low, middle)
-        for batch in range(low, max(low - 3, 1), -1):
-            if costs_of(step._replace(batch=batch)).least_peak() <= budget:
-                return batch
+        while low > 1:
+            if costs_of(step._replace(batch=low)).least_peak() <= budget:
+                return low
+            low -= -(-low // 16)
     return int(step.batch > 1 and costs_of(step._replace(batch=1)).least_peak() <= budget)

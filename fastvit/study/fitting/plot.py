@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fastvit.study.fitting.planning import Fit
-from fastvit.study.fitting.words import images, size_in_words, step_in_words
+from fastvit.study.fitting.words import count_of_images, size_in_words, step_in_words
 from fastvit.study.memory.plot import BACKGROUNDS, COLOURS
 
 _GIB = 2**30
@@ -35,7 +35,7 @@ def draw(fit: Fit, theme: str) -> Any:
         _chosen(axis, fit, colours, BACKGROUNDS[theme])
         figure.legend(loc="outside upper left", frameon=False, labelcolor=ink, fontsize=10.5)
         axis.set_facecolor("none")
-        axis.set_xlabel(f"planned peak of a step of {images(fit.micro_batch or 1)}, GiB", color=ink)
+        axis.set_xlabel(f"planned peak of a step of {count_of_images(fit.micro_batch or 1)}, GiB", color=ink)
         axis.set_ylabel("share of the step's FLOPs computed again", color=ink)
         axis.tick_params(colors=ink, length=0)
         axis.grid(color=colours["faint"], linewidth=0.8)

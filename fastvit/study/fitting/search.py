@@ -1,10 +1,10 @@
 """Find the cheapest choice of what each block recomputes within a peak of memory.
 
-While block i runs forward, A_i + forward are in use, where A_i is what the start and the blocks before it hold; while
-it runs backward, A_i + saved + backward + late_i, where late_i are the gradients that exist by then. The choice of a
-block changes A of later blocks, and these two numbers of its own. So of two choices for the first blocks that cost the
-same, the one that holds less is never worse, and the search keeps, for each amount held, the cheapest: it is exact for
-these numbers, for any stack of blocks.
+While block i runs forward, A_i + forward are in use, where A_i is what the start, the blocks before it, and what runs
+between these hold; while it runs backward, A_i + saved + late_i + backward, where late_i are the gradients that exist
+by then. So the choice of a block changes A of later blocks, and these two numbers of its own. Of two choices for the
+first blocks that cost the same, the one that holds less is never worse, and the search keeps, for each amount held, the
+cheapest: it is exact for these numbers, for any stack of blocks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fastvit.study.fitting.choices import NOTHING, Choice
 
 
 class BlockCosts(NamedTuple):
-    """One block with one choice. Bytes, and multiplications and additions.
+    """One block with one choice. Bytes, and FLOPs.
 
     Attributes:
         saved: held from its forward pass to its backward pass, its output included.
@@ -34,33 +34,47 @@ class BlockCosts(NamedTuple):
     flops: int
 
 
+class Gap(NamedTuple):
+    """What runs after a block and before the next one, in both passes; after the last block, the rest of the model and
+    the loss. Bytes.
+
+    Attributes:
+        saved: held from the forward to the backward pass.
+        most: the most in use in either pass, over what is in use after the block's forward pass.
+    """
+
+    saved: int
+    most: int
+
+
 @dataclass(frozen=True)
 class StepCosts:
     """A step, by what its blocks may choose.
 
     Attributes:
         blocks: for each block, in the order in which they run, its choices.
-        before: bytes in use before the first block.
-        between: the most in use from the last block's forward to its backward pass, over what is before that.
+        gaps: what runs after each block.
         late: for each block, bytes in use at the start of its backward pass, over those after its forward pass.
+        before: bytes in use before the first block.
         outside: the most in use before the first block runs forward and after it ran backward.
         flops: of the step, without recomputation.
     """
 
     blocks: tuple[dict[Choice, BlockCosts], ...]
-    before: int
-    between: int
+    gaps: tuple[Gap, ...]
     late: tuple[int, ...]
+    before: int
     outside: int
     flops: int
 
     def peak(self, choices: Sequence[Choice]) -> int:
         """Return the peak in bytes."""
         held, peak = self.before, self.outside
-        for options, late, choice in zip(self.blocks, self.late, choices, strict=True):
-            peak = max(peak, held + self._own(options[choice], late))
-            held += options[choice].saved
-        return max(peak, held + self.between)
+        for i, choice in enumerate(choices):
+            costs = self.blocks[i][choice]
+            peak = max(peak, held + self._most(i, costs))
+            held += costs.saved + self.gaps[i].saved
+        return peak
 
     def recomputed(self, choices: Sequence[Choice]) -> int:
         """Return the FLOPs of the recomputation."""
@@ -72,21 +86,19 @@ class StepCosts:
         def mixed(a: int, b: int) -> int:
             return round(a + (b - a) * share)
 
-        def block(a: BlockCosts, b: BlockCosts) -> BlockCosts:
-            return BlockCosts(*map(mixed, a, b))
-
         blocks = (
-            {choice: block(a[choice], b[choice]) for choice in a}
-            for a, b in zip(self.blocks, other.blocks, strict=True)
+            {choice: BlockCosts(*map(mixed, costs, theirs[choice])) for choice, costs in ours.items()}
+            for ours, theirs in zip(self.blocks, other.blocks, strict=True)
         )
-        late = tuple(map(mixed, self.late, other.late))
-        names = "before", "between", "outside", "flops"
-        rest = {name: mixed(getattr(self, name), getattr(other, name)) for name in names}
-        return StepCosts(blocks=tuple(blocks), late=late, **rest)
+        gaps = (Gap(*map(mixed, *pair)) for pair in zip(self.gaps, other.gaps, strict=True))
+        late = map(mixed, self.late, other.late)
+        numbers = (mixed(getattr(self, name), getattr(other, name)) for name in ("before", "outside", "flops"))
+        return StepCosts(tuple(blocks), tuple(gaps), tuple(late), *numbers)
 
-    @staticmethod
-    def _own(costs: BlockCosts, late: int) -> int:
-        return max(costs.forward, costs.saved + late + costs.backward)
+    def _most(self, i: int, costs: BlockCosts) -> int:
+        """Return the most in use during block i and after it, over what is in use before its forward pass."""
+        after = costs.saved + max(self.late[i] + costs.backward, self.gaps[i].most)
+        return max(costs.forward, after)
 
     def least_peak(self) -> int:
         """Return the least peak of all choices."""
@@ -98,37 +110,37 @@ class StepCosts:
 
     def _fits(self, budget: int) -> bool:
         held = self.before
-        for options, late in zip(self.blocks, self.late, strict=True):
-            fitting = [costs.saved for costs in options.values() if held + self._own(costs, late) <= budget]
+        for i, options in enumerate(self.blocks):
+            fitting = [costs.saved for costs in options.values() if held + self._most(i, costs) <= budget]
             if not fitting:
                 return False
-            held += min(fitting)
-        return max(self.outside, held + self.between) <= budget
+            held += min(fitting) + self.gaps[i].saved
+        return self.outside <= budget
 
     def cheapest(self, budget: int) -> tuple[Choice, ...] | None:
         """Return the choices with the least recomputation whose peak is at most `budget` bytes, or None if there are
         none. Of choices that cost the same, blocks that recompute more come first."""
         if self.outside > budget:
             return None
+        # FLOPs count this often, so that the choices' ranks decide between equal FLOPs only: early ones recompute less
+        unit = 1 + sum(len(options) - 1 for options in self.blocks)
         held, cost = np.array([self.before]), np.array([0])
         steps = []  # for each block, the choice and the predecessor of every state
-        for options, late in zip(self.blocks, self.late, strict=True):
+        for i, options in enumerate(self.blocks):
             grown: list[np.ndarray] = []
             for rank, costs in enumerate(options.values()):
-                (fitting,) = np.nonzero(held + self._own(costs, late) <= budget)
-                # ties go to the earlier choice, which recomputes less
-                spent = cost[fitting] + costs.flops * len(options) + rank
-                grown.append(np.array([held[fitting] + costs.saved, spent, np.full(len(fitting), rank), fitting]))
+                (fitting,) = np.nonzero(held + self._most(i, costs) <= budget)
+                spent, saved = cost[fitting] + costs.flops * unit + rank, costs.saved + self.gaps[i].saved
+                grown.append(np.array([held[fitting] + saved, spent, np.full(len(fitting), rank), fitting]))
             states = np.concatenate(grown, 1)
+            if not states.shape[1]:
+                return None
             states = states[:, np.lexsort((states[1], states[0]))]
-            cheaper = np.minimum.accumulate(states[1])
-            states = states[:, np.append(True, cheaper[1:] < cheaper[:-1])[: states.shape[1]]]
+            cheapest = np.minimum.accumulate(states[1])
+            states = states[:, np.append(True, cheapest[1:] < cheapest[:-1])]
             held, cost = states[0], states[1]
             steps.append((states[2], states[3]))
-        (fitting,) = np.nonzero(held + self.between <= budget)
-        if not len(fitting):
-            return None
-        state, found = int(fitting[np.argmin(cost[fitting])]), []
+        state, found = int(np.argmin(cost)), []
         for options, (ranks, before) in zip(reversed(self.blocks), reversed(steps), strict=True):
             found.append([*options][int(ranks[state])])
             state = int(before[state])

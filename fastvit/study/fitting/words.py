@@ -24,18 +24,21 @@ def in_words(choices: Sequence[Choice]) -> str:
 
 
 def size_in_words(nbytes: int) -> str:
-    """Write bytes in GiB, or in MiB if they are less than one."""
+    """Write bytes in GiB, or in MiB or bytes if they are less than one of it."""
+    if nbytes < 2**20:
+        return f"{nbytes:,} bytes"
     return f"{nbytes / 2**30:,.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.1f} MiB"
 
 
-def images(count: int) -> str:
+def count_of_images(count: int) -> str:
+    """Write a number of images."""
     return f"{count} image{'s' * (count > 1)}"
 
 
 def step_in_words(fit: Fit) -> str:
     """Describe the step that has to fit, in one line."""
     where, s = "GPU" if fit.device == "cuda" else "CPU", fit.setting
-    return f"{fit.model}, batch {fit.batch}, {pixels(fit.image_size)} px, {s.dtype}, {s.optimizer}, on a {where}"
+    return f"{fit.model}, batch {fit.batch}, {pixels(fit.image_size)} px, {s.dtype}, {s.optimizer}, {where}"
 
 
 def policy(fit: Fit) -> list[str]:
@@ -46,12 +49,12 @@ def policy(fit: Fit) -> list[str]:
     head = f"within {budget}, recompute:"
     if not fit.accumulation:
         head = (
-            f"{images(fit.batch)} do not fit into {budget}, nor do accumulated gradients next to one image; recompute, "
-            f"with {images(fit.micro_batch)}:"
+            f"{count_of_images(fit.batch)} do not fit into {budget}, nor do accumulated gradients next to one image; "
+            f"recompute, with {count_of_images(fit.micro_batch)}:"
         )
     elif not fit.fits:
         head = (
-            f"{images(fit.batch)} do not fit into {budget}, {fit.largest_batch} would; recompute, with "
+            f"{count_of_images(fit.batch)} do not fit into {budget}, {fit.largest_batch} would; recompute, with "
             f"{fit.accumulation} batches of {fit.micro_batch} whose gradients are accumulated:"
         )
     return [head, *(f"  {part}" for part in in_words(fit.choices).split("; "))]

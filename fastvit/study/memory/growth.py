@@ -144,8 +144,8 @@ def image_size(model: str) -> tuple[int, int]:
 
 def check_batch(batch: object) -> None:
     """Raise ValueError unless a batch is a positive integer."""
-    if not isinstance(batch, int) or batch < 1:
-        raise ValueError(f"a batch must be a positive integer, got {batch!r}")
+    if not isinstance(batch, int) or isinstance(batch, bool) or batch < 1:
+        raise ValueError(f"batch must be a positive integer, got {batch!r}")
 
 
 def checked_device(device: str | None) -> str:
