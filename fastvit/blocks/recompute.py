@@ -1,5 +1,5 @@
-"""What the backward pass of a block computes again instead of saving it: parts of its halves, by an attribute of the
-block's instance, or all of it, by a forward of the instance."""
+"""Let the backward pass of a block compute again instead of saving: parts of its halves, by an attribute of the block's
+instance, or all of it, by a forward of the instance."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class Block(nn.Module):
 
     __module__ = "fastvit.layers"
     fastvit_recompute = DEFAULT
-    """What the backward pass computes again. A plan of memory gives an instance its own."""
+    """Says what the backward pass computes again. `fastvit.fit` gives an instance its own."""
 
     def __init__(
         self, dim: int, num_heads: int, mlp_ratio: float = 4.0, qkv_bias: bool = False, proj_bias: bool = True,

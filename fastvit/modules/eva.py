@@ -159,7 +159,7 @@ class EvaBlock(nn.Module):
 
     __module__ = "fastvit.eva_layers"
     fastvit_recompute = DEFAULT
-    """What the backward pass computes again. A plan of memory gives an instance its own."""
+    """Says what the backward pass computes again. `fastvit.fit` gives an instance its own."""
 
     def __init__(
         self, dim: int, num_heads: int, qkv_bias: bool = True, qkv_fused: bool = True, mlp_ratio: float = 4.0,

@@ -1,4 +1,4 @@
-"""What our blocks compute again in the backward pass: no gradient changes, and less is saved."""
+"""Our blocks compute parts again in the backward pass: no gradient changes, and less is saved."""
 
 import copy
 import itertools

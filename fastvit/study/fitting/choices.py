@@ -1,4 +1,4 @@
-"""What a block may recompute in the backward pass."""
+"""The choices of what a block recomputes in the backward pass."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fastvit.modules.block import Block
 
 
 class Choice(NamedTuple):
-    """What one block recomputes.
+    """Says what one block recomputes.
 
     Attributes:
         attention, mlp: `recompute` of `ops.layer_norm_attention` and of `ops.layer_norm_mlp`.

@@ -184,7 +184,7 @@ class Trace:
 
 
 class Kind(NamedTuple):
-    """What decides a block's costs, as far as the module shows it, and what it may recompute."""
+    """Describes a block: what decides its costs, as far as the module shows it, and what it may recompute."""
 
     signature: Any
     options: tuple[Choice, ...]

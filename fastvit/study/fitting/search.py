@@ -35,8 +35,8 @@ class BlockCosts(NamedTuple):
 
 
 class Gap(NamedTuple):
-    """What runs after a block and before the next one, in both passes; after the last block, the rest of the model and
-    the loss. Bytes.
+    """The bytes of what runs between a block and the next one, in both passes; after the last block, of the rest of the
+    model and the loss.
 
     Attributes:
         saved: held from the forward to the backward pass.
