@@ -1,5 +1,5 @@
-"""`recompute` of layer_norm_attention: the saved tensors, and gradients, which do not depend on it. Under torch.compile,
-that of layer_norm_mlp, too."""
+"""`recompute` of layer_norm_attention: the saved tensors, and gradients, which do not depend on it. Under
+torch.compile, that of layer_norm_mlp, too."""
 
 import pytest
 import torch
