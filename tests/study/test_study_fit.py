@@ -12,8 +12,9 @@ import fastvit
 from fastvit.study.fitting import planning
 from fastvit.study.fitting.choices import BLOCK, NOTHING, Choice, put_on
 from fastvit.study.fitting.costs import FitStep, Trace, blocks_of, costs_of
-from fastvit.study.fitting.planning import checked_budget, fit, in_words
+from fastvit.study.fitting.planning import checked_budget, fit, plan_fit
 from fastvit.study.fitting.search import BlockCosts, Gap, StepCosts
+from fastvit.study.fitting.words import in_words
 from fastvit.study.memory.measurement import measure
 from fastvit.study.memory.step import Setting
 from fastvit.study.sources.find import find
@@ -185,21 +186,23 @@ def test_half_of_the_checkpointed_flops_suffice():
 
 
 def test_a_batch_that_does_not_fit_is_accumulated():
-    options = {"batch": 256, "image_size": 64, "dtype": "float32", "optimizer": "none", "device": "cpu"}
-    whole = fit(TINY, budget="1TB", **options)
-    budget = whole.frontier[0].peak * 3 // 4
-    found = fit(TINY, budget=budget, **options)
+    source = ModuleSource(fastvit.create_model(TINY, img_size=64, depth=3))
+
+    def planned(budget, batch=256):
+        return plan_fit(source, (64, 64), batch, Setting(dtype="float32", optimizer="none"), budget, "cpu")
+
+    budget = planned(1 << 40).frontier[0].peak * 3 // 4
+    found = planned(budget)
     assert not found.fits
     assert found.accumulation * found.micro_batch >= 256 > found.largest_batch >= found.micro_batch > 1
     assert found.peak <= budget
-    alone = fit(TINY, budget=budget, **{**options, "batch": found.largest_batch})
-    assert alone.fits
-    assert not fit(TINY, budget=budget, **{**options, "batch": found.largest_batch + 2}).fits
+    assert planned(budget, found.largest_batch).fits
+    assert not planned(budget, found.largest_batch + 2).fits
     assert f"{found.accumulation} batches of {found.micro_batch}" in str(found)
-    alone = fit(TINY, budget=fit(TINY, budget="1TB", **{**options, "batch": 2}).frontier[0].peak, **options)
+    alone = planned(planned(1 << 40, 2).frontier[0].peak)
     assert (alone.accumulation, alone.micro_batch) == (0, alone.largest_batch)
     assert "nor do accumulated gradients next to one image" in str(alone)
-    nothing = fit(TINY, budget="30MiB", **options)
+    nothing = planned(1 << 20)
     assert nothing.micro_batch == 0
     assert "not even one image fits" in str(nothing)
 
