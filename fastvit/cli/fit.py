@@ -22,8 +22,9 @@ _EPILOG = """examples:
 Planned on fake tensors: nothing is allocated, and --device cuda needs no GPU.
 Computed again is the share of the step's FLOPs that recomputation adds. The
 chosen way is the cheapest that fits, and its peak is that of a trace of this
-step; peaks of the others are sums over the blocks. If the batch does not fit, figures are of the batches that gradient
-accumulation takes. In Python, fastvit.fit(model, ...) puts it on a model.
+step; peaks of the others are sums over the blocks. If the batch does not fit,
+figures are of the batches that gradient accumulation takes. In Python,
+fastvit.fit(model, ...) puts it on a model.
 
 status: 0 if the whole batch fits into the budget, 1 if not
 """
