@@ -9,6 +9,7 @@ import math
 import os
 import subprocess
 import sys
+import sysconfig
 import threading
 import time
 from collections import deque
@@ -147,7 +148,7 @@ class StepRunner:
         if line.startswith("> "):
             self.say(f"{step.name}: {line[2:]}")
         elif line:
-            last.append(line)
+            last.append(_without_folders(line))
 
     def _ended(self, step: Step, status: str, start: float, last: list[str]) -> None:
         """Record the end of a step. start: seconds since 1970."""
@@ -157,6 +158,13 @@ class StepRunner:
         left = f"; {words}" if (words := self._left(self)) else ""
         reasons = [f"\n    {line[:300]}" for line in last] if status != "passed" else []
         self.say(f"{step.name}: {status} after {seconds:.1f} s{left}{''.join(reasons)}")
+
+
+def _without_folders(line: str) -> str:
+    """Return a line for the journal, which is committed: a path in it starts at the project or at the package."""
+    for folder in (sysconfig.get_path("purelib"), ROOT):  # the packages may lie in the project
+        line = line.replace(f"{folder}/", "")
+    return line
 
 
 def duration(seconds: float) -> str:

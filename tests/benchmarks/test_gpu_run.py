@@ -239,6 +239,15 @@ def test_a_step_ends_with_the_process_that_holds_it(tmp_path):
     assert ends(int(pid.read_text()))
 
 
+def test_the_journal_names_no_folder_of_the_machine(tmp_path):
+    code = (
+        "import os, sysconfig; print(os.getcwd() + '/benchmarks/a.py:1', sysconfig.get_path('purelib') + '/torch/b.py')"
+    )
+    assert execute([Step("paths", ("-c", code))], start(tmp_path)) == 0
+    (step,) = (record for record in read(tmp_path / "results" / "results.jsonl") if record["kind"] == "step")
+    assert step["last"] == ["benchmarks/a.py:1 torch/b.py"]
+
+
 def test_the_deadline_of_a_run_cuts_its_later_steps(tmp_path):
     steps = [Step("long", ("-c", "import time; time.sleep(60)")), counting(tmp_path, "late")]
     assert execute(steps, start(tmp_path, seconds=2.5)) == 1
