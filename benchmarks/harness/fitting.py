@@ -79,6 +79,7 @@ CASES = {
 
 
 def choose(model: nn.Module, choices: Sequence[Choice]) -> None:
+    """Let each block recompute its choice."""
     for block, choice in zip(blocks_of(model).values(), choices, strict=True):
         put_on(block, choice)
 

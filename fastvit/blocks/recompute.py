@@ -28,9 +28,9 @@ ATTRIBUTE = "fastvit_recompute"  # of a block's instance: a Recompute; DEFAULT w
 
 
 def recompute_of(module: nn.Module) -> Recompute:
+    """Return what the parts of a block recompute: its attribute, or the default."""
     # Dynamo guards a missing attribute, but no missing key; outside of it, a missing attribute takes 1 us
-    found = getattr(module, ATTRIBUTE, DEFAULT) if is_dynamo_compiling() else module.__dict__.get(ATTRIBUTE, DEFAULT)
-    return found
+    return getattr(module, ATTRIBUTE, DEFAULT) if is_dynamo_compiling() else module.__dict__.get(ATTRIBUTE, DEFAULT)
 
 
 def recompute_all(block: nn.Module) -> None:
@@ -39,6 +39,7 @@ def recompute_all(block: nn.Module) -> None:
 
 
 def recomputes_all(module: nn.Module) -> bool:
+    """Tell whether `recompute_all` set the forward of the module's instance."""
     forward = vars(module).get("forward")
     return isinstance(forward, partial) and forward.func is _checkpointed
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -12,19 +12,13 @@ from fastvit.study.fitting.choices import BLOCK, BY_DEFAULT, NOTHING, Choice
 from fastvit.study.fitting.costs import FitStep, Trace, costs_of
 from fastvit.study.fitting.search import StepCosts
 from fastvit.study.fitting.words import in_words, lines
-from fastvit.study.memory.growth import check_batch, checked_device
+from fastvit.study.memory.growth import Progress, check_batch, checked_device, silent
 from fastvit.study.memory.step import Setting
 from fastvit.study.sources.find import find
 from fastvit.study.sources.model_source import ModelSource
 
 _POINTS = 16  # budgets of the frontier
 _TRIES = 4  # plans, each for a budget that is lower by what the last one was over
-
-Progress = Callable[[str], None]
-
-
-def _silent(_: str) -> None:
-    pass
 
 
 @dataclass(frozen=True)
@@ -93,7 +87,7 @@ class Fit:
 
 def fit(
     model: str, *, budget: int | str, batch: int, image_size: Pair | None = None, dtype: str = "bfloat16",
-    optimizer: str = "adamw", device: str | None = None, progress: Progress = _silent,
+    optimizer: str = "adamw", device: str | None = None, progress: Progress = silent,
 ) -> Fit:  # fmt: skip
     """Find the cheapest choice of what each block of a model recomputes, so that a training step fits into a budget.
 
@@ -139,7 +133,7 @@ def checked_budget(budget: object) -> int:
 
 def plan_fit(
     source: ModelSource, size: tuple[int, int], batch: int, setting: Setting, budget: int, device: str,
-    progress: Progress = _silent,
+    progress: Progress = silent,
 ) -> Fit:  # fmt: skip
     """Return the result of `fit` for a source of the model."""
     check_batch(batch)

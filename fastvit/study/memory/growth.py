@@ -19,8 +19,8 @@ DEVICES = ("cpu", "cuda")
 Progress = Callable[[str], None]
 
 
-def _silent(_: str) -> None:
-    pass
+def silent(_: str) -> None:
+    """Report no progress."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def memory(
     model: str, *, image_sizes: Sequence[Pair] = (224, 384, 512, 768, 1024), batches: Sequence[int] = (8,),
     patch_size: Pair | None = None, mode: str = "train", dtype: str = "bfloat16", optimizer: str = "adamw",
     checkpointing: bool = False, providers: Sequence[str] = PROVIDERS, device: str | None = None,
-    measured: bool = False, progress: Progress = _silent,
+    measured: bool = False, progress: Progress = silent,
 ) -> MemoryStudy:  # fmt: skip
     """Plan, and on request measure, the peak memory of a model's step, for every provider, image size and batch.
 
