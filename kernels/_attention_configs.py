@@ -6,8 +6,9 @@ fastest ones on an H200, in bfloat16 without a mask (benchmarks/NOTES.md); all o
 no registers, and were not chosen by time. Everything else (float32, AMD, head dimensions over 128) takes a plain tile
 that fits everywhere.
 
-`kind` is "" for plain attention, "mask", "groups" (several heads share keys) or "lengths" (packed sequences). All but
-"" have no backward kernel for short sequences and no tables of measured choices.
+`kind` is "" for plain attention, "mask", "lengths" (packed sequences), "groups" (several heads share keys), "causal" or
+"keys" (more or fewer of them than queries). All but "" have no backward kernel for short sequences and no tables of
+measured choices. `own`: how long the side is of which a program owns a tile; 0: as long as the one it loops along.
 """
 
 import math
@@ -96,13 +97,17 @@ def _parts(head_dim: int, instructions: str) -> tuple[int, int]:
 
 
 def _tile(
-    rows: dict[str, _Rows], instructions: str, n: int, head_dim: int, has_dropout: bool, arch: str, kind: str = ""
-) -> Tile:
+    rows: dict[str, _Rows], instructions: str, n: int, head_dim: int, has_dropout: bool, arch: str, kind: str = "",
+    length: int = 0,
+) -> Tile:  # fmt: skip
     found = *rows.get(instructions, ()), *_PLAIN.get(instructions, _PLAIN["16-bit"])
     own, loop, num_warps, stages = next(row.tile for row in found if head_dim <= row.head_dim and n <= row.longest)
     if kind == "mask" or (has_dropout and head_dim > 64):  # both take registers
         loop = max(loop // 2, 32 if instructions == "wgmma" else 16)
-    if own == 128 and -(-n // 64) * 64 * 1.1 < -(-n // 128) * 128:  # the last tile would be half empty, as at N = 257
+    length = length or n
+    if (
+        own == 128 and -(-length // 64) * 64 * 1.1 < -(-length // 128) * 128
+    ):  # the last tile would be half empty, as at N = 257
         own, num_warps = 64, 4
     num_warps = min(num_warps, 4) if arch.startswith("gfx") else num_warps  # AMD: warps of 64 threads
     return Tile(own, loop, num_warps, stages)
@@ -151,11 +156,11 @@ class AttentionForwardConfig:
 
 @_tuned.cached
 def attention_fwd(
-    n: int, head_dim: int, itemsize: int, has_dropout: bool, arch: str, tf32: bool = False, kind: str = ""
+    n: int, head_dim: int, itemsize: int, has_dropout: bool, arch: str, tf32: bool = False, kind: str = "", own: int = 0
 ) -> AttentionForwardConfig:
-    """Configure attention_fwd_kernel for n keys."""
+    """Configure attention_fwd_kernel for n keys, and `own` queries."""
     instructions = _instructions(itemsize, arch, tf32)
-    block_m, block_n, num_warps, stages = _tile(_FORWARD, instructions, n, head_dim, has_dropout, arch, kind)
+    block_m, block_n, num_warps, stages = _tile(_FORWARD, instructions, n, head_dim, has_dropout, arch, kind, own)
     if kind == "mask" and instructions == "mma" and head_dim > 64:
         block_n = min(block_n, 32)
     if kind == "mask" and instructions == "wgmma" and head_dim <= 64 and block_m == 128:
@@ -187,11 +192,11 @@ class AttentionBackwardConfig:
 
 @_tuned.cached
 def attention_bwd_dq(
-    n: int, head_dim: int, itemsize: int, has_dropout: bool, arch: str, tf32: bool, kind: str = ""
+    n: int, head_dim: int, itemsize: int, has_dropout: bool, arch: str, tf32: bool, kind: str = "", own: int = 0
 ) -> AttentionBackwardConfig:
     """Configure attention_bwd_dq_kernel, whose programs own queries and loop along the keys."""
     instructions = _instructions(itemsize, arch, tf32)
-    block_m, block_n, num_warps, stages = _tile(_DQ, instructions, n, head_dim, has_dropout, arch, kind)
+    block_m, block_n, num_warps, stages = _tile(_DQ, instructions, n, head_dim, has_dropout, arch, kind, own)
     tile = None if kind else _tuned.choice(arch, "attention_bwd_dq", n, head_dim, itemsize, has_dropout, tf32)
     tile = tile or (block_m, block_n, num_warps, stages or _stages(itemsize, arch))
     loop, tail = _loop(n, tile[1])
@@ -204,12 +209,12 @@ def attention_bwd_dq(
 
 @_tuned.cached
 def attention_bwd_dkdv(
-    n: int, head_dim: int, itemsize: int, has_dropout: bool, arch: str, tf32: bool, kind: str = ""
+    n: int, head_dim: int, itemsize: int, has_dropout: bool, arch: str, tf32: bool, kind: str = "", own: int = 0
 ) -> AttentionBackwardConfig:
     """Configure attention_bwd_dkdv_kernel, whose programs own keys and loop along the queries."""
     instructions = _instructions(itemsize, arch, tf32)
     rows = _DKDV_MASKED if kind == "mask" and instructions in _DKDV_MASKED and head_dim <= 128 else _DKDV
-    block_n, block_m, num_warps, stages = _tile(rows, instructions, n, head_dim, has_dropout, arch, kind)
+    block_n, block_m, num_warps, stages = _tile(rows, instructions, n, head_dim, has_dropout, arch, kind, own)
     if kind == "mask" and instructions == "wgmma" and head_dim > 96:
         block_m = min(block_m, 16)
     if kind == "groups":  # the kernel loops over heads, around the loop over queries

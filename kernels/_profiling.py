@@ -27,16 +27,15 @@ def _metadata(operand: str, sizes_of: Callable[[Arguments], Sizes], flops_of: Ca
 
 
 def attention(matmuls: int) -> Any:
-    """Count `matmuls` products of N x N x d per head. For packed sequences N is the number of all tokens, and every
-    sequence counts as long as the longest."""
+    """Count `matmuls` products of N x keys x d per head. For packed sequences N is the number of all queries, and every
+    sequence counts as long as the longest. Causal attention counts in full."""
 
     def sizes(a: Arguments) -> Sizes:
         found = dict(zip("BNHd", a["q_ptr"].shape, strict=True))
-        return found if a["N"] == found["N"] else {**found, "longest": a["N"]}
+        keys = a["N"] if a.get("N_k") is None else a["N_k"]
+        return found if keys == found["N"] else {**found, "keys": keys}
 
-    return _metadata(
-        "q_ptr", sizes, lambda s: 2 * matmuls * s["B"] * s["H"] * s["N"] * s.get("longest", s["N"]) * s["d"]
-    )
+    return _metadata("q_ptr", sizes, lambda s: 2 * matmuls * s["B"] * s["H"] * s["N"] * s.get("keys", s["N"]) * s["d"])
 
 
 def matmul(operand: str, matmuls: int = 1) -> Any:

@@ -25,13 +25,13 @@ from fastvit.kernels._tiles import Tokens, add_dot, dot, load, rows_of, scaled, 
 # Do not specialise on sizes and strides that are 1 or divisible by 16: batch size 1 would recompile. Alignment is
 # passed as UNIT.
 _TENSORS = "q", "k", "v", "o", "do", "dq", "dk", "dv", "mask"
-NOT_SPECIALIZED = ["N", "H", "tokens", *(f"stride_{x}{i}" for x in _TENSORS for i in "bnh")]
+NOT_SPECIALIZED = ["N", "N_k", "H", "tokens", "tokens_k", *(f"stride_{x}{i}" for x in _TENSORS for i in "bnh")]
 
 
 class Mask(NamedTuple):
-    """[B, H, N, N], contiguous along the keys, stride 0 along broadcast dimensions: bool, True where a query may
-    attend, or a float added to the scaled scores. ptr: None without a mask. Rows are padded to a multiple of 16
-    elements, and strides are in units of 16."""
+    """[B, H, M, N] for M queries and N keys, contiguous along the keys, stride 0 along broadcast dimensions: bool, True
+    where a query may attend, or a float added to the scaled scores. ptr: None without a mask. Rows are padded to a
+    multiple of 16 elements, and strides are in units of 16."""
 
     ptr: tl.tensor
     batch: tl.tensor
@@ -42,13 +42,16 @@ class Mask(NamedTuple):
 class Softmax(NamedTuple):
     """How scores become probabilities: the scale, the mask, the dropout seed ([1] int64, or None without dropout) and
     the probability of dropping. MASK_ROWS: each query has a row of the mask of its own; otherwise one row serves all.
+    CAUSAL: query i sees keys 0 to i only. EMPTY: there may be sequences without keys.
 
-    It is no field of Mask: in a loop or a branch, triton 3.6 takes a constexpr for None that is in a tuple in a tuple,
-    unless a constexpr of the outer tuple follows. So masks were wrong where there was dropout."""
+    MASK_ROWS is no field of Mask: in a loop or a branch, triton 3.6 takes a constexpr for None that is in a tuple in a
+    tuple, unless a constexpr of the outer tuple follows. So masks were wrong where there was dropout."""
 
     scale: tl.tensor
     mask: Mask
     MASK_ROWS: tl.constexpr
+    CAUSAL: tl.constexpr
+    EMPTY: tl.constexpr
     seed_ptr: tl.tensor
     dropout_p: tl.tensor
 
@@ -110,20 +113,28 @@ def is_added(mask):
 
 
 @triton.jit
-def factor(softmax):
-    """Multiplier that turns the result of `masked` into S: `masked` scales only if there is a mask to apply."""
-    if softmax.mask.ptr is None:
-        return softmax.scale
-    else:
-        return 1.0
+def hides(softmax):
+    """Whether a query may see no key of a tile, or none at all."""
+    return softmax.mask.ptr is not None or softmax.CAUSAL or softmax.EMPTY
 
 
 @triton.jit
-def _load_mask(mask, queries, first_query, keys, first_key, at, ROWS: tl.constexpr, TAIL: tl.constexpr):
+def factor(softmax):
+    """Multiplier that turns the result of `masked` into S: `masked` scales only where keys may be hidden."""
+    if hides(softmax):
+        return 1.0
+    else:
+        return softmax.scale
+
+
+@triton.jit
+def _load_mask(mask, queries, first_query, keys, first_key, at, at_keys, ROWS: tl.constexpr, TAIL: tl.constexpr):
     """Load a tile of the mask, or one row of it for all queries."""
     plane = at.batch.to(tl.int64) * mask.batch + at.head.to(tl.int64) * mask.head
     tile = mask.ptr + (plane + tl.cast(first_query, tl.int64) * mask.query) * 16 + first_key
-    inside = keys // 16 * 16 < at.N - first_key if TAIL else keys >= 0  # up to the padding, so that loads are 16 bytes
+    inside = (
+        keys // 16 * 16 < at_keys.N - first_key if TAIL else keys >= 0
+    )  # up to the padding, so that loads are 16 bytes
     if ROWS:
         return tl.load(
             tile + (queries * (mask.query * 16) + keys), mask=(queries < at.N - first_query) & inside, other=0
@@ -133,29 +144,45 @@ def _load_mask(mask, queries, first_query, keys, first_key, at, ROWS: tl.constex
 
 
 @triton.jit
-def masked(s, softmax, queries, first_query, keys, first_key, at, TAIL: tl.constexpr):
-    """scale * Q K^T + mask from s = Q K^T; s itself without a mask. Indices count from first_query and first_key and
-    broadcast against s, which may be transposed. TAIL: keys may lie beyond N."""
+def masked(s, softmax, queries, first_query, keys, first_key, at, at_keys, TAIL: tl.constexpr):
+    """scale * Q K^T + mask from s = Q K^T; s itself where no key is hidden. Indices count from first_query and
+    first_key and broadcast against s, which may be transposed. at, at_keys: the queries and the keys. TAIL: keys may
+    lie beyond the last one."""
     if softmax.mask.ptr is not None:
-        m = _load_mask(softmax.mask, queries, first_query, keys, first_key, at, softmax.MASK_ROWS, TAIL)
+        m = _load_mask(softmax.mask, queries, first_query, keys, first_key, at, at_keys, softmax.MASK_ROWS, TAIL)
         if m.dtype == tl.int1:
             s = tl.where(m, s * softmax.scale, float("-inf"))
         else:
             s = s * softmax.scale + m.to(tl.float32)
+    elif hides(softmax):
+        s = s * softmax.scale
+    if softmax.CAUSAL:
+        s = tl.where(keys + first_key <= queries + first_query, s, float("-inf"))
     return s
+
+
+@triton.jit
+def keys_seen(at, at_keys, softmax, BLOCK: tl.constexpr):
+    """Return how many keys the BLOCK queries that a program owns may see: at least 1, so that there is a last one."""
+    seen = at_keys.N
+    if softmax.CAUSAL:
+        seen = tl.minimum(seen, at.first + BLOCK)
+    if softmax.EMPTY:
+        seen = tl.maximum(seen, 1)
+    return seen
 
 
 # ---- forward ----
 
 
 @triton.jit
-def scores(q, k, keys, start, at, softmax, head, MASKED: tl.constexpr):
-    """Q K^T, masked: what the softmax takes, up to `factor`. keys count from `start`; MASKED: those from N on are
-    excluded. The backward kernels' counterpart is `probabilities`."""
+def scores(q, k, keys, start, at, at_keys, softmax, head, MASKED: tl.constexpr):
+    """Q K^T, masked: what the softmax takes, up to `factor`. keys count from `start`; MASKED: those after the last one
+    are excluded. The backward kernels' counterpart is `probabilities`."""
     s = dot(q, k, head)
-    s = masked(s, softmax, tl.arange(0, s.shape[0])[:, None], at.first, keys[None, :], start, at, MASKED)
+    s = masked(s, softmax, tl.arange(0, s.shape[0])[:, None], at.first, keys[None, :], start, at, at_keys, MASKED)
     if MASKED:
-        s = tl.where((keys < at.N - start)[None, :], s, float("-inf"))
+        s = tl.where((keys < at_keys.N - start)[None, :], s, float("-inf"))
     return s
 
 
@@ -170,15 +197,20 @@ def add_values(acc, p, v, keys, at, softmax, head):
 
 
 @triton.jit
-def finish(acc, m, total, o, lse_ptr, at, softmax, head):
-    """Store o = acc / total, and LSE or its two numbers. m: maximum of the scores; total: sum of the exponentials."""
-    empty = total == 0.0  # only with a mask; acc is 0 then
-    if softmax.mask.ptr is not None:
+def finish(acc, m, total, o, lse_ptr, at, at_keys, softmax, head):
+    """Store o = acc / total, and LSE or its two numbers; NaN if there are more keys than the launch allows. m: maximum
+    of the scores; total: sum of the exponentials."""
+    empty = total == 0.0  # only where keys are hidden; acc is 0 then
+    if hides(softmax):
         total = tl.where(empty, 1.0, total)
+    if softmax.EMPTY:
+        total = tl.where(at_keys.N < 0, float("nan"), total)
     norm = 1.0 / total
     lse = total if is_added(softmax.mask) else m * factor(softmax) + tl.log2(total) * ln2()
-    if softmax.mask.ptr is not None:
+    if hides(softmax):
         lse = tl.where(empty, float("inf"), lse)
+    if softmax.EMPTY:
+        lse = tl.where(at_keys.N < 0, float("nan"), lse)
     if softmax.seed_ptr is not None:
         norm = norm / (1.0 - softmax.dropout_p)
     index = tl.arange(0, m.shape[0])

@@ -126,6 +126,25 @@ def with_head(at, head, H):
 
 
 @triton.jit
+def across(at, head, H, N, tokens, cu_seqlens_ptr):
+    """Return all rows on the other side of the scores in the program's sequence: the keys of its queries, or the
+    queries of its keys, in one of H heads. N: how many there are, or the most in a packed sequence; None: as many as on
+    this side. tokens, cu_seqlens_ptr: as in `place`, of the other side. A sequence longer than N has -1 rows."""
+    if N is None:
+        return with_head(at, head, H)
+    else:
+        plane = at.batch * H + head
+        if cu_seqlens_ptr is None:
+            return Place(at.batch, head, plane, 0, N, 0, at.batch.to(tl.int64) * N, plane.to(tl.int64) * N)
+        else:
+            start = _end(cu_seqlens_ptr, at.batch, tokens)
+            length = tl.maximum(_end(cu_seqlens_ptr, at.batch + 1, tokens) - start, 0)
+            length = tl.where(length > N, -1, length)
+            start = start.to(tl.int64)
+            return Place(at.batch, head, plane, 0, length, start, start, start * H + head * length)
+
+
+@triton.jit
 def rows_of(x, at, first):
     """Return the `Rows` of x from index `first` on, in the program's sequence and head. Offsets are int64 here, and
     int32 within a tile."""

@@ -28,6 +28,7 @@ from fastvit.kernels._tiles import (
     Head,
     Rows,
     Tokens,
+    across,
     add_dot,
     dot,
     fill_gaps,
@@ -37,7 +38,6 @@ from fastvit.kernels._tiles import (
     scaled,
     skip,
     store,
-    with_head,
     zeros,
 )
 
@@ -81,10 +81,11 @@ def _halves(x):
 
 @triton.jit
 def _dkdv_step(
-    dk, dv, k, v, queries, start, at, softmax, head, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, MASKED: tl.constexpr
-):
-    """dK + dS^T Q and dV + P~^T dO for WIDTH queries from index `start`. Keys beyond N need no mask: each has its own
-    row of dK and dV, which is not stored."""
+    dk, dv, k, v, queries, start, at, at_keys, softmax, head,
+    WIDTH: tl.constexpr, COLUMNS: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """dK + dS^T Q and dV + P~^T dO for WIDTH queries from index `start`. at: the queries. Keys after the last one need
+    no mask: each has its own row of dK and dV, which is not stored."""
     index = tl.arange(0, WIDTH)
     left = at.N - start
     q, do = load(queries.q, index, left, head, MASKED), load(queries.do, index, left, head, MASKED)
@@ -99,28 +100,35 @@ def _dkdv_step(
         lse, delta, top = _statistics(queries.lse_ptr, at.N, softmax, WIDTH, COLUMNS)
     s = dot(k, q, head)  # [keys, queries]
     keys = tl.arange(0, s.shape[0])[:, None]
-    s = masked(s, softmax, index[None, :], start, keys, at.first, at, True)
-    p = probabilities(s, top[None, :], lse[None, :], keys, at.N, softmax, False, q[0].dtype)
+    s = masked(s, softmax, index[None, :], start, keys, at_keys.first, at, at_keys, True)
+    p = probabilities(s, top[None, :], lse[None, :], keys, at_keys.N, softmax, False, q[0].dtype)
     dp = dot(v, do, head)
-    dropped = dropout_factor((start + index)[None, :], at.first + keys, at, softmax)
+    dropped = dropout_factor((start + index)[None, :], at_keys.first + keys, at, softmax)
     dv = add_dot(dv, (p * dropped).to(do[0].dtype), do, head)
     ds = p * (dp * dropped - delta[None, :])
     return add_dot(dk, ds.to(q[0].dtype), q, head), dv
 
 
 @triton.jit
-def _add_queries(dk, dv, k, v, q, do, statistics_ptr, at, softmax, head, tiles, COLUMNS: tl.constexpr):
-    """Return dk and dv with the contributions of all queries of one head added."""
+def _add_queries(dk, dv, k, v, q, do, statistics_ptr, at, at_keys, softmax, head, tiles, COLUMNS: tl.constexpr):
+    """Return dk and dv with the contributions of all queries of one head added, except those that see no key of the
+    program's."""
     lse_ptr = statistics_of(statistics_ptr, at, softmax)
-    full = (at.N - 1) // tiles.BLOCK_M * tiles.BLOCK_M
+    count = at.N
+    if softmax.EMPTY:
+        count = tl.maximum(count, 1)
+    full = (count - 1) // tiles.BLOCK_M * tiles.BLOCK_M
     queries = QueryRows(rows_of(q, at, full), rows_of(do, at, full), lse_ptr + full)
-    dk, dv = _dkdv_step(dk, dv, k, v, queries, full, at, softmax, head, tiles.TAIL_0, 0, True)
+    dk, dv = _dkdv_step(dk, dv, k, v, queries, full, at, at_keys, softmax, head, tiles.TAIL_0, 0, True)
     if tiles.LOOP:
         if tiles.SURELY:
             tl.assume(full > 0)
-        queries = QueryRows(rows_of(q, at, 0), rows_of(do, at, 0), lse_ptr)
-        for start in range(0, full, tiles.BLOCK_M):
-            dk, dv = _dkdv_step(dk, dv, k, v, queries, start, at, softmax, head, tiles.BLOCK_M, COLUMNS, False)
+        first = 0
+        if softmax.CAUSAL:
+            first = at_keys.first // tiles.BLOCK_M * tiles.BLOCK_M
+        queries = QueryRows(rows_of(q, at, first), rows_of(do, at, first), lse_ptr + first)
+        for start in range(first, full, tiles.BLOCK_M):
+            dk, dv = _dkdv_step(dk, dv, k, v, queries, start, at, at_keys, softmax, head, tiles.BLOCK_M, COLUMNS, False)
             queries = QueryRows(
                 skip(queries.q, tiles.BLOCK_M),
                 skip(queries.do, tiles.BLOCK_M),
@@ -130,23 +138,33 @@ def _add_queries(dk, dv, k, v, q, do, statistics_ptr, at, softmax, head, tiles, 
 
 
 @triton.jit
-def _dkdv(q, k, v, do, dk, dv, statistics_ptr, at, softmax, head, tiles, H, GROUP: tl.constexpr, COLUMNS: tl.constexpr):
-    """Compute dK and dV of BLOCK_N keys, which GROUP of the H heads of queries share."""
+def _dkdv(
+    q, k, v, do, dk, dv, statistics_ptr, at, N, tokens, cu_seqlens_ptr, softmax, head, tiles, H,
+    GROUP: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Compute dK and dV of BLOCK_N keys, which GROUP of the H heads of queries share. N, tokens, cu_seqlens_ptr: of the
+    queries, as in `across`."""
     index = tl.arange(0, tiles.BLOCK_N)
     left = at.N - at.first
     keys = load(rows_of(k, at, at.first), index, left, head, True)
     values = load(rows_of(v, at, at.first), index, left, head, True)
     dk_total, dv_total = zeros(tiles.BLOCK_N, head), zeros(tiles.BLOCK_N, head)
     if GROUP == 1:
+        at_queries = at if N is None else across(at, at.head, H, N, tokens, cu_seqlens_ptr)
         dk_total, dv_total = _add_queries(
-            dk_total, dv_total, keys, values, q, do, statistics_ptr, at, softmax, head, tiles, COLUMNS
+            dk_total, dv_total, keys, values, q, do, statistics_ptr, at_queries, at, softmax, head, tiles, COLUMNS
         )
     else:
         for i in range(GROUP):
-            at_queries = with_head(at, at.head * GROUP + i, H)
+            at_queries = across(at, at.head * GROUP + i, H, N, tokens, cu_seqlens_ptr)
             dk_total, dv_total = _add_queries(
-                dk_total, dv_total, keys, values, q, do, statistics_ptr, at_queries, softmax, head, tiles, COLUMNS
+                dk_total, dv_total, keys, values, q, do, statistics_ptr, at_queries, at, softmax, head, tiles, COLUMNS
             )
+    if softmax.EMPTY:
+        too_long = across(at, 0, H, N, tokens, cu_seqlens_ptr).N < 0  # the forward kernel did not take these queries
+        gap = tl.where(too_long, float("nan"), 0.0)
+        dk_total = dk_total[0] + gap, dk_total[1] + gap
+        dv_total = dv_total[0] + gap, dv_total[1] + gap
     store(rows_of(dk, at, at.first), scaled(dk_total, softmax.scale, head), index, left, head)
     store(rows_of(dv, at, at.first), dv_total, index, left, head)
 
@@ -154,15 +172,17 @@ def _dkdv(q, k, v, do, dk, dv, statistics_ptr, at, softmax, head, tiles, H, GROU
 @triton.jit(do_not_specialize=NOT_SPECIALIZED, launch_metadata=_profiling.attention(4))
 def attention_bwd_dkdv_kernel(
     # inputs
-    q_ptr, k_ptr, v_ptr, do_ptr,  # [B, N, H, d] T by stride; k and v have H / GROUP heads
+    q_ptr, k_ptr, v_ptr, do_ptr,  # [B, N, H, d] T by stride; k and v have H / GROUP heads, and N_k tokens
     statistics_ptr,  # [B, H, 2 or 3, N] f32, from attention_bwd_dq_kernel
-    mask_ptr,  # [B, H, N, N] bool or float by stride, or None
+    mask_ptr,  # [B, H, N, N_k] bool or float by stride, or None
     cu_seqlens_ptr,  # [B + 1] int32 or int64: bounds of packed sequences of at most N tokens; None: samples of N
+    cu_seqlens_k_ptr,  # the same of k and v; None: as of q, or samples
     seed_ptr,  # [1] int64, or None: no dropout
     # outputs
-    dk_ptr, dv_ptr,  # [B, N, H / GROUP, d] T by stride
-    # sizes; `tokens`: of all packed sequences; strides in UNITs of elements, the last dimension is contiguous
-    N, H, tokens,
+    dk_ptr, dv_ptr,  # [B, N_k, H / GROUP, d] T by stride
+    # sizes. N_k: None if k has as many tokens as q. tokens: of all packed sequences; tokens_k: the same of k, or None
+    N, N_k, H, tokens, tokens_k,
+    # strides in UNITs of elements, the last dimension is contiguous
     stride_qb, stride_qn, stride_qh,
     stride_kb, stride_kn, stride_kh,
     stride_vb, stride_vn, stride_vh,
@@ -172,22 +192,26 @@ def attention_bwd_dkdv_kernel(
     stride_maskb, stride_maskn, stride_maskh,  # in units of 16 elements
     scale: tl.float32,  # > 0
     dropout_p: tl.float32,
-    UNIT: tl.constexpr, MASK_ROWS: tl.constexpr, GROUP: tl.constexpr,
+    UNIT: tl.constexpr, MASK_ROWS: tl.constexpr, GROUP: tl.constexpr, CAUSAL: tl.constexpr,
     HEAD_DIM: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LOOP: tl.constexpr, TAIL: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Grid: as in `place`, with blocks of BLOCK_N keys and H / GROUP heads. LOOP, TAIL: `Tiles` along the queries.
     COLUMNS: of `_statistics`, 4, 8 or 16."""
-    at = place(N, H // GROUP, tokens, cu_seqlens_ptr, BLOCK_N)
+    if N_k is None:
+        keys, tokens_of_keys, ends = N, tokens, cu_seqlens_ptr
+    else:
+        keys, tokens_of_keys, ends = N_k, tokens_k, cu_seqlens_k_ptr
+    at = place(keys, H // GROUP, tokens_of_keys, ends, BLOCK_N)
     if cu_seqlens_ptr is not None:
         fill_gaps(
             Tokens(dk_ptr, stride_dkb, stride_dkn, stride_dkh, UNIT),
-            at, N, H // GROUP, tokens, cu_seqlens_ptr, Head(HEAD_DIM, D0, D1, PRECISION), BLOCK_N,
+            at, keys, H // GROUP, tokens_of_keys, ends, Head(HEAD_DIM, D0, D1, PRECISION), BLOCK_N,
         )  # fmt: skip
         fill_gaps(
             Tokens(dv_ptr, stride_dvb, stride_dvn, stride_dvh, UNIT),
-            at, N, H // GROUP, tokens, cu_seqlens_ptr, Head(HEAD_DIM, D0, D1, PRECISION), BLOCK_N,
+            at, keys, H // GROUP, tokens_of_keys, ends, Head(HEAD_DIM, D0, D1, PRECISION), BLOCK_N,
         )  # fmt: skip
         if at.first >= at.N:
             return
@@ -200,9 +224,20 @@ def attention_bwd_dkdv_kernel(
         Tokens(dv_ptr, stride_dvb, stride_dvn, stride_dvh, UNIT),
         statistics_ptr,
         at,
-        Softmax(scale, Mask(mask_ptr, stride_maskb, stride_maskn, stride_maskh), MASK_ROWS, seed_ptr, dropout_p),
+        None if N_k is None else N,
+        tokens,
+        cu_seqlens_ptr,
+        Softmax(
+            scale,
+            Mask(mask_ptr, stride_maskb, stride_maskn, stride_maskh),
+            MASK_ROWS,
+            CAUSAL,
+            cu_seqlens_k_ptr is not None,
+            seed_ptr,
+            dropout_p,
+        ),
         Head(HEAD_DIM, D0, D1, PRECISION),
-        Tiles(BLOCK_M, BLOCK_N, LOOP, TAIL, 0, cu_seqlens_ptr is None),
+        Tiles(BLOCK_M, BLOCK_N, LOOP, TAIL, 0, cu_seqlens_ptr is None and not CAUSAL),
         H,
         GROUP,
         COLUMNS,

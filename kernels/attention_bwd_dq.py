@@ -25,6 +25,7 @@ from fastvit.kernels._softmax import (
     Tiles,
     dropout_factor,
     is_added,
+    keys_seen,
     load_queries,
     masked,
     probabilities,
@@ -33,6 +34,7 @@ from fastvit.kernels._softmax import (
 from fastvit.kernels._tiles import (
     Head,
     Tokens,
+    across,
     add_dot,
     dot,
     fill_gaps,
@@ -42,20 +44,19 @@ from fastvit.kernels._tiles import (
     scaled,
     skip,
     store,
-    with_head,
     zeros,
 )
 
 
 @triton.jit
-def _dq_step(dq, queries, k, v, start, at, softmax, head, WIDTH: tl.constexpr, MASKED: tl.constexpr):
+def _dq_step(dq, queries, k, v, start, at, at_keys, softmax, head, WIDTH: tl.constexpr, MASKED: tl.constexpr):
     """Return dq + dS K over WIDTH keys from index `start`, where k and v begin."""
     keys = tl.arange(0, WIDTH)
-    left = at.N - start
+    left = at_keys.N - start
     k, v = load(k, keys, left, head, MASKED), load(v, keys, left, head, MASKED)
     s, dp = dot(queries.q, k, head), dot(queries.do, v, head)
     rows = tl.arange(0, s.shape[0])[:, None]
-    s = masked(s, softmax, rows, at.first, keys[None, :], start, at, MASKED)
+    s = masked(s, softmax, rows, at.first, keys[None, :], start, at, at_keys, MASKED)
     p = probabilities(s, queries.top[:, None], queries.lse[:, None], keys[None, :], left, softmax, MASKED, k[0].dtype)
     dropped = dropout_factor(at.first + rows, (start + keys)[None, :], at, softmax)
     ds = p * (dp * dropped - queries.delta[:, None])
@@ -64,7 +65,7 @@ def _dq_step(dq, queries, k, v, start, at, softmax, head, WIDTH: tl.constexpr, M
 
 @triton.jit
 def _dq(x, dq, lse_ptr, statistics_ptr, at, at_keys, softmax, head, tiles):
-    """Compute dQ of BLOCK_M queries, and store their statistics. Keys belong to the head of at_keys."""
+    """Compute dQ of BLOCK_M queries, and store their statistics. at_keys: the keys."""
     queries = load_queries(x, lse_ptr, at, softmax, head, tiles.BLOCK_M)
     index = tl.arange(0, tiles.BLOCK_M)
     left = at.N - at.first
@@ -75,15 +76,15 @@ def _dq(x, dq, lse_ptr, statistics_ptr, at, at_keys, softmax, head, tiles):
         tl.store(statistics + 2 * at.N, queries.top, mask=index < left)
 
     total = zeros(tiles.BLOCK_M, head)
-    full = (at.N - 1) // tiles.BLOCK_N * tiles.BLOCK_N
+    full = (keys_seen(at, at_keys, softmax, tiles.BLOCK_M) - 1) // tiles.BLOCK_N * tiles.BLOCK_N
     k, v = rows_of(x.k, at_keys, full), rows_of(x.v, at_keys, full)
-    total = _dq_step(total, queries, k, v, full, at, softmax, head, tiles.TAIL_0, True)
+    total = _dq_step(total, queries, k, v, full, at, at_keys, softmax, head, tiles.TAIL_0, True)
     if tiles.LOOP:
         if tiles.SURELY:
             tl.assume(full > 0)
         k, v = rows_of(x.k, at_keys, 0), rows_of(x.v, at_keys, 0)
         for start in range(0, full, tiles.BLOCK_N):
-            total = _dq_step(total, queries, k, v, start, at, softmax, head, tiles.BLOCK_N, False)
+            total = _dq_step(total, queries, k, v, start, at, at_keys, softmax, head, tiles.BLOCK_N, False)
             k, v = skip(k, tiles.BLOCK_N), skip(v, tiles.BLOCK_N)
     store(rows_of(dq, at, at.first), scaled(total, softmax.scale, head), index, left, head)
 
@@ -91,16 +92,18 @@ def _dq(x, dq, lse_ptr, statistics_ptr, at, at_keys, softmax, head, tiles):
 @triton.jit(do_not_specialize=NOT_SPECIALIZED, launch_metadata=_profiling.attention(3))
 def attention_bwd_dq_kernel(
     # inputs
-    q_ptr, k_ptr, v_ptr, o_ptr, do_ptr,  # [B, N, H, d] T by stride; k and v have H / GROUP heads
+    q_ptr, k_ptr, v_ptr, o_ptr, do_ptr,  # [B, N, H, d] T by stride; k and v have H / GROUP heads, and N_k tokens
     lse_ptr,  # [B, H, N] f32, or [H, N] per packed sequence; [B, H, 2, N] with an additive mask
-    mask_ptr,  # [B, H, N, N] bool or float by stride, or None
+    mask_ptr,  # [B, H, N, N_k] bool or float by stride, or None
     cu_seqlens_ptr,  # [B + 1] int32 or int64: bounds of packed sequences of at most N tokens; None: samples of N
+    cu_seqlens_k_ptr,  # the same of k and v; None: as of q, or samples
     seed_ptr,  # [1] int64, or None: no dropout
     # outputs
     dq_ptr,  # [B, N, H, d] T by stride
     statistics_ptr,  # [B, H, 2 or 3, N] f32, or [H, 2 or 3, N] per packed sequence: `statistics_of`
-    # sizes; `tokens`: of all packed sequences; strides in UNITs of elements, the last dimension is contiguous
-    N, H, tokens,
+    # sizes. N_k: None if k has as many tokens as q. tokens: of all packed sequences; tokens_k: the same of k, or None
+    N, N_k, H, tokens, tokens_k,
+    # strides in UNITs of elements, the last dimension is contiguous
     stride_qb, stride_qn, stride_qh,
     stride_kb, stride_kn, stride_kh,
     stride_vb, stride_vn, stride_vh,
@@ -110,7 +113,7 @@ def attention_bwd_dq_kernel(
     stride_maskb, stride_maskn, stride_maskh,  # in units of 16 elements
     scale: tl.float32,  # > 0
     dropout_p: tl.float32,
-    UNIT: tl.constexpr, MASK_ROWS: tl.constexpr, GROUP: tl.constexpr,
+    UNIT: tl.constexpr, MASK_ROWS: tl.constexpr, GROUP: tl.constexpr, CAUSAL: tl.constexpr,
     HEAD_DIM: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LOOP: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
@@ -135,8 +138,16 @@ def attention_bwd_dq_kernel(
         lse_ptr,
         statistics_ptr,
         at,
-        with_head(at, at.head // GROUP, H // GROUP),
-        Softmax(scale, Mask(mask_ptr, stride_maskb, stride_maskn, stride_maskh), MASK_ROWS, seed_ptr, dropout_p),
+        across(at, at.head // GROUP, H // GROUP, N_k, tokens_k, cu_seqlens_k_ptr),
+        Softmax(
+            scale,
+            Mask(mask_ptr, stride_maskb, stride_maskn, stride_maskh),
+            MASK_ROWS,
+            CAUSAL,
+            cu_seqlens_k_ptr is not None,
+            seed_ptr,
+            dropout_p,
+        ),
         Head(HEAD_DIM, D0, D1, PRECISION),
-        Tiles(BLOCK_M, BLOCK_N, LOOP, TAIL, 0, cu_seqlens_ptr is None),
+        Tiles(BLOCK_M, BLOCK_N, LOOP, TAIL, 0, cu_seqlens_ptr is None and not CAUSAL),
     )

@@ -20,14 +20,14 @@ from fastvit.kernels._softmax import (
     probabilities,
     statistics_of,
 )
-from fastvit.kernels._tiles import Head, Place, Tokens, dot, load, rows_of, with_head
+from fastvit.kernels._tiles import Head, Place, Tokens, across, dot, load, rows_of
 
 
 @triton.jit
 def _ds(q, k, v, do, statistics_ptr, at, at_keys, first, softmax, head, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Compute dS [BLOCK_M queries, BLOCK_N keys from index `first`] of one head; keys belong to the head of at_keys."""
+    """Compute dS [BLOCK_M queries, BLOCK_N keys from index `first`] of one head. at_keys: all keys."""
     rows, keys = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
-    rows_left, left = at.N - at.first, at.N - first
+    rows_left, left = at.N - at.first, at_keys.N - first
     queries = load(rows_of(q, at, at.first), rows, rows_left, head, True)
     do = load(rows_of(do, at, at.first), rows, rows_left, head, True)
     k = load(rows_of(k, at_keys, first), keys, left, head, True)
@@ -36,7 +36,7 @@ def _ds(q, k, v, do, statistics_ptr, at, at_keys, first, softmax, head, BLOCK_M:
     lse = tl.load(lse_ptr, mask=rows < rows_left, other=0.0)
     delta = tl.load(lse_ptr + at.N, mask=rows < rows_left, other=0.0)
     top = tl.load(lse_ptr + 2 * at.N, mask=rows < rows_left, other=float("inf"))
-    s = masked(dot(queries, k, head), softmax, rows[:, None], at.first, keys[None, :], first, at, True)
+    s = masked(dot(queries, k, head), softmax, rows[:, None], at.first, keys[None, :], first, at, at_keys, True)
     p = probabilities(s, top[:, None], lse[:, None], keys[None, :], left, softmax, True, k[0].dtype)
     dropped = dropout_factor((at.first + rows)[:, None], (first + keys)[None, :], at, softmax)
     return p * (dot(do, v, head) * dropped - delta[:, None])
@@ -44,11 +44,12 @@ def _ds(q, k, v, do, statistics_ptr, at, at_keys, first, softmax, head, BLOCK_M:
 
 @triton.jit
 def _dmask(
-    q, k, v, do, statistics_ptr, dmask_ptr, N, H, samples, mask_heads, planes, share, softmax, head,
+    q, k, v, do, statistics_ptr, dmask_ptr, N, N_k, H, samples, mask_heads, planes, share, softmax, head,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Compute a tile of the gradient, or of one of the partial sums."""
-    rows, columns = tl.cdiv(N, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    keys_in_all = N if N_k is None else N_k
+    rows, columns = tl.cdiv(N, BLOCK_M), tl.cdiv(keys_in_all, BLOCK_N)
     out = tl.program_id(0) // (rows * columns)
     first_query = tl.program_id(0) // columns % rows * BLOCK_M
     first_key = tl.program_id(0) % columns * BLOCK_N
@@ -61,13 +62,15 @@ def _dmask(
         in_batch = sample * H + of_sample
         before, rows_before = sample.to(tl.int64) * N, in_batch.to(tl.int64) * N
         at = Place(sample, of_sample, in_batch, first_query, N, 0, before, rows_before)
-        at_keys = with_head(at, of_sample // GROUP, H // GROUP)
+        at_keys = across(at, of_sample // GROUP, H // GROUP, N_k, 0, None)
         total += _ds(q, k, v, do, statistics_ptr, at, at_keys, first_key, softmax, head, BLOCK_M, BLOCK_N)
     queries = tl.arange(0, BLOCK_M)[:, None]
     keys = tl.arange(0, BLOCK_N)[None, :]
-    width = tl.cdiv(N, 16) * 16
+    width = tl.cdiv(keys_in_all, 16) * 16
     tile = dmask_ptr + (out.to(tl.int64) * N + first_query) * width + first_key
-    inside = (queries < N - first_query) & (keys // 16 * 16 < N - first_key)  # rows are padded, as a mask's are
+    inside = (queries < N - first_query) & (
+        keys // 16 * 16 < keys_in_all - first_key
+    )  # rows are padded, as a mask's are
     tl.store(tile + (queries * width + keys), total.to(dmask_ptr.dtype.element_ty), mask=inside)
 
 
@@ -77,15 +80,15 @@ def _dmask(
 )
 def attention_bwd_mask_kernel(
     # inputs
-    q_ptr, k_ptr, v_ptr, do_ptr,  # [B, N, H, d] T by stride; k and v have H / GROUP heads
+    q_ptr, k_ptr, v_ptr, do_ptr,  # [B, N, H, d] T by stride; k and v have H / GROUP heads, and N_k tokens
     statistics_ptr,  # [B, H, 3, N] f32, from attention_bwd_dq_kernel
-    mask_ptr,  # [B, H, N, N] float by stride
+    mask_ptr,  # [B, H, N, N_k] float by stride
     seed_ptr,  # [1] int64, or None: no dropout
     # output
-    dmask_ptr,  # [cdiv(samples * H / mask_heads, share), planes, N, cdiv(N, 16) * 16]: rows are padded as a mask's
-    # sizes: samples: how many share a mask, B or 1; mask_heads: H or 1; planes: B / samples * mask_heads; share: how
-    # many of the samples * H / mask_heads that share a plane one program adds up
-    N, H, samples, mask_heads, planes, share,
+    dmask_ptr,  # [cdiv(samples * H / mask_heads, share), planes, N, cdiv(N_k, 16) * 16]: rows are padded as a mask's
+    # sizes. N_k: None if k has as many tokens as q; samples: how many share a mask, B or 1; mask_heads: H or 1; planes:
+    # B / samples * mask_heads; share: how many of the samples * H / mask_heads that share a plane one program adds up
+    N, N_k, H, samples, mask_heads, planes, share,
     # strides in UNITs of elements, the last dimension is contiguous
     stride_qb, stride_qn, stride_qh,
     stride_kb, stride_kn, stride_kh,
@@ -94,7 +97,7 @@ def attention_bwd_mask_kernel(
     stride_maskb, stride_maskn, stride_maskh,  # in units of 16 elements
     scale: tl.float32,  # > 0
     dropout_p: tl.float32,
-    UNIT: tl.constexpr, MASK_ROWS: tl.constexpr, GROUP: tl.constexpr,
+    UNIT: tl.constexpr, MASK_ROWS: tl.constexpr, GROUP: tl.constexpr, CAUSAL: tl.constexpr,
     HEAD_DIM: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -107,8 +110,11 @@ def attention_bwd_mask_kernel(
         Tokens(do_ptr, stride_dob, stride_don, stride_doh, UNIT),
         statistics_ptr,
         dmask_ptr,
-        N, H, samples, mask_heads, planes, share,
-        Softmax(scale, Mask(mask_ptr, stride_maskb, stride_maskn, stride_maskh), MASK_ROWS, seed_ptr, dropout_p),
+        N, N_k, H, samples, mask_heads, planes, share,
+        Softmax(
+            scale, Mask(mask_ptr, stride_maskb, stride_maskn, stride_maskh), MASK_ROWS, CAUSAL, False,
+            seed_ptr, dropout_p,
+        ),
         Head(HEAD_DIM, D0, D1, PRECISION),
         GROUP, BLOCK_M, BLOCK_N,
     )  # fmt: skip

@@ -123,12 +123,14 @@ def made(name, B, N, device, dtype=torch.float32, **others):
     """Draw the row's tensors; an image has N patches. others: sizes instead of the small ones."""
     small = {"D": 16, "H": 2, "d": 16, "hidden": 40, "gated": 20, "patch": 4, "height": 8, "width": 2 * N}
     shapes = ROWS[name].shapes(sizes(B, N, **small | others))
-    varlen, pixels = shapes.pop("cu_seqlens", None), shapes.get("pixels")
+    varlen, pixels = [key for key in shapes if key.startswith("cu_seqlens")], shapes.get("pixels")
+    shapes = {key: shape for key, shape in shapes.items() if key not in varlen}
     tensors = tensors_of(shapes, dtype, device)
     if pixels is not None:
         tensors["pixels"] = (tensors["pixels"].detach() * 40).to(torch.uint8)
-    if varlen is not None:
-        tensors["cu_seqlens"] = torch.tensor([0, *[min(N - 1, B * N)] * 2, B * N], dtype=torch.int32, device=device)
+    for key in varlen:
+        T = shapes["k" if key.endswith("k") else "q"][0]
+        tensors[key] = torch.tensor([0, *[min(N - 1, T)] * 2, T], dtype=torch.int32, device=device)
     return tensors
 
 

@@ -189,7 +189,9 @@ test_layer_norm_attention = fuzzed(
     recompute=st.sampled_from(["none", "attention", "qkv", "all"]),
 )
 test_attention = fuzzed(
-    SIZES.flatmap(lambda shape: case(dict.fromkeys("qkv", shape), scale=SCALE)), ops.attention, formulas.attention
+    SIZES.flatmap(lambda shape: case(dict.fromkeys("qkv", shape), scale=SCALE, is_causal=st.booleans())),
+    ops.attention,
+    formulas.attention,
 )
 test_attention_qkvpacked = fuzzed(
     SIZES.flatmap(lambda shape: case({"qkv": (*shape[:2], 3, *shape[2:])}, scale=SCALE)),
@@ -200,12 +202,13 @@ test_attention_qkvpacked = fuzzed(
 
 @st.composite
 def masked_attention_cases(draw: st.DrawFn) -> Case:
-    """A mask of every sample or one, every head or one, every query or one, or none; keys that heads share. Not of one
-    token, whose gradients of q, k and mask are rounding alone."""
+    """A mask of every sample or one, every head or one, every query or one, or none; keys that heads share, more or fewer
+    of them than queries. Not of one key, whose gradients of q, k and mask are rounding alone."""
     B, N, H, d = draw(SIZES.filter(lambda shape: shape[1] > 1))
+    M = draw(st.one_of(st.just(N), st.integers(1, 70)))
     kv_heads = draw(st.sampled_from([h for h in range(1, H + 1) if H % h == 0]))
-    shapes = {"q": (B, N, H, d), **dict.fromkeys("kv", (B, N, kv_heads, d))}
-    of = draw(st.sampled_from([B, 1])), draw(st.sampled_from([H, 1])), draw(st.sampled_from([N, 1])), N
+    shapes = {"q": (B, M, H, d), **dict.fromkeys("kv", (B, N, kv_heads, d))}
+    of = draw(st.sampled_from([B, 1])), draw(st.sampled_from([H, 1])), draw(st.sampled_from([M, 1])), N
     return draw(
         case(
             {**shapes, "attn_mask": of[draw(st.integers(0, 2)) if of[0] == 1 == of[1] else 0 :]},

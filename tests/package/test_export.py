@@ -122,10 +122,13 @@ def test_dropout_decomposed(device):
 def test_varlen_decomposed(device):
     """LSE is stored sequence by sequence here, too."""
     op = torch.ops.fastvit.attention_varlen_fwd.default
-    q, k, v = (torch.randn(19, heads, 16, device=device) for heads in (4, 2, 2))
-    arguments = q, k, v, torch.tensor([0, 5, 5, 6, 19], device=device), None, 13, 0.3, 0.0
-    for got, want in zip(fastvit.export.decompositions()[op](*arguments), op(*arguments), strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    decomposed = fastvit.export.decompositions()[op]
+    ends, ends_k = (torch.tensor(ends, device=device) for ends in ([0, 5, 5, 6, 19], [0, 2, 9, 10, 11]))
+    for tokens, of_keys in ((19, None), (11, ends_k)):
+        q, k, v = (torch.randn(n, heads, 16, device=device) for n, heads in ((19, 4), (tokens, 2), (tokens, 2)))
+        arguments = q, k, v, ends, of_keys, None, 13, 13, 0.3, 0.0
+        for got, want in zip(decomposed(*arguments), op(*arguments), strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
 # ---- transformers: it makes masks of its own while torch.export traces ----

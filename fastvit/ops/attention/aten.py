@@ -37,7 +37,7 @@ def is_added(mask: Tensor | None) -> bool:
 
 
 def lse_shape(q: Tensor, mask: Tensor | None) -> tuple[int, ...]:
-    """Return the shape of attention's LSE for q (B, N, H, d): (B, H, N), or (B, H, 2, N) with a mask of numbers."""
+    """Return the shape of attention's LSE for q (B, M, H, d): (B, H, M), or (B, H, 2, M) with a mask of numbers."""
     B, N, H, _ = q.shape
     return (B, H, 2, N) if is_added(mask) else (B, H, N)
 
@@ -52,23 +52,24 @@ _SHARED = _takes_shared_keys()
 
 
 def attention_fwd(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None, scale: float, dropout_p: float
-) -> tuple[Tensor, Tensor]:
-    if q.shape[1] >= _VECTOR and _has_flash(seed, q, k, v):
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None, scale: float, dropout_p: float,
+    causal: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    if k.shape[1] >= _VECTOR and _has_flash(seed, q, k, v, mask, causal):
         added = None if mask is None else _added(mask, stat_dtype(q))
         factor, scale = _split(scale, q)
         scaled = q if factor == 1.0 else q * factor
         qt, kt, vt = scaled.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        o, lse = flash_attention(qt, kt, vt, attn_mask=added, scale=scale)
+        o, lse = flash_attention(qt, kt, vt, 0.0, causal, attn_mask=added, scale=scale)
         lse = torch.stack((lse, torch.ones_like(lse)), 2) if is_added(mask) else lse.contiguous()
         return o.transpose(1, 2).contiguous().detach(), lse  # no view, as in aten.linear
     o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = q.new_empty(lse_shape(o, mask), dtype=stat_dtype(q))
-    words = None if seed is None else _dropout_words(q, seed)
+    words = None if seed is None else _dropout_words(q, k, seed)
     for at, keys, parts in _blocks(q, k):
         qb, kb, vb = _heads(q, at, q) * scale, _heads(k, keys, q), _heads(v, keys, q)
         for rows in parts:
-            p, base, weight = _softmax(_scores(qb, kb, mask, at, rows), mask)
+            p, base, weight = _softmax(_scores(qb, kb, mask, causal, at, rows), mask)
             of_lse = lse[(*at, ..., rows)]
             if is_added(mask):
                 torch.stack((base, weight.reciprocal()), 2, out=of_lse)
@@ -89,24 +90,25 @@ def attention_qkvpacked_fwd(qkv: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
 
 def attention_bwd(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, o: Tensor, lse: Tensor, seed: Tensor | None,
-    scale: float, dropout_p: float, *, out: Sequence[Tensor] | None = None,
+    scale: float, dropout_p: float, causal: bool = False, *, out: Sequence[Tensor] | None = None,
 ) -> Sequence[Tensor]:  # fmt: skip
     """Compute dq, dk and dv. out: three tensors to write them to, perhaps views of one packed buffer, instead of new
     ones."""
-    if q.shape[1] == 1 and seed is None and mask is None:
+    if k.shape[1] == 1 and seed is None and mask is None:
         # softmax over one key is constant: its gradient has no rounding errors
-        dv = do.unflatten(2, (v.shape[2], do.shape[2] // max(v.shape[2], 1))).sum(3, dtype=stat_dtype(q)).to(v.dtype)
+        of_head = do.unflatten(2, (v.shape[2], do.shape[2] // max(v.shape[2], 1)))
+        dv = of_head.sum((1, 3), dtype=stat_dtype(q)).to(v.dtype)[:, None]
         return _written((q.new_zeros(q.shape), k.new_zeros(k.shape), dv), out)
-    if not _has_flash_backward(do, seed, q, k, v):
+    if not _has_flash_backward(do, seed, q, k, v, mask, causal):
         gradients = out or _room(q, k, v)
-        _backward(do, q, k, v, mask, seed, scale, dropout_p, gradients)
+        _backward(do, q, k, v, mask, seed, scale, dropout_p, causal, gradients)
         return gradients
     lse = lse[:, :, 0] + lse[:, :, 1].log() if is_added(mask) else lse
     factor, power = _split(scale, q)
     scaled = q if factor == 1.0 else q * factor
     added = None if mask is None else _added(mask, stat_dtype(q))
     tensors = [t.transpose(1, 2) for t in (do, scaled, k, v, o)]
-    found = flash_attention_backward(*tensors, lse, 0.0, False, attn_mask=added, scale=power)
+    found = flash_attention_backward(*tensors, lse, 0.0, causal, attn_mask=added, scale=power)
     if factor != 1.0:
         found[0].mul_(factor)
     gradients = _written([t.transpose(1, 2) for t in found], out)
@@ -114,16 +116,20 @@ def attention_bwd(
         for i in _samples_of_huge_scores(lse):
             one = slice(i, i + 1)
             its_mask = mask[one] if mask.shape[0] > 1 else mask
-            _backward(do[one], q[one], k[one], v[one], its_mask, None, scale, 0.0, [t[one] for t in gradients])
+            each = do[one], q[one], k[one], v[one], its_mask, None
+            _backward(*each, scale, 0.0, causal, [t[one] for t in gradients])
     return gradients
 
 
 def attention_qkvpacked_bwd(
-    do: Tensor, qkv: Tensor, mask: Tensor | None, o: Tensor, lse: Tensor, seed: Tensor | None, *rest: Any
-) -> Tensor:
+    do: Tensor, qkv: Tensor, mask: Tensor | None, o: Tensor, lse: Tensor, seed: Tensor | None, scale: float,
+    dropout_p: float, causal: bool = False,
+) -> Tensor:  # fmt: skip
     q, k, v = qkv.unbind(2)
-    arguments: Any = (do, q, k, v, mask, o, lse, seed, *rest)
-    if _has_flash_backward(do, seed, q, k, v):  # it allocates gradients; packed once its workspace is freed
+    arguments: Any = (do, q, k, v, mask, o, lse, seed, scale, dropout_p, causal)
+    if _has_flash_backward(
+        do, seed, q, k, v, mask, causal
+    ):  # it allocates gradients; packed once its workspace is freed
         return torch.stack((*attention_bwd(*arguments),), 2)
     dqkv = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
     attention_bwd(*arguments, out=dqkv.unbind(2))
@@ -132,11 +138,11 @@ def attention_qkvpacked_bwd(
 
 def attention_bwd_with_mask(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, o: Tensor, lse: Tensor, seed: Tensor | None,
-    scale: float, dropout_p: float, *, out: Sequence[Tensor] | None = None,
+    scale: float, dropout_p: float, causal: bool = False, *, out: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Compute dq, dk, dv and the gradient of a float mask. The weights are computed once."""
     gradients = out or _room(q, k, v)
-    return *gradients, _backward(do, q, k, v, mask, seed, scale, dropout_p, gradients, True)
+    return *gradients, _backward(do, q, k, v, mask, seed, scale, dropout_p, causal, gradients, True)
 
 
 def attention_qkvpacked_bwd_with_mask(
@@ -160,16 +166,23 @@ def _written(found: Sequence[Tensor], out: Sequence[Tensor] | None) -> Sequence[
     return out
 
 
-def _has_flash(seed: Tensor | None, q: Tensor, k: Tensor, v: Tensor) -> bool:
+def _has_flash(seed: Tensor | None, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> bool:
     """Return whether PyTorch's CPU flash kernel takes these inputs. It reads by stride but wants unit stride in a
-    head."""
-    if seed is not None or not q.is_cpu or q.numel() == 0 or not _FLASH:
+    head; of a mask and causal attention it takes one."""
+    if (
+        seed is not None
+        or not q.is_cpu
+        or q.numel() == 0
+        or k.numel() == 0
+        or not _FLASH
+        or (causal and mask is not None)
+    ):
         return False
-    return q.stride(3) == k.stride(3) == v.stride(3) == 1 and (_SHARED or k.shape == q.shape)
+    return q.stride(3) == k.stride(3) == v.stride(3) == 1 and (_SHARED or k.shape[2] == q.shape[2])
 
 
-def _has_flash_backward(do: Tensor, seed: Tensor | None, q: Tensor, k: Tensor, v: Tensor) -> bool:
-    return _has_flash(seed, q, k, v) and do.stride(3) == 1
+def _has_flash_backward(do: Tensor, seed: Tensor | None, q: Tensor, *rest: Any) -> bool:
+    return _has_flash(seed, q, *rest) and do.stride(3) == 1
 
 
 def _split(scale: float, q: Tensor) -> tuple[float, float]:
@@ -205,12 +218,13 @@ def _blocks(q: Tensor, k: Tensor) -> Iterator[tuple[_At, _At, list[slice]]]:
     """Yield samples and heads of q, samples and heads of k, and parts of the queries with few enough scores."""
     if q.numel() == 0:
         return
-    B, N, H, _ = q.shape
+    B, M, H, _ = q.shape
+    N = max(k.shape[1], 1)
     shared = H // k.shape[2]
     scores = _BYTES // stat_dtype(q).itemsize
-    parts = _even(N, scores // (shared * N))
-    for samples in _even(B, scores // (H * N * N)):
-        for heads in _even(k.shape[2], scores // (shared * N * N)):
+    parts = _even(M, scores // (shared * N))
+    for samples in _even(B, scores // (H * M * N)):
+        for heads in _even(k.shape[2], scores // (shared * M * N)):
             yield (samples, slice(heads.start * shared, heads.stop * shared)), (samples, heads), parts
             if is_fake(q):  # one block needs the memory of all
                 return
@@ -222,7 +236,7 @@ def _even(count: int, most: int) -> list[slice]:
 
 
 def _heads(x: Tensor, at: _At, q: Tensor) -> Tensor:
-    """Return a block of x (B, N, H, d) as (b, heads of q, N, d)."""
+    """Return a block of x (B, N, heads, d) as (b, heads of q, N, d)."""
     part = x[at[0], :, at[1]].transpose(1, 2).to(stat_dtype(q))
     return part if x.shape[2] == q.shape[2] else part.repeat_interleave(q.shape[2] // x.shape[2], 1)
 
@@ -231,8 +245,11 @@ def _of_mask(mask: Tensor, at: _At, rows: slice) -> Tensor:
     return mask[tuple([part if n > 1 else slice(None) for part, n in zip((*at, rows), mask.shape, strict=False)])]
 
 
-def _scores(q: Tensor, k: Tensor, mask: Tensor | None, at: _At, rows: slice) -> Tensor:
+def _scores(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, at: _At, rows: slice) -> Tensor:
     scores = q[:, :, rows] @ k.transpose(2, 3)
+    if causal:
+        query, key = (torch.arange(n, device=q.device) for n in (q.shape[2], k.shape[2]))
+        scores = scores.masked_fill_(key > query[rows, None], -torch.inf)
     if mask is None:
         return scores
     mask = _of_mask(mask, at, rows)
@@ -245,6 +262,9 @@ def _softmax(scores: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tenso
     """Return softmax(scores), with zeros in rows of minus infinity, which only a mask makes; and each row's largest
     score and its weight, (b, H, rows)."""
     p = scores.softmax(-1)
+    if scores.shape[-1] == 0:
+        nothing = scores.new_zeros(scores.shape[:-1])
+        return p, nothing, nothing
     score, weight = scores.amax(-1), p.amax(-1)
     if mask is not None:
         hidden = score == -torch.inf
@@ -256,14 +276,17 @@ def _softmax(scores: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tenso
 
 def _backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None, scale: float,
-    dropout_p: float, gradients: Sequence[Tensor], want_mask: bool = False,
+    dropout_p: float, causal: bool, gradients: Sequence[Tensor], want_mask: bool = False,
 ) -> Any:  # fmt: skip
     """Write dq, dk and dv; return the mask's gradient if it is wanted."""
+    if q.shape[1] == 0:
+        for gradient in gradients[1:]:
+            gradient.zero_()
     dmask = None
     if mask is not None and want_mask:
         alone = mask.shape[:3] == (q.shape[0], q.shape[2], q.shape[1])
         dmask = torch.zeros(mask.shape, dtype=mask.dtype if alone else stat_dtype(q), device=mask.device)
-    words = None if seed is None else _dropout_words(q, seed)
+    words = None if seed is None else _dropout_words(q, k, seed)
     for at, keys, parts in _blocks(q, k):
         qb, kb, vb, dob = _heads(q, at, q) * scale, _heads(k, keys, q), _heads(v, keys, q), _heads(do, at, q)
         if words is not None:
@@ -271,7 +294,7 @@ def _backward(
         of_keys: tuple[Tensor, ...] = ()
         for rows in parts:
             kept = None if words is None else _kept(words, at, rows, dropout_p, qb.dtype)
-            p = _softmax(_scores(qb, kb, mask, at, rows), mask)[0]
+            p = _softmax(_scores(qb, kb, mask, causal, at, rows), mask)[0]
             dp = dob[:, :, rows] @ vb.transpose(2, 3)
             dropped = p
             if kept is not None:
@@ -285,7 +308,7 @@ def _backward(
             more = ds.transpose(2, 3) @ qb[:, :, rows], dropped.transpose(2, 3) @ dob[:, :, rows]
             of_keys = (of_keys[0].add_(more[0]), of_keys[1].add_(more[1])) if of_keys else more
         for out, total in zip(gradients[1:], of_keys, strict=True):
-            if k.shape != q.shape:
+            if k.shape[2] != q.shape[2]:
                 total = total.unflatten(1, (-1, q.shape[2] // k.shape[2])).sum(2, dtype=stat_dtype(q))
             out[keys[0], :, keys[1]] = total.transpose(1, 2)
     return None if dmask is None or mask is None else dmask.to(mask.dtype)
@@ -302,18 +325,19 @@ def _softmax_backward(dp: Tensor, p: Tensor) -> Tensor:
 # ---- dropout: a number for each weight from its indices alone, so that it does not depend on the blocks ----
 
 
-def _dropout_words(q: Tensor, seed: Tensor) -> Tensor:
-    """Draw random int32 numbers (3, B, H, N): two for each query, one for each key."""
-    B, N, H, _ = q.shape
+def _dropout_words(q: Tensor, k: Tensor, seed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Draw random int32 numbers (B, H, M) twice for each query, and (B, H, N) for each key."""
+    B, M, H, _ = q.shape
     generator = torch.Generator(q.device).manual_seed(int(seed))
-    words = torch.empty(3, B, H, N, dtype=torch.int32, device=q.device)
-    return words.random_(-(2**31), 2**31, generator=generator)
+    words = torch.empty(B, H, 2 * M + k.shape[1], dtype=torch.int32, device=q.device)
+    query, again, key = words.random_(-(2**31), 2**31, generator=generator).split((M, M, k.shape[1]), 2)
+    return query, again, key
 
 
-def _kept(words: Tensor, at: _At, rows: slice, dropout_p: float, dtype: torch.dtype) -> Tensor:
+def _kept(words: tuple[Tensor, Tensor, Tensor], at: _At, rows: slice, dropout_p: float, dtype: torch.dtype) -> Tensor:
     """Return 1 where a weight is kept, else 0. Two rounds of xor-shift and multiply, as in the kernels, take a CPU a
     fifth of bernoulli_'s time, and run in parallel."""
-    query, again, key = words[(slice(None), *at)].unsqueeze(-1)
+    query, again, key = (w[at].unsqueeze(-1) for w in words)
     x = query[:, :, rows] ^ key.transpose(2, 3)
     x.bitwise_xor_(x >> 16).mul_(0x7FEB352D)
     x.bitwise_xor_(x >> 15).bitwise_xor_(again[:, :, rows]).mul_(0x846CA68B - 2**32)

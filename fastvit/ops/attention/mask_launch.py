@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastvit.kernels import _attention_configs, _tuned
 from fastvit.kernels.attention_bwd_mask import attention_bwd_mask_kernel
-from fastvit.ops.attention.launch import Gradients, Workload, configured, described, general, launch_backward
+from fastvit.ops.attention.launch import (
+    Gradients,
+    Workload,
+    configured,
+    described,
+    general,
+    launch_backward,
+    sizes_of,
+)
 from fastvit.ops.runtime import device
 from fastvit.ops.runtime.call import Call
 from fastvit.ops.runtime.column_sum import ColumnSums
@@ -19,69 +28,72 @@ from fastvit.ops.runtime.rows import empty_like
 
 def attention_bwd_with_mask(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, o: Tensor, lse: Tensor, seed: Tensor | None,
-    scale: float, dropout_p: float, *, out: Sequence[Tensor] | None = None, call: Call,
+    scale: float, dropout_p: float, causal: bool = False, *, out: Sequence[Tensor] | None = None, call: Call,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Return dq, dk, dv and the gradient of a float mask, contiguous. out: three tensors for the first three."""
     gradients = Gradients(*out) if out is not None else Gradients(empty_like(q), empty_like(k), empty_like(v))
-    return *gradients, _launch(do, q, k, v, mask, o, lse, seed, scale, dropout_p, gradients, call)
+    return *gradients, _launch(do, q, k, v, mask, o, lse, seed, scale, dropout_p, causal, gradients, call)
 
 
 def attention_qkvpacked_bwd_with_mask(
     do: Tensor, qkv: Tensor, mask: Tensor, o: Tensor, lse: Tensor, seed: Tensor | None, scale: float,
-    dropout_p: float, *, call: Call,
+    dropout_p: float, causal: bool = False, *, call: Call,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     dqkv = empty_like(qkv)
     q, k, v = qkv.unbind(2)
     gradients = Gradients(*dqkv.unbind(2))
-    return dqkv, _launch(do, q, k, v, mask, o, lse, seed, scale, dropout_p, gradients, call)
+    return dqkv, _launch(do, q, k, v, mask, o, lse, seed, scale, dropout_p, causal, gradients, call)
 
 
 def _launch(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, o: Tensor, lse: Tensor, seed: Tensor | None,
-    scale: float, dropout_p: float, gradients: Gradients, call: Call,
+    scale: float, dropout_p: float, causal: bool, gradients: Gradients, call: Call,
 ) -> Tensor:  # fmt: skip
     """Write dq, dk and dv; return the mask's gradient."""
-    read = launch_backward(do, q, k, v, mask, o, lse, seed, scale, dropout_p, gradients, None, call)
+    read = launch_backward(do, q, k, v, mask, o, lse, seed, scale, dropout_p, causal, gradients, None, call)
     assert read is not None
     if q.numel() == 0:
         return torch.zeros_like(mask, memory_format=torch.contiguous_format)
     strided = read.q, read.k, read.v, read.do
     launch, shape, dtype, sums = call.once(
-        "attention_bwd_mask", _mask_launch, strided, mask, read.mask, seed, scale, dropout_p
+        "attention_bwd_mask", _mask_launch, strided, mask, read.mask, seed, scale, dropout_p, causal
     )
     parts = mask.new_empty(shape, dtype=dtype if sums is None else torch.float32)
     launch(*strided, read.statistics, read.mask, seed, parts)
     if sums is not None:
         (parts,) = sums(parts.view(1, shape[0], -1))
-    found = parts.view(*mask.shape[:2], *shape[2:])[..., : q.shape[1]]
+    found = parts.view(*mask.shape[:2], *shape[2:])[..., : k.shape[1]]
     return found.contiguous() if mask.shape[2] == q.shape[1] else found.sum(2, keepdim=True).to(mask.dtype)
 
 
 def _mask_launch(
-    strided: tuple[Tensor, ...], mask: Tensor, read_mask: Tensor, seed: Tensor | None, scale: float, dropout_p: float
-) -> tuple[Launch, tuple[int, ...], torch.dtype, ColumnSums | None]:
+    strided: tuple[Tensor, ...], mask: Tensor, read_mask: Tensor, seed: Tensor | None, scale: float, dropout_p: float,
+    causal: bool,
+) -> tuple[Launch, tuple[int, ...], torch.dtype, ColumnSums | None]:  # fmt: skip
     """Return the launch; the shape of its results, of which there may be several to be summed; the sum's dtype; and the
     launch of the sum. strided: q, k, v, do. read_mask: the mask as it is read."""
-    _, strides, of_mask, workload = described(strided, read_mask, seed, scale, None)
-    q = strided[0]
-    B, N, H, _ = q.shape
+    _, strides, of_mask, workload = described(strided, read_mask, seed, scale, causal, None)
+    q, k = strided[:2]
+    B, M, H, _ = q.shape
+    N = k.shape[1]
     samples, mask_heads = B // mask.shape[0], mask.shape[1]
     sharing, planes = samples * (H // mask_heads), mask.shape[0] * mask_heads
     rows, columns, constants = _config(workload)
-    tiles = planes * cdiv(N, rows) * cdiv(N, columns)
+    tiles = planes * cdiv(M, rows) * cdiv(N, columns)
     share = _attention_configs.mask_share(tiles, sharing, device.multiprocessors(q.device.index))
     splits = cdiv(sharing, share)
-    numbers = N, H, samples, mask_heads, planes, share, *strides, *of_mask, scale, dropout_p
+    sizes = *sizes_of(q, k, workload)[:3], samples, mask_heads, planes, share
+    numbers: Any = *sizes, *strides, *of_mask, scale, dropout_p
     padded = cdiv(N, 16) * 16
     # a mask of one row has the sum of all rows for its gradient
-    dtype = mask.dtype if mask.shape[2] == N else torch.float32
-    sums = None if splits == 1 else ColumnSums((1, splits, planes * N * padded), [dtype], device.arch(q))
+    dtype = mask.dtype if mask.shape[2] == M else torch.float32
+    sums = None if splits == 1 else ColumnSums((1, splits, planes * M * padded), [dtype], device.arch(q))
     launch = Launch(attention_bwd_mask_kernel, splits * tiles, numbers, constants)
-    return launch, (splits, planes, N, padded), dtype, sums
+    return launch, (splits, planes, M, padded), dtype, sums
 
 
 @_tuned.cached
 def _config(workload: Workload) -> tuple[int, int, Constants]:
     """Return the tile of the gradient that a program owns, and the constants."""
-    config, constants = configured(_attention_configs.attention_bwd_mask, workload)
+    config, constants = configured(_attention_configs.attention_bwd_mask, workload, workload.keys)
     return config.block_m, config.block_n, general(workload) | constants | {"BLOCK_N": config.block_n}

@@ -1,4 +1,4 @@
-"""Softmax attention, non-causal: registration, gradients, checks, public functions."""
+"""Softmax attention: registration, gradients, checks, public functions."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ from fastvit.ops.runtime.registry import register
 
 # ---- registered ops: one pair for three tensors, one for the packed tensor ----
 #
-# Tokens come before heads, (B, N, H, d), as the QKV projection writes them; k and v may have fewer heads. `mask` is
-# (B or 1, H or 1, N or 1, N). `lse` is (B, H, N), natural logarithm, float32 (float64 for float64 input), on both
-# paths; for a query that sees no key, a number for which exp(-inf - lse) is 0. With a float mask it is (B, H, 2, N),
-# numbers a and b of P = exp(S - a) / b: at an LSE of -1e9, as padding has, one number would lose log(b).
+# Tokens come before heads, as the QKV projection writes them: q is (B, M, H, d), k and v are (B, N, H or fewer, d).
+# `mask` is (B or 1, H or 1, M or 1, N). `causal`: query i sees keys 0 to i only. `lse` is (B, H, M), natural logarithm,
+# float32 (float64 for float64 input), on both paths; for a query that sees no key, a number for which exp(-inf - lse)
+# is 0. With a float mask it is (B, H, 2, M), numbers a and b of P = exp(S - a) / b: at an LSE of -1e9, as padding has,
+# one number would lose log(b).
 
 
 def _fwd_fake(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *_: Any) -> tuple[Tensor, Tensor]:
@@ -34,48 +35,53 @@ def _bwd_fake(do: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
     return tuple([t.new_empty(t.shape) for t in inputs[:3]])
 
 
-def _fwd_flops(q: Any, *_: Any, **__: Any) -> int:
-    B, N, H, d = q
-    return 4 * B * H * N * N * d
+def _fwd_flops(q: Any, k: Any, *_: Any, **__: Any) -> int:
+    """Count causal attention in full, as PyTorch does."""
+    B, M, H, d = q
+    return 4 * B * H * M * k[1] * d
 
 
-def _bwd_flops(do: Any, *_: Any, **__: Any) -> int:
-    return _fwd_flops(do) * 5 // 2
+def _bwd_flops(do: Any, q: Any, k: Any, *_: Any, **__: Any) -> int:
+    return _fwd_flops(q, k) * 5 // 2
+
+
+def _packed_bwd_flops(do: Any, *_: Any, **__: Any) -> int:
+    return _fwd_flops(do, do) * 5 // 2
 
 
 attention_fwd = register(
-    "attention_fwd(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? seed, float scale, float dropout_p)"
-    " -> (Tensor o, Tensor lse)",
+    "attention_fwd(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? seed, float scale, float dropout_p,"
+    " bool causal=False) -> (Tensor o, Tensor lse)",
     aten=aten.attention_fwd, launch="attention.launch", fake=_fwd_fake, flops=_fwd_flops,
     decomposition=decompositions.attention_fwd,
 )  # fmt: skip
 attention_bwd = register(
     "attention_bwd(Tensor do, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor o, Tensor lse, Tensor? seed,"
-    " float scale, float dropout_p) -> (Tensor dq, Tensor dk, Tensor dv)",
+    " float scale, float dropout_p, bool causal=False) -> (Tensor dq, Tensor dk, Tensor dv)",
     aten=aten.attention_bwd, launch="attention.launch", fake=_bwd_fake, flops=_bwd_flops,
 )  # fmt: skip
 attention_qkvpacked_fwd = register(
-    "attention_qkvpacked_fwd(Tensor qkv, Tensor? mask, Tensor? seed, float scale, float dropout_p)"
+    "attention_qkvpacked_fwd(Tensor qkv, Tensor? mask, Tensor? seed, float scale, float dropout_p, bool causal=False)"
     " -> (Tensor o, Tensor lse)",
     aten=aten.attention_qkvpacked_fwd,
     launch="attention.launch",
     fake=lambda qkv, *rest: _fwd_fake(*qkv.unbind(2), *rest),
-    flops=lambda qkv, *_, **__: _fwd_flops((*qkv[:2], *qkv[3:])),
+    flops=lambda qkv, *_, **__: _fwd_flops((*qkv[:2], *qkv[3:]), qkv),
     decomposition=decompositions.attention_qkvpacked_fwd,
 )
 attention_qkvpacked_bwd = register(
     "attention_qkvpacked_bwd(Tensor do, Tensor qkv, Tensor? mask, Tensor o, Tensor lse, Tensor? seed, float scale,"
-    " float dropout_p) -> Tensor",
+    " float dropout_p, bool causal=False) -> Tensor",
     aten=aten.attention_qkvpacked_bwd,
     launch="attention.launch",
     fake=lambda do, qkv, *_: qkv.new_empty(qkv.shape),
-    flops=_bwd_flops,
+    flops=_packed_bwd_flops,
 )
 # Backward with the gradient of a float mask: one kernel computes the statistics that the others read, and ATen computes
 # the weights once for all four.
 attention_bwd_with_mask = register(
     "attention_bwd_with_mask(Tensor do, Tensor q, Tensor k, Tensor v, Tensor mask, Tensor o, Tensor lse, Tensor? seed,"
-    " float scale, float dropout_p) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dmask)",
+    " float scale, float dropout_p, bool causal=False) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dmask)",
     aten=aten.attention_bwd_with_mask,
     launch="attention.mask_launch",
     fake=lambda do, q, k, v, mask, *_: (*_bwd_fake(do, q, k, v), mask.new_empty(mask.shape)),
@@ -83,11 +89,11 @@ attention_bwd_with_mask = register(
 )
 attention_qkvpacked_bwd_with_mask = register(
     "attention_qkvpacked_bwd_with_mask(Tensor do, Tensor qkv, Tensor mask, Tensor o, Tensor lse, Tensor? seed,"
-    " float scale, float dropout_p) -> (Tensor dqkv, Tensor dmask)",
+    " float scale, float dropout_p, bool causal=False) -> (Tensor dqkv, Tensor dmask)",
     aten=aten.attention_qkvpacked_bwd_with_mask,
     launch="attention.mask_launch",
     fake=lambda do, qkv, mask, *_: (qkv.new_empty(qkv.shape), mask.new_empty(mask.shape)),
-    flops=_bwd_flops,
+    flops=_packed_bwd_flops,
 )
 
 
@@ -98,6 +104,7 @@ class AttentionOptions(NamedTuple):
     op: str
     scale: float
     dropout_p: float
+    causal: bool
     cast: torch.dtype | None  # autocast's dtype
 
 
@@ -113,13 +120,13 @@ class _Attention(FusedNode):
     @staticmethod
     def compute(t: Any) -> Computed:
         *tensors, o, call = t
-        out, lse = attention_fwd(*tensors, o.scale, o.dropout_p, call=call)
+        out, lse = attention_fwd(*tensors, o.scale, o.dropout_p, o.causal, call=call)
         return (out,), {"lse": lse}
 
     @staticmethod
     def gradients(s: dict[str, Any], douts: Any, o: AttentionOptions, wants: Any, call: Call) -> dict[str, Any]:
         q, k, v, mask, seed, out, lse = s.values()
-        arguments = *douts, q, k, v, mask, out, lse, seed, o.scale, o.dropout_p
+        arguments = *douts, q, k, v, mask, out, lse, seed, o.scale, o.dropout_p, o.causal
         if wants.mask:
             dq, dk, dv, dmask = attention_bwd_with_mask(*arguments, call=call)
             return {"q": dq, "k": dk, "v": dv, "mask": dmask}
@@ -138,13 +145,14 @@ class _AttentionQkvPacked(FusedNode):
 
     @staticmethod
     def compute(t: Any) -> Computed:
-        out, lse = attention_qkvpacked_fwd(t.qkv, t.mask, t.seed, t.options.scale, t.options.dropout_p, call=t.call)
+        o = t.options
+        out, lse = attention_qkvpacked_fwd(t.qkv, t.mask, t.seed, o.scale, o.dropout_p, o.causal, call=t.call)
         return (out,), {"lse": lse}
 
     @staticmethod
     def gradients(s: dict[str, Any], douts: Any, o: AttentionOptions, wants: Any, call: Call) -> dict[str, Any]:
         qkv, mask, seed, out, lse = s.values()
-        arguments = *douts, qkv, mask, out, lse, seed, o.scale, o.dropout_p
+        arguments = *douts, qkv, mask, out, lse, seed, o.scale, o.dropout_p, o.causal
         if wants.mask:
             dqkv, dmask = attention_qkvpacked_bwd_with_mask(*arguments, call=call)
             return {"qkv": dqkv, "mask": dmask}
@@ -166,96 +174,130 @@ def checked_scale(head_dim: int, scale: float | None, dropout_p: float) -> float
     return float(scale)
 
 
-def _check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Check the shapes of k and v when they have fewer heads than q."""
-    B, N, H, d = q.shape
-    heads = k.shape[2] if k.dim() == 4 else 0
+def _check_keys(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Check the shapes of k and v when they differ from q's."""
+    B, M, H, d = q.shape
+    N, heads = k.shape[1:3] if k.dim() == 4 else (0, 0)
     if k.shape != (B, N, heads, d) or heads == 0 or H % heads:
-        raise ValueError(f"k must have q's shape {tuple(q.shape)}, or a divisor of its heads, got {tuple(k.shape)}")
+        raise ValueError(
+            f"k must have shape (B, N, H, d) with q's B, d, and H or a divisor of it, got {tuple(k.shape)} for q's "
+            f"{tuple(q.shape)}"
+        )
+    if N == 0 and M > 0:
+        raise ValueError(f"k must have a token for q's {M} to attend to, got {tuple(k.shape)}")
     if v.shape != k.shape:
         raise ValueError(f"v must have k's shape {tuple(k.shape)}, got {tuple(v.shape)}")
 
 
-def check_mask(mask: Any, x_name: str, x: Tensor, batch: int, tokens: int, heads: int) -> None:
+def check_causal(is_causal: Any) -> None:
+    if not isinstance(is_causal, bool):
+        raise TypeError(f"is_causal must be a bool, got {is_causal!r}")
+
+
+def check_mask(mask: Any, x_name: str, x: Tensor, batch: int, tokens: int, heads: int, keys: int | None = None) -> None:
+    """Check a mask for x. keys: how many there are, or None for as many as x has tokens."""
     if not isinstance(mask, Tensor):
         raise TypeError(f"attn_mask must be a tensor or None, got {type(mask).__name__}")
     if mask.dtype is not torch.bool:
         check_float("attn_mask", mask)
     if mask.device != x.device:
         raise ValueError(f"attn_mask must be on {x_name}'s device {x.device}, got {mask.device}")
-    full = batch, heads, tokens, tokens
+    full = batch, heads, tokens, tokens if keys is None else keys
     shape = (1,) * (4 - mask.dim()) + tuple(mask.shape)
     if len(shape) != 4 or any(have not in (1, want) for have, want in zip(shape, full, strict=True)):
-        raise ValueError(f"attn_mask must be broadcastable to (B, H, N, N) = {full}, got {tuple(mask.shape)}")
+        sides = "N, N" if keys is None else "M, N"
+        raise ValueError(f"attn_mask must be broadcastable to (B, H, {sides}) = {full}, got {tuple(mask.shape)}")
 
 
-def broadcast_mask(mask: Tensor, tokens: int) -> Tensor:
-    """Return a mask as (B or 1, H or 1, N or 1, N)."""
-    return mask[(None,) * (4 - mask.dim())].expand(-1, -1, -1, tokens)
+def broadcast_mask(mask: Tensor, keys: int) -> Tensor:
+    """Return a mask as (B or 1, H or 1, M or 1, N), N the number of keys."""
+    return mask[(None,) * (4 - mask.dim())].expand(-1, -1, -1, keys)
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Tensor | None = None, scale: float | None = None,
-    dropout_p: float = 0.0,
+    q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Tensor | None = None, is_causal: bool = False,
+    scale: float | None = None, dropout_p: float = 0.0, layout: str = "bnhd",
 ) -> Tensor:  # fmt: skip
-    """Compute dropout(softmax(scale * q k^T + attn_mask)) v for each sample and head, non-causal, in O(N) memory in
-    addition to the mask (Dao et al. 2022).
+    """Compute dropout(softmax(scale * q k^T + attn_mask)) v for q (B, M, H, d), k and v (B, N, H, d): tokens before
+    heads. PyTorch's `scaled_dot_product_attention` takes heads before tokens: that is layout="bhnd". Takes O(M + N)
+    memory in addition to the mask (Dao et al. 2022).
 
     Args:
-        q: (B, N, H, d); float32, float16, bfloat16 or float64; any strides, read in place if the last dimension is
+        q: (B, M, H, d); float32, float16, bfloat16 or float64; any strides, read in place if the last dimension is
             contiguous. d is a multiple of 8 from 16 to 256.
         k, v: (B, N, H, d), as q, or with fewer heads; each then serves H / heads neighbouring heads of q (Ainslie et
-            al. 2023, arXiv:2305.13245).
-        attn_mask: broadcastable to (B, H, N, N), or None. bool: True where a query sees a key. Any floating dtype:
-        added
-            to the scaled scores; it may require a gradient. The mask is read in place and never expanded. The output of
-            a query that sees no key is zero. Only False and minus infinity hide a key: if all keys of a row have finite
-            numbers, however low, the weights are the softmax of the float32 sums.
+            al. 2023, arXiv:2305.13245). N may differ from M: cross-attention (Vaswani et al. 2017, section 3.2.3).
+        attn_mask: broadcastable to (B, H, M, N), or None. bool: True where a query sees a key. Any floating dtype:
+            added to the scaled scores; it may require a gradient. The mask is read in place and never expanded. The
+            output of a query that sees no key is zero. Only False and minus infinity hide a key: if all keys of a row
+            have finite numbers, however low, the weights are the softmax of the float32 sums.
+        is_causal: query i sees keys 0 to i only, of those that attn_mask lets it see. Needs no mask in memory.
         scale: factor of the scores; d^-0.5 if None.
         dropout_p: probability of dropping an attention weight, in [0, 1). The dropout mask follows torch.manual_seed;
             it is not stored but drawn again in the backward pass. The Triton and the ATen path draw different masks.
+        layout: "bnhd" for the shapes above, or "bhnd" for q (B, H, M, d), k, v (B, H, N, d) and a result like q, read
+            and written by stride; attn_mask stays as it is.
 
     Returns:
-        (B, N, H, d), contiguous, q's dtype; under autocast autocast's. A NaN in one row of q makes that row NaN and no
+        (B, M, H, d), contiguous, q's dtype; under autocast autocast's. A NaN in one row of q makes that row NaN and no
         other.
 
     Raises:
         TypeError, ValueError: naming the argument, for dtypes, devices, shapes and values that do not fit.
     """
-    call = begin("attention", (q, k, v, attn_mask), (scale, dropout_p))
-    autograd, options = call.once("checked", _checked, q, k, v, attn_mask, scale, dropout_p)
-    mask = None if attn_mask is None else broadcast_mask(attn_mask, q.shape[1])
+    if layout != "bnhd":
+        return _heads_first(layout, q, k, v, attn_mask, is_causal, scale, dropout_p)
+    call = begin("attention", (q, k, v, attn_mask), (scale, dropout_p, is_causal))
+    autograd, options = call.once("checked", _checked, q, k, v, attn_mask, is_causal, scale, dropout_p)
+    mask = None if attn_mask is None else broadcast_mask(attn_mask, k.shape[1])
     seed = draw_seeds(1, q.device) if dropout_p > 0.0 else None
     out: Tensor = run(_Attention, autograd, _Inputs(q, k, v, mask, seed, options, call))
     return out
 
 
+def _heads_first(
+    layout: str, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool, scale: float | None,
+    dropout_p: float,
+) -> Tensor:  # fmt: skip
+    if layout != "bhnd":
+        raise ValueError(f"layout must be 'bnhd' or 'bhnd', got {layout!r}")
+    for name, t in (("q", q), ("k", k), ("v", v)):
+        check_float(name, t)
+        if t.dim() != 4:
+            raise ValueError(f"{name} must have shape (B, H, N, d), got {tuple(t.shape)}")
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    out = attention(q, k, v, attn_mask=attn_mask, is_causal=is_causal, scale=scale, dropout_p=dropout_p)
+    return out.transpose(1, 2)
+
+
 def _checked(
-    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, scale: float | None, dropout_p: float
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool, scale: float | None, dropout_p: float
 ) -> tuple[bool, AttentionOptions]:
     """Check a call; return whether it needs autograd."""
     check_float("q", q)
     cast = autocast_dtype(q)
     if q.dim() != 4:
-        raise ValueError(f"q must have shape (B, N, H, d), got {tuple(q.shape)}")
+        raise ValueError(f"q must have shape (B, M, H, d), got {tuple(q.shape)}")
     check_like("q", q, ("k", k, None, ""), ("v", v, None, ""), dtype=cast is None)
     if k.shape != q.shape or v.shape != q.shape:
-        _check_heads(q, k, v)
+        _check_keys(q, k, v)
     scale = checked_scale(q.shape[3], scale, dropout_p)
+    check_causal(is_causal)
     if attn_mask is not None:
-        check_mask(attn_mask, "q", q, q.shape[0], q.shape[1], q.shape[2])
-    options = AttentionOptions("attention", scale, dropout_p, cast)
+        check_mask(attn_mask, "q", q, q.shape[0], q.shape[1], q.shape[2], k.shape[1])
+    options = AttentionOptions("attention", scale, dropout_p, is_causal, cast)
     return needs_autograd("attention", q, k, v, attn_mask), options
 
 
 def attention_qkvpacked(
-    qkv: Tensor, *, attn_mask: Tensor | None = None, scale: float | None = None, dropout_p: float = 0.0
-) -> Tensor:
+    qkv: Tensor, *, attn_mask: Tensor | None = None, is_causal: bool = False, scale: float | None = None,
+    dropout_p: float = 0.0,
+) -> Tensor:  # fmt: skip
     """Compute `attention` of q, k, v = qkv.unbind(2), read in place. The gradient is one packed tensor.
 
     Args:
         qkv: (B, N, 3, H, d), as a qkv projection leaves it; dtypes, strides and d as in `attention`.
-        attn_mask, scale, dropout_p: as in `attention`.
+        attn_mask, is_causal, scale, dropout_p: as in `attention`.
 
     Returns:
         (B, N, H, d), contiguous, as from `attention`; view it as (B, N, H * d) for the output projection.
@@ -263,8 +305,8 @@ def attention_qkvpacked(
     Raises:
         TypeError, ValueError: as `attention`.
     """
-    call = begin("attention_qkvpacked", (qkv, attn_mask), (scale, dropout_p))
-    autograd, options = call.once("checked", _checked_packed, qkv, attn_mask, scale, dropout_p)
+    call = begin("attention_qkvpacked", (qkv, attn_mask), (scale, dropout_p, is_causal))
+    autograd, options = call.once("checked", _checked_packed, qkv, attn_mask, is_causal, scale, dropout_p)
     mask = None if attn_mask is None else broadcast_mask(attn_mask, qkv.shape[1])
     seed = draw_seeds(1, qkv.device) if dropout_p > 0.0 else None
     out: Tensor = run(_AttentionQkvPacked, autograd, _PackedInputs(qkv, mask, seed, options, call))
@@ -272,14 +314,15 @@ def attention_qkvpacked(
 
 
 def _checked_packed(
-    qkv: Tensor, attn_mask: Tensor | None, scale: float | None, dropout_p: float
+    qkv: Tensor, attn_mask: Tensor | None, is_causal: bool, scale: float | None, dropout_p: float
 ) -> tuple[bool, AttentionOptions]:
     """Check a call of `attention_qkvpacked`; return whether it needs autograd."""
     check_float("qkv", qkv)
     if qkv.dim() != 5 or qkv.shape[2] != 3:
         raise ValueError(f"qkv must have shape (B, N, 3, H, d), got {tuple(qkv.shape)}")
     scale = checked_scale(qkv.shape[4], scale, dropout_p)
+    check_causal(is_causal)
     if attn_mask is not None:
         check_mask(attn_mask, "qkv", qkv, qkv.shape[0], qkv.shape[1], qkv.shape[3])
-    options = AttentionOptions("attention_qkvpacked", scale, dropout_p, autocast_dtype(qkv))
+    options = AttentionOptions("attention_qkvpacked", scale, dropout_p, is_causal, autocast_dtype(qkv))
     return needs_autograd("attention_qkvpacked", qkv, attn_mask), options

@@ -22,20 +22,25 @@ def _fwd_fake(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), q.new_empty(q.shape[0] * q.shape[1], dtype=stat_dtype(q))
 
 
-def _fwd_flops(q: Any, k: Any, v: Any, cu_seqlens: Any, seed: Any, max_seqlen: int, *_: Any, **__: Any) -> int:
-    """Count as if all sequences were as long as the longest."""
+def _fwd_flops(
+    q: Any, k: Any, v: Any, cu: Any, cu_k: Any, seed: Any, longest: int, keys: int, *_: Any, **__: Any
+) -> int:
+    """Count as if all sequences of keys were as long as the longest."""
     T, H, d = q
-    return 4 * T * H * max_seqlen * d
+    return 4 * T * H * keys * d
 
 
-def _bwd_flops(do: Any, q: Any, k: Any, v: Any, cu: Any, o: Any, lse: Any, seed: Any, *rest: Any, **__: Any) -> int:
-    return _fwd_flops(q, k, v, cu, seed, *rest) * 5 // 2
+def _bwd_flops(
+    do: Any, q: Any, k: Any, v: Any, cu: Any, cu_k: Any, o: Any, lse: Any, seed: Any, *rest: Any, **__: Any
+) -> int:
+    return _fwd_flops(q, k, v, cu, cu_k, seed, *rest) * 5 // 2
 
 
-# q (T, H, d), k and v with as many heads or fewer; `lse` is (T * H,), sequence by sequence (H, N), else as attention's
+# q (T, H, d), k and v with as many heads or fewer. cu_seqlens_k: None if k and v have q's sequences. `lse` is (T * H,),
+# sequence by sequence (H, N), else as attention's.
 attention_varlen_fwd = register(
-    "attention_varlen_fwd(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, Tensor? seed, int max_seqlen, float scale,"
-    " float dropout_p) -> (Tensor o, Tensor lse)",
+    "attention_varlen_fwd(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, Tensor? cu_seqlens_k, Tensor? seed,"
+    " int max_seqlen, int max_seqlen_k, float scale, float dropout_p) -> (Tensor o, Tensor lse)",
     aten=aten.attention_varlen_fwd,
     launch="attention.launch",
     fake=_fwd_fake,
@@ -43,8 +48,9 @@ attention_varlen_fwd = register(
     decomposition=decompositions.attention_varlen_fwd,
 )
 attention_varlen_bwd = register(
-    "attention_varlen_bwd(Tensor do, Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, Tensor o, Tensor lse,"
-    " Tensor? seed, int max_seqlen, float scale, float dropout_p) -> (Tensor dq, Tensor dk, Tensor dv)",
+    "attention_varlen_bwd(Tensor do, Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, Tensor? cu_seqlens_k, Tensor o,"
+    " Tensor lse, Tensor? seed, int max_seqlen, int max_seqlen_k, float scale, float dropout_p)"
+    " -> (Tensor dq, Tensor dk, Tensor dv)",
     aten=aten.attention_varlen_bwd,
     launch="attention.launch",
     flops=_bwd_flops,
@@ -55,37 +61,40 @@ attention_varlen_bwd = register(
 class _Options(NamedTuple):
     op: str
     max_seqlen: int
+    max_seqlen_k: int
     scale: float
     dropout_p: float
     cast: torch.dtype | None  # autocast's dtype
 
 
-_Inputs = inputs("q", "k", "v", "cu_seqlens", "seed")
+_Inputs = inputs("q", "k", "v", "cu_seqlens", "cu_seqlens_k", "seed")
 
 
 class _AttentionVarlen(FusedNode):
     Inputs = _Inputs
     casts = ("q", "k", "v")
     keeps = ("lse",)
-    saves = ("q", "k", "v", "cu_seqlens", "seed", "result", "lse")
+    saves = ("q", "k", "v", "cu_seqlens", "cu_seqlens_k", "seed", "result", "lse")
 
     @staticmethod
     def compute(t: Any) -> Computed:
         *tensors, o, call = t
-        out, lse = attention_varlen_fwd(*tensors, o.max_seqlen, o.scale, o.dropout_p, call=call)
+        out, lse = attention_varlen_fwd(*tensors, o.max_seqlen, o.max_seqlen_k, o.scale, o.dropout_p, call=call)
         return (out,), {"lse": lse}
 
     @staticmethod
     def gradients(s: dict[str, Any], douts: Any, o: _Options, wants: Any, call: Call) -> dict[str, Any]:
-        q, k, v, cu_seqlens, seed, out, lse = s.values()
-        arguments = *douts, q, k, v, cu_seqlens, out, lse, seed, o.max_seqlen, o.scale, o.dropout_p
+        q, k, v, cu_seqlens, cu_seqlens_k, seed, out, lse = s.values()
+        options = o.max_seqlen, o.max_seqlen_k, o.scale, o.dropout_p
+        arguments = *douts, q, k, v, cu_seqlens, cu_seqlens_k, out, lse, seed, *options
         dq, dk, dv = attention_varlen_bwd(*arguments, call=call)
         return {"q": dq, "k": dk, "v": dv}
 
 
 def attention_varlen(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int | None = None,
-    *, scale: float | None = None, dropout_p: float = 0.0,
+    *, cu_seqlens_k: Tensor | None = None, max_seqlen_k: int | None = None, scale: float | None = None,
+    dropout_p: float = 0.0,
 ) -> Tensor:  # fmt: skip
     """Compute `attention` within each of several sequences, such as images of several sizes, or windows. The sequences
     follow each other without padding (Dehghani et al. 2023, arXiv:2307.06304); tokens of different sequences do not see
@@ -93,11 +102,13 @@ def attention_varlen(
 
     Args:
         q: (T, H, d), the tokens of all sequences; dtypes, strides and d as in `attention`.
-        k, v: as q, or with fewer heads, as in `attention`.
+        k, v: as q, or with fewer heads, as in `attention`; with cu_seqlens_k, of another number of tokens (T_k, H, d).
         cu_seqlens: (B + 1,) int32 or int64, on q's device: where sequences begin and end, ascending from 0 to T. On a
             GPU the values are not checked, because that would wait for the GPU: tokens outside all sequences get NaN.
         max_seqlen: at least the length of the longest sequence; T if None. On a GPU a longer sequence gets NaN in its
             output and gradients.
+        cu_seqlens_k, max_seqlen_k: the same of k and v, for cross-attention: as many sequences as q has. None if k and
+            v have q's. Queries of a sequence without keys get zero.
         scale, dropout_p: as in `attention`.
 
     Returns:
@@ -105,20 +116,21 @@ def attention_varlen(
 
     Raises:
         TypeError, ValueError: naming the argument, for dtypes, devices, shapes and values that do not fit; the values
-        of
-            cu_seqlens, and whether max_seqlen is too small, are checked on ATen only.
+            of cu_seqlens, and whether max_seqlen is too small, are checked on ATen only.
     """
-    tensors = q, k, v, cu_seqlens
-    call = begin("attention_varlen", tensors, (max_seqlen, type(max_seqlen), scale, dropout_p))
-    autograd, options = call.once("checked", _checked, *tensors, max_seqlen, scale, dropout_p)
+    tensors = q, k, v, cu_seqlens, cu_seqlens_k
+    lengths = max_seqlen, max_seqlen_k
+    call = begin("attention_varlen", tensors, (*lengths, *map(type, lengths), scale, dropout_p))
+    autograd, options = call.once("checked", _checked, *tensors, *lengths, scale, dropout_p)
     seed = draw_seeds(1, q.device) if dropout_p > 0.0 else None
     out: Tensor = run(_AttentionVarlen, autograd, _Inputs(*tensors, seed, options, call))
     return out
 
 
 def _checked(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int | None, scale: float | None, dropout_p: float
-) -> tuple[bool, _Options]:
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, cu_seqlens_k: Tensor | None, max_seqlen: int | None,
+    max_seqlen_k: int | None, scale: float | None, dropout_p: float,
+) -> tuple[bool, _Options]:  # fmt: skip
     """Check a call; return whether it needs autograd."""
     check_float("q", q)
     cast = autocast_dtype(q)
@@ -126,29 +138,44 @@ def _checked(
         raise ValueError(f"q must have shape (T, H, d), got {tuple(q.shape)}")
     T, H, d = q.shape
     check_like("q", q, ("k", k, None, ""), ("v", v, None, ""), dtype=cast is None)
-    heads = k.shape[1] if k.dim() == 3 else 0
-    if k.shape != (T, heads, d) or heads == 0 or H % heads:
-        raise ValueError(f"k must have q's shape {tuple(q.shape)}, or a divisor of its heads, got {tuple(k.shape)}")
+    keys, heads = k.shape[:2] if k.dim() == 3 else (0, 0)
+    if cu_seqlens_k is None:
+        keys = T
+    if k.shape != (keys, heads, d) or heads == 0 or H % heads:
+        tokens = "q's T" if cu_seqlens_k is None else "any T"
+        raise ValueError(
+            f"k must have shape (T, H, d) with {tokens}, q's d, and H or a divisor of it, got {tuple(k.shape)} for q's "
+            f"{tuple(q.shape)}"
+        )
     if v.shape != k.shape:
         raise ValueError(f"v must have k's shape {tuple(k.shape)}, got {tuple(v.shape)}")
     scale = checked_scale(d, scale, dropout_p)
-    options = _Options("attention_varlen", _checked_lengths(q, cu_seqlens, max_seqlen), scale, dropout_p, cast)
+    longest = longest_k = _checked_lengths("", q, cu_seqlens, max_seqlen)
+    if cu_seqlens_k is not None:
+        longest_k = _checked_lengths("_k", k, cu_seqlens_k, max_seqlen_k)
+        if cu_seqlens_k.shape != cu_seqlens.shape:
+            raise ValueError(
+                f"cu_seqlens_k must have cu_seqlens' shape {tuple(cu_seqlens.shape)}, got {tuple(cu_seqlens_k.shape)}"
+            )
+    elif max_seqlen_k is not None:
+        raise ValueError(f"max_seqlen_k must be None without cu_seqlens_k, got {max_seqlen_k}")
+    options = _Options("attention_varlen", longest, longest_k, scale, dropout_p, cast)
     return needs_autograd("attention_varlen", q, k, v), options
 
 
-def _checked_lengths(q: Tensor, cu_seqlens: Any, max_seqlen: Any) -> int:
-    """Check both; return max_seqlen."""
+def _checked_lengths(which: str, x: Tensor, cu_seqlens: Any, max_seqlen: Any) -> int:
+    """Check both, of q or, with "_k", of k; return max_seqlen."""
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
         found = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
-        raise TypeError(f"cu_seqlens must be a tensor of int32 or int64, got {found}")
+        raise TypeError(f"cu_seqlens{which} must be a tensor of int32 or int64, got {found}")
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
-        raise ValueError(f"cu_seqlens must have shape (B + 1,) with B > 0, got {tuple(cu_seqlens.shape)}")
-    if cu_seqlens.device != q.device:
-        raise ValueError(f"cu_seqlens must be on q's device {q.device}, got {cu_seqlens.device}")
+        raise ValueError(f"cu_seqlens{which} must have shape (B + 1,) with B > 0, got {tuple(cu_seqlens.shape)}")
+    if cu_seqlens.device != x.device:
+        raise ValueError(f"cu_seqlens{which} must be on q's device {x.device}, got {cu_seqlens.device}")
     if max_seqlen is None:
-        return q.shape[0]
+        return max(x.shape[0], 1)
     if not isinstance(max_seqlen, int | torch.SymInt) or isinstance(max_seqlen, bool):
-        raise TypeError(f"max_seqlen must be an integer or None, got {max_seqlen!r}")
+        raise TypeError(f"max_seqlen{which} must be an integer or None, got {max_seqlen!r}")
     if max_seqlen < 1:
-        raise ValueError(f"max_seqlen must be at least 1, got {max_seqlen}")
+        raise ValueError(f"max_seqlen{which} must be at least 1, got {max_seqlen}")
     return max_seqlen  # type: ignore[return-value]

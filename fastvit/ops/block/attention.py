@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fastvit.ops.attention.op import (
     broadcast_mask,
+    check_causal,
     check_mask,
     checked_scale,
 )
@@ -53,7 +54,7 @@ def layer_norm_attention(
     *, eps: float = 1e-6, norm: str = "layer", scale: float | None = None, dropout_p: float = 0.0,
     layer_scale: Tensor | None = None, row_scale: Tensor | None = None, residual: Tensor | None = None,
     rotary: Rotary | None = None, scale_norm: Norm | None = None, qk_norm: tuple[Norm, Norm] | None = None,
-    attn_mask: Tensor | None = None, recompute: str = "none",
+    attn_mask: Tensor | None = None, is_causal: bool = False, recompute: str = "none",
 ) -> Tensor:  # fmt: skip
     """Compute residual + row_scale * layer_scale * proj(attention(LayerNorm(x))), multi-head self-attention (Vaswani et
     al. 2017, section 3.2.2), as one autograd node. It saves x, float32 statistics and what `recompute` says; the
@@ -84,6 +85,7 @@ def layer_norm_attention(
             one kind and eps; weight and bias are (head_dim,), x's dtype. q and k are saved before their norms and
             normalised again in the backward pass.
         attn_mask: broadcastable to (B, num_heads, N, N), or None, as in `attention`.
+        is_causal: token i sees tokens 0 to i only, as in `attention`.
         recompute: what else the backward pass computes again. "none" saves x, q, k, v and attention's output;
             "attention" saves x, q, k and v, and runs attention's forward pass again; "qkv" saves x and attention's
             output, and runs the layer of q, k and v again, with the rotation; "all" saves x.
@@ -99,11 +101,11 @@ def layer_norm_attention(
     before, epilogue = (norm_weight, norm_bias, eps, norm), (layer_scale, row_scale, residual)
     tensors = x, norm_weight, norm_bias, qkv_weight, qkv_bias, proj_weight, proj_bias, layer_scale, row_scale
     after = None if residual is x else residual, rotary, scale_norm, qk_norm, attn_mask
-    options = residual is x, num_heads, type(num_heads), eps, norm, scale, dropout_p, recompute
+    options = residual is x, num_heads, type(num_heads), eps, norm, scale, dropout_p, is_causal, recompute
     call = begin("layer_norm_attention", (*tensors, *after), options)
     autograd, o = call.once(
         "checked", _checked, x, before, qkv_weight, qkv_bias, proj_weight, proj_bias, num_heads, scale, dropout_p,
-        epilogue, rotary, scale_norm, qk_norm, attn_mask, recompute,
+        epilogue, rotary, scale_norm, qk_norm, attn_mask, is_causal, recompute,
     )  # fmt: skip
     q_weight, k_weight, v_weight, q_bias, k_bias, v_bias = _of_three(qkv_weight, qkv_bias)
     of_scale = NO_NORM if scale_norm is None else Norm(*scale_norm)
@@ -134,7 +136,7 @@ def _of_three(weight: Weights, bias: Biases) -> tuple[Any, ...]:
 def _checked(
     x: Tensor, before: NormTuple, qkv_weight: Weights, qkv_bias: Biases, proj_weight: Tensor, proj_bias: Tensor | None,
     num_heads: int, scale: float | None, dropout_p: float, epilogue: EpilogueTuple, rotary: Rotary | None,
-    scale_norm: Norm | None, qk_norm: tuple[Norm, Norm] | None, attn_mask: Tensor | None,
+    scale_norm: Norm | None, qk_norm: tuple[Norm, Norm] | None, attn_mask: Tensor | None, is_causal: bool,
     recompute: str,
 ) -> tuple[bool, AttentionOptions]:  # fmt: skip
     """Check a call; return whether it needs autograd."""
@@ -142,6 +144,7 @@ def _checked(
     if x.dim() != 3:
         raise ValueError(f"x must have shape (B, N, D), got {tuple(x.shape)}")
     check_recompute(recompute, RECOMPUTE)
+    check_causal(is_causal)
     head_dim = _head_dim((qkv_weight,) if isinstance(qkv_weight, Tensor) else tuple(qkv_weight), num_heads)
     scale = checked_scale(head_dim, scale, dropout_p)
     check_linear(
@@ -169,7 +172,7 @@ def _checked(
     options = AttentionOptions(
         op="layer_norm_attention", eps=before[2], rms=before[3] == "rms", scale_eps=after[2],
         scale_rms=after[3] == "rms", qk_eps=q_norm[2], qk_rms=q_norm[3] == "rms", heads=(3, num_heads, head_dim),
-        scale=scale, dropout_p=dropout_p, residual_is_x=residual is x,
+        scale=scale, dropout_p=dropout_p, causal=is_causal, residual_is_x=residual is x,
         residual_dtype=None if residual is None else residual.dtype,
         interleaved=rotary is not None and rotary.interleaved, keep_qkv=autograd and recompute in ("none", "attention"),
         keep_attended=recompute in ("none", "qkv"), cast=cast,

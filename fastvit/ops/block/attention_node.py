@@ -40,6 +40,7 @@ class AttentionOptions(NamedTuple):
     heads: tuple[int, int, int]  # 3, H, d
     scale: float
     dropout_p: float
+    causal: bool
     residual_is_x: bool
     residual_dtype: torch.dtype | None  # of a residual that is not x
     interleaved: bool  # rotary positions, if there are any
@@ -205,7 +206,7 @@ def _heads(t: AttentionInputs, qkv: Tensor, call: Call) -> tuple[Tensor, ...]:
 def _attend(t: AttentionInputs, heads: tuple[Tensor, ...], call: Call) -> tuple[Tensor, Tensor]:
     """Return attention's output and log-sum-exp."""
     op, o = attention_qkvpacked_fwd if len(heads) == 1 else attention_fwd, t.options
-    attended, lse = op(*heads, t.mask, t.seed, o.scale, o.dropout_p, call=call)
+    attended, lse = op(*heads, t.mask, t.seed, o.scale, o.dropout_p, o.causal, call=call)
     return attended, lse
 
 
@@ -260,7 +261,7 @@ def _qkv_backward(s: dict[str, Any], o: AttentionOptions, wants: Any, found: dic
     """Return the gradient of the packed qkv from s["do"], that of attention's result. Put those of the mask, and of the
     norms of q and k, into `found`."""
     do, qkv, sin, cos = s.pop("do"), s.pop("qkv"), s["sin"], s["cos"]
-    attention = s["mask"], s.pop("attended"), s.pop("lse"), s["seed"], o.scale, o.dropout_p
+    attention = s["mask"], s.pop("attended"), s.pop("lse"), s["seed"], o.scale, o.dropout_p, o.causal
     if s["q_norm_weight"] is not None:
         return _normed_qkv_backward(s, do, qkv, attention, o, wants, found, call)
     if wants.mask:

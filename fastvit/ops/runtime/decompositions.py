@@ -80,12 +80,19 @@ def dropout(x: Tensor, seed: Tensor, p: float, *epilogue: Tensor | None) -> Tens
 
 
 def attention_fwd(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None, scale: float, dropout_p: float
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None, scale: float, dropout_p: float,
+    causal: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     if k.shape[2] != q.shape[2]:
         k, v = (t.repeat_interleave(q.shape[2] // k.shape[2], 2) for t in (k, v))
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     scores = q.to(stat_dtype(q)) @ k.to(stat_dtype(q)).transpose(2, 3) * scale
+    if causal:
+        seen = torch.ones(scores.shape[2:], dtype=torch.bool, device=q.device).tril()[None, None]
+        if mask is None:
+            mask = seen
+        else:
+            mask = mask & seen if mask.dtype is torch.bool else torch.where(seen, mask, -torch.inf)
     if mask is not None:
         scores = torch.where(mask, scores, -torch.inf) if mask.dtype is torch.bool else scores + mask
         mask = mask if mask.dtype is torch.bool else _in_range(mask, q.dtype)
@@ -108,14 +115,16 @@ def attention_qkvpacked_fwd(qkv: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
 
 
 def attention_varlen_fwd(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, seed: Tensor | None, max_seqlen: int, scale: float,
-    dropout_p: float,
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, cu_seqlens_k: Tensor | None, seed: Tensor | None,
+    max_seqlen: int, max_seqlen_k: int, scale: float, dropout_p: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Mask the scores between different sequences."""
     T, H, _ = q.shape
     token = torch.arange(T, device=q.device)
-    sequence = torch.searchsorted(cu_seqlens, token, right=True)
-    mask = (sequence[:, None] == sequence)[None, None]
+    sequence = of_key = torch.searchsorted(cu_seqlens, token, right=True)
+    if cu_seqlens_k is not None:
+        of_key = torch.searchsorted(cu_seqlens_k, torch.arange(k.shape[0], device=q.device), right=True)
+    mask = (sequence[:, None] == of_key)[None, None]
     o, lse = attention_fwd(q[None], k[None], v[None], mask, seed, scale, dropout_p)
     first, end = cu_seqlens[sequence - 1], cu_seqlens[sequence]
     head = torch.arange(H, device=q.device)[:, None]

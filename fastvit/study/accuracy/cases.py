@@ -147,7 +147,15 @@ OF_HEADS = {
     "attention": OpCase("attention", dict.fromkeys("qkv", HEAD)),
     "attention_qkvpacked": OpCase("attention_qkvpacked", {"qkv": ("B", "N", 3, "H", "d")}),
     "attention mask": OpCase("attention", {"q": HEAD, **dict.fromkeys("kv", ("B", "N", 1, "d")), **MASK}),
+    "attention causal": OpCase("attention", dict.fromkeys("qkv", HEAD), {"is_causal": True}),
+    "attention cross": OpCase(
+        "attention", {"q": HEAD, **dict.fromkeys("kv", ("B", "T", "H", "d")), "attn_mask": ("H", "N", "T")}
+    ),
     "attention_varlen": OpCase("attention_varlen", {**dict.fromkeys("qkv", ("BN", "H", "d")), "cu_seqlens": (4,)}),
+    "attention_varlen cross": OpCase(
+        "attention_varlen",
+        {"q": ("BN", "H", "d"), **dict.fromkeys("kv", ("T", "H", "d")), "cu_seqlens": (4,), "cu_seqlens_k": (4,)},
+    ),
     "rotary halves": OpCase("rotary", {"x": HEAD, **TABLES}),
     "rotary interleaved": OpCase("rotary", {"x": HEAD, **TABLES}, {"interleaved": True}),
     "rotary_qkvpacked": OpCase("rotary_qkvpacked", {"qkv": ("B", "N", 3, "H", "d"), **TABLES}),
@@ -214,8 +222,8 @@ class Case:
         positions are float32."""
         drawn: dict[str, Tensor] = {}
         for seed, (name, shape) in enumerate(self.shapes.items(), 100 * draw):
-            if name == "cu_seqlens":  # three sequences
-                T = drawn["q"].shape[0]
+            if name.startswith("cu_seqlens"):  # three sequences
+                T = drawn["k" if name.endswith("k") else "q"].shape[0]
                 drawn[name] = torch.tensor([0, T // 7, T // 2, T], device=device)
                 continue
             t = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)

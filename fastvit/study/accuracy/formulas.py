@@ -30,16 +30,16 @@ GATED: dict[str, Callable[[Tensor], Tensor]] = {"swiglu": F.silu, "geglu": F.gel
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Tensor | None = None, scale: float | None = None,
-    factors: Tensor | None = None, empty_rows: bool = False, sdpa: bool = False,
+    q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Tensor | None = None, is_causal: bool = False,
+    scale: float | None = None, factors: Tensor | None = None, empty_rows: bool = False, sdpa: bool = False,
 ) -> Tensor:  # fmt: skip
-    """(B, N, H, d) each, k and v perhaps with fewer heads -> (B, N, H, d). factors: (B, H, N, N), what dropout
+    """q (B, M, H, d), k and v (B, N, H, d) perhaps with fewer heads -> (B, M, H, d). factors: (B, H, M, N), what dropout
     multiplies the weights by; not for SDPA. empty_rows: rows without a visible key are zero and not NaN, which takes
     another pass over the scores."""
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     if sdpa:
         shared = k.shape[1] != q.shape[1]
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask, scale=scale, enable_gqa=shared)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=shared)
         return out.transpose(1, 2).contiguous()
     if k.shape[1] != q.shape[1]:
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
@@ -47,6 +47,9 @@ def attention(
     if attn_mask is not None:
         hides = attn_mask.dtype is torch.bool
         scores = scores.masked_fill(~attn_mask, -torch.inf) if hides else scores + attn_mask.to(scores.dtype)
+    if is_causal:
+        seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+        scores = scores.masked_fill(~seen, -torch.inf)
     if empty_rows:
         empty = (scores == -torch.inf).all(-1, keepdim=True)
         weights = scores.masked_fill(empty, 0.0).softmax(dim=-1).masked_fill(empty, 0.0)
@@ -63,13 +66,15 @@ def attention_qkvpacked(qkv: Tensor, **options: Any) -> Tensor:
 
 def attention_varlen(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | Sequence[int], max_seqlen: int | None = None, *,
-    factors: Sequence[Tensor] | None = None, **options: Any,
+    cu_seqlens_k: Tensor | None = None, max_seqlen_k: int | None = None, factors: Sequence[Tensor] | None = None,
+    **options: Any,
 ) -> Tensor:  # fmt: skip
     """Run one sequence after the other, (T, H, d) each -> (T, H, d). factors: one tensor a sequence."""
     ends = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens
+    ends_k = ends if cu_seqlens_k is None else cu_seqlens_k.tolist()
     outputs = []
-    for i, (first, end) in enumerate(pairwise(ends)):
-        one = (t[None, first:end] for t in (q, k, v))
+    for i, ((first, end), (first_k, end_k)) in enumerate(zip(pairwise(ends), pairwise(ends_k), strict=True)):
+        one = q[None, first:end], k[None, first_k:end_k], v[None, first_k:end_k]
         outputs.append(attention(*one, factors=None if factors is None else factors[i], **options)[0])
     return torch.cat(outputs)
 
