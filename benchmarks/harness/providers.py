@@ -37,31 +37,43 @@ def compiled(provider: str, forward: Callable[..., Any], **options: Any) -> Call
 
 def attention(
     provider: str, draw: Draw, B: int, N: int, H: int, d: int, separate: bool = False, dropout_p: float = 0.0,
-    kv_heads: int = 0, mask: str = "",
+    kv_heads: int = 0, mask: str = "", causal: bool = False, keys: int = 0,
 ) -> Runner:  # fmt: skip
     """kv_heads: heads of k and v, fewer than H. mask: "padding" hides the last third of the keys of every other sample;
-    "positions" adds H x N x N numbers, which all samples share and which require a gradient."""
+    "positions" adds H x N x keys numbers, which all samples share and which require a gradient. keys: how many, N if
+    0."""
     options: dict[str, Any] = {"dropout_p": dropout_p} if provider == "fused" else {"sdpa": provider == "sdpa"}
-    if not (separate or kv_heads or mask):
+    if causal:
+        options["is_causal"] = True
+    if not (separate or kv_heads or mask or keys):
         return _runner(provider, draw, "attention_qkvpacked", {"qkv": (B, N, 3, H, d)}, **options)
-    shapes: Shapes = {"q": (B, N, H, d), **dict.fromkeys("kv", (B, N, kv_heads or H, d))}
+    keys = keys or N
+    shapes: Shapes = {"q": (B, N, H, d), **dict.fromkeys("kv", (B, keys, kv_heads or H, d))}
     if mask == "positions":
-        shapes["attn_mask"] = (1, H, N, N)
+        shapes["attn_mask"] = (1, H, N, keys)
     elif mask:
-        options["attn_mask"] = visible = torch.ones(B, 1, 1, N, dtype=torch.bool, device=draw.device)
-        visible[1::2, ..., N - N // 3 :] = False
+        options["attn_mask"] = visible = torch.ones(B, 1, 1, keys, dtype=torch.bool, device=draw.device)
+        visible[1::2, ..., keys - keys // 3 :] = False
     return _runner(provider, draw, "attention", shapes, **options)
 
 
-def attention_varlen(provider: str, draw: Draw, B: int, N: int, H: int, d: int, kv_heads: int = 0) -> Runner:
-    """B images: the longest has N tokens, the others three quarters, a half and a quarter of that."""
+def attention_varlen(
+    provider: str, draw: Draw, B: int, N: int, H: int, d: int, kv_heads: int = 0, queries: int = 0
+) -> Runner:
+    """B images: the longest has N tokens, the others three quarters, a half and a quarter of that. queries: of each
+    image, which attend to its tokens, as in pooling; 0: its tokens do."""
     lengths = [max(N * (4 - i % 4) // 4, 1) for i in range(B)]
     ends = [0, *itertools.accumulate(lengths)]
-    shapes: Shapes = {"q": (ends[-1], H, d), **dict.fromkeys("kv", (ends[-1], kv_heads or H, d))}
+    of_q = [i * queries for i in range(B + 1)] if queries else ends
+    shapes: Shapes = {"q": (of_q[-1], H, d), **dict.fromkeys("kv", (ends[-1], kv_heads or H, d))}
     # numbers on the host for eager: reading them from a GPU would make it wait
-    options: dict[str, Any] = {"cu_seqlens": ends, "sdpa": provider == "sdpa"}
+    options: dict[str, Any] = {"cu_seqlens": of_q, "sdpa": provider == "sdpa"}
     if provider == "fused":
-        options = {"cu_seqlens": torch.tensor(ends, dtype=torch.int32, device=draw.device), "max_seqlen": N}
+        on_device = functools.partial(torch.tensor, dtype=torch.int32, device=draw.device)
+        options = {"cu_seqlens": on_device(of_q), "max_seqlen": queries or N}
+        options |= {"cu_seqlens_k": on_device(ends), "max_seqlen_k": N} if queries else {}
+    elif queries:
+        options["cu_seqlens_k"] = ends
     return _runner(provider, draw, "attention_varlen", shapes, **options)
 
 

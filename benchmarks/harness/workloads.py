@@ -85,6 +85,37 @@ def _attention() -> Iterator[Workload]:
     yield from rows("compile", B=64, N=197, H=12, d=64, dropout_p=0.1)
     yield from rows("compile second kernels", B=64, N=577, H=12, d=64, dropout_p=0.1)
     yield from _masked_attention()
+    yield from _causal_and_cross_attention()
+
+
+def _causal_and_cross_attention() -> Iterator[Workload]:
+    """Queries that see the keys up to their own, and more or fewer keys than queries."""
+    rows, varlen = functools.partial(_rows, "attention"), functools.partial(_rows, "attention_varlen")
+    yield from rows("quick", B=1, N=50, H=3, d=64, causal=True)
+    yield from rows("quick", B=2, N=9, H=3, d=64, keys=50)
+    yield from varlen("quick", B=3, N=50, H=3, d=64, queries=1)
+    yield from rows("cpu", B=1, N=1025, H=12, d=64, causal=True)
+    yield from rows("gpu", B=[1, 32], N=1025, H=16, d=64, causal=True)
+    for N, keys in ((1, 197), (64, 1025), (577, 77)):  # pooling, queries of a resampler, text
+        yield from rows("cpu", B=4, N=N, H=12, d=64, keys=keys)
+        yield from rows("gpu", B=[1, 64], N=N, H=16, d=64, keys=keys)
+        yield from rows("verify", B=2, N=N, H=4, d=64, keys=keys)
+    yield from rows("verify", B=2, N=[197, 577], H=4, d=[64, 80], causal=True)
+    yield from rows("verify", B=2, N=197, H=4, d=64, causal=True, mask="positions")
+    yield from varlen("verify", B=3, N=197, H=4, d=64, queries=1)
+    yield from rows("sanitize", B=2, N=133, H=2, d=72, causal=True, mask=["", "padding"])
+    yield from rows("sanitize", B=2, N=133, H=2, d=72, keys=70, mask=["", "positions"])
+    yield from varlen("sanitize", B=3, N=133, H=2, d=72, queries=5)
+    for d in (16, 32, 64, 72, 80, 96, 128):
+        few = {64: "second kernels", 72: "second"}.get(d, "")
+        yield from rows(f"compile {few}", B=64, N=577, H=8, d=d, causal=True)
+        yield from rows(f"compile {few}", B=64, N=577, H=8, d=d, keys=77)
+        yield from rows("compile", B=64, N=1, H=8, d=d, keys=1025)
+        yield from rows("compile", B=64, N=577, H=8, d=d, causal=True, kv_heads=2)
+        yield from rows("compile", B=64, N=577, H=8, d=d, causal=True, mask=["padding", "positions"])
+    yield from rows("compile", B=64, N=577, H=8, d=64, keys=1025, mask=["padding", "positions"])
+    yield from rows("compile", B=64, N=577, H=8, d=[64, 80], causal=True, dropout_p=0.1)
+    yield from varlen("compile second kernels", B=32, N=1024, H=8, d=[64, 80], queries=1)
 
 
 def _masked_attention() -> Iterator[Workload]:

@@ -202,8 +202,8 @@ test_attention_qkvpacked = fuzzed(
 
 @st.composite
 def masked_attention_cases(draw: st.DrawFn) -> Case:
-    """A mask of every sample or one, every head or one, every query or one, or none; keys that heads share, more or fewer
-    of them than queries. Not of one key, whose gradients of q, k and mask are rounding alone."""
+    """A mask of every sample or one, every head or one, every query or one, or none; keys that heads share, more or
+    fewer of them than queries. Not of one key, whose gradients of q, k and mask are rounding alone."""
     B, N, H, d = draw(SIZES.filter(lambda shape: shape[1] > 1))
     M = draw(st.one_of(st.just(N), st.integers(1, 70)))
     kv_heads = draw(st.sampled_from([h for h in range(1, H + 1) if H % h == 0]))

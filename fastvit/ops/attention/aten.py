@@ -95,10 +95,7 @@ def attention_bwd(
     """Compute dq, dk and dv. out: three tensors to write them to, perhaps views of one packed buffer, instead of new
     ones."""
     if k.shape[1] == 1 and seed is None and mask is None:
-        # softmax over one key is constant: its gradient has no rounding errors
-        of_head = do.unflatten(2, (v.shape[2], do.shape[2] // max(v.shape[2], 1)))
-        dv = of_head.sum((1, 3), dtype=stat_dtype(q)).to(v.dtype)[:, None]
-        return _written((q.new_zeros(q.shape), k.new_zeros(k.shape), dv), out)
+        return _written(gradients_of_one_key(do, q, k, v), out)
     if not _has_flash_backward(do, seed, q, k, v, mask, causal):
         gradients = out or _room(q, k, v)
         _backward(do, q, k, v, mask, seed, scale, dropout_p, causal, gradients)
@@ -119,6 +116,13 @@ def attention_bwd(
             each = do[one], q[one], k[one], v[one], its_mask, None
             _backward(*each, scale, 0.0, causal, [t[one] for t in gradients])
     return gradients
+
+
+def gradients_of_one_key(do: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return dq, dk and dv. The softmax over one key is constant: no gradient, not even one of rounding errors."""
+    of_head = do.unflatten(2, (v.shape[2], do.shape[2] // max(v.shape[2], 1)))
+    dv = of_head.sum((1, 3), dtype=stat_dtype(q)).to(v.dtype)[:, None]
+    return q.new_zeros(q.shape), k.new_zeros(k.shape), dv
 
 
 def attention_qkvpacked_bwd(

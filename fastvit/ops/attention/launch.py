@@ -15,7 +15,7 @@ from fastvit.kernels.attention import attention_fwd_kernel
 from fastvit.kernels.attention_bwd_dkdv import attention_bwd_dkdv_kernel
 from fastvit.kernels.attention_bwd_dq import attention_bwd_dq_kernel
 from fastvit.kernels.attention_bwd_short import attention_bwd_short_kernel
-from fastvit.ops.attention.aten import is_added, lse_shape
+from fastvit.ops.attention.aten import gradients_of_one_key, is_added, lse_shape
 from fastvit.ops.runtime import device
 from fastvit.ops.runtime.backend import KernelUnsupported
 from fastvit.ops.runtime.call import Call
@@ -171,15 +171,19 @@ def launch_backward(
     contiguous, or as the forward has it. mask, seed, lse: the forward's. Raise `KernelUnsupported` for another dtype.
     """
     dq, dk, dv = gradients
-    longest = q.shape[1] if sequences is None else sequences.longest if sequences.ends_k is None else 0
-    if longest == 1 and seed is None and mask is None and q.shape == k.shape:
-        # softmax over one key is constant: no gradient, not even one of rounding errors
-        _check(q, scale)
-        nothing = torch.zeros((), dtype=q.dtype, device=q.device) if sequences is None else o - o  # NaN: not computed
-        dq.copy_(nothing)
-        dk.copy_(nothing)
-        torch.add(do, nothing, out=dv)
-        return None
+    if seed is None and mask is None:
+        if sequences is None and k.shape[1] == 1:
+            _check(q, scale)
+            for to, gradient in zip(gradients, gradients_of_one_key(do, q, k, v), strict=True):
+                to.copy_(gradient)
+            return None
+        if sequences is not None and sequences.longest == 1 and sequences.ends_k is None and q.shape == k.shape:
+            _check(q, scale)
+            nothing = o - o  # NaN: not computed
+            dq.copy_(nothing)
+            dk.copy_(nothing)
+            torch.add(do, nothing, out=dv)
+            return None
     if q.shape[1] == 0:  # nothing is launched
         dk.zero_()
         dv.zero_()

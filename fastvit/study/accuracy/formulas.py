@@ -33,9 +33,9 @@ def attention(
     q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Tensor | None = None, is_causal: bool = False,
     scale: float | None = None, factors: Tensor | None = None, empty_rows: bool = False, sdpa: bool = False,
 ) -> Tensor:  # fmt: skip
-    """q (B, M, H, d), k and v (B, N, H, d) perhaps with fewer heads -> (B, M, H, d). factors: (B, H, M, N), what dropout
-    multiplies the weights by; not for SDPA. empty_rows: rows without a visible key are zero and not NaN, which takes
-    another pass over the scores."""
+    """q (B, M, H, d), k and v (B, N, H, d) perhaps with fewer heads -> (B, M, H, d). factors: (B, H, M, N), what
+    dropout multiplies the weights by; not for SDPA. empty_rows: rows without a visible key are zero and not NaN, which
+    takes another pass over the scores."""
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     if sdpa:
         shared = k.shape[1] != q.shape[1]
@@ -66,12 +66,14 @@ def attention_qkvpacked(qkv: Tensor, **options: Any) -> Tensor:
 
 def attention_varlen(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | Sequence[int], max_seqlen: int | None = None, *,
-    cu_seqlens_k: Tensor | None = None, max_seqlen_k: int | None = None, factors: Sequence[Tensor] | None = None,
-    **options: Any,
+    cu_seqlens_k: Tensor | Sequence[int] | None = None, max_seqlen_k: int | None = None,
+    factors: Sequence[Tensor] | None = None, **options: Any,
 ) -> Tensor:  # fmt: skip
     """Run one sequence after the other, (T, H, d) each -> (T, H, d). factors: one tensor a sequence."""
-    ends = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens
-    ends_k = ends if cu_seqlens_k is None else cu_seqlens_k.tolist()
+    ends, ends_k = (
+        t.tolist() if isinstance(t, Tensor) else t
+        for t in (cu_seqlens, cu_seqlens if cu_seqlens_k is None else cu_seqlens_k)
+    )
     outputs = []
     for i, ((first, end), (first_k, end_k)) in enumerate(zip(pairwise(ends), pairwise(ends_k), strict=True)):
         one = q[None, first:end], k[None, first_k:end_k], v[None, first_k:end_k]

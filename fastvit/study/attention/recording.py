@@ -77,14 +77,14 @@ class _Catches:
         elif name == "fastvit::attention_qkvpacked_fwd":
             q, k, _ = given["qkv"].transpose(1, 3).unbind(2)
             self._attends(q, k, given)
-        elif name == "fastvit::attention_fwd":
-            self._attends(given["q"].transpose(1, 2), given["k"].transpose(1, 2), given)
-        elif name == "fastvit::attention_varlen_fwd":
-            self._attends(result[0], result[0], {}, "it is within sequences of several lengths")
-        elif name.startswith("aten::_scaled_dot_product_"):
-            q, k = given["query"], given["key"]
+        elif name == "fastvit::attention_fwd" or name.startswith("aten::_scaled_dot_product_"):
+            q, k = (given["q"], given["k"]) if "q" in given else (given["query"], given["key"])
+            q, k = (q.transpose(1, 2), k.transpose(1, 2)) if "q" in given else (q, k)
             if q.shape[-2] == k.shape[-2]:  # else a pooling head, which attends from few tokens to all
                 self._attends(q, k, given)
+        elif name == "fastvit::attention_varlen_fwd":
+            if given.get("cu_seqlens_k") is None:
+                self._attends(result[0], result[0], {}, "it is within sequences of several lengths")
         elif name in _SOFTMAX and result.dim() > 2 and result.shape[-1] == result.shape[-2] > 1:
             N = result.shape[-1]
             seen = "only fastvit's ops and PyTorch's fused scaled_dot_product_attention are"
@@ -119,7 +119,7 @@ class _Catcher(_Catches, TorchDispatchMode):
 
 def _unusable(q: Tensor, k: Tensor, given: dict[str, Any]) -> str:
     """Return why q and k (B, H, N, d) do not give one image's softmax(q k^T); "" if they do."""
-    if given.get("is_causal"):
+    if given.get("is_causal") or given.get("causal"):
         return "it is causal"
     if q.dim() != 4 or q.shape[0] != 1:
         return f"it is over {q.shape[0]} sequences of {q.shape[-2]} tokens, as in windows"
