@@ -98,11 +98,12 @@ def _parts(head_dim: int, instructions: str) -> tuple[int, int]:
 
 def _tile(
     rows: dict[str, _Rows], instructions: str, n: int, head_dim: int, has_dropout: bool, arch: str, kind: str = "",
-    length: int = 0,
+    length: int = 0, causal: bool = False,
 ) -> Tile:  # fmt: skip
     found = *rows.get(instructions, ()), *_PLAIN.get(instructions, _PLAIN["16-bit"])
     own, loop, num_warps, stages = next(row.tile for row in found if head_dim <= row.head_dim and n <= row.longest)
-    if kind == "mask" or (has_dropout and head_dim > 64):  # both take registers
+    wide = head_dim > 64 if instructions == "mma" else head_dim > 80
+    if kind == "mask" or (has_dropout and head_dim > 64) or (causal and wide):  # all take registers
         loop = max(loop // 2, 32 if instructions == "wgmma" else 16)
     length = length or n
     if (
@@ -156,11 +157,14 @@ class AttentionForwardConfig:
 
 @_tuned.cached
 def attention_fwd(
-    n: int, head_dim: int, itemsize: int, has_dropout: bool, arch: str, tf32: bool = False, kind: str = "", own: int = 0
-) -> AttentionForwardConfig:
+    n: int, head_dim: int, itemsize: int, has_dropout: bool, arch: str, tf32: bool = False, kind: str = "",
+    own: int = 0, causal: bool = False,
+) -> AttentionForwardConfig:  # fmt: skip
     """Configure attention_fwd_kernel for n keys, and `own` queries."""
     instructions = _instructions(itemsize, arch, tf32)
-    block_m, block_n, num_warps, stages = _tile(_FORWARD, instructions, n, head_dim, has_dropout, arch, kind, own)
+    block_m, block_n, num_warps, stages = _tile(
+        _FORWARD, instructions, n, head_dim, has_dropout, arch, kind, own, causal
+    )
     if kind == "mask" and instructions == "mma" and head_dim > 64:
         block_n = min(block_n, 32)
     if kind == "mask" and instructions == "wgmma" and head_dim <= 64 and block_m == 128:
@@ -192,11 +196,12 @@ class AttentionBackwardConfig:
 
 @_tuned.cached
 def attention_bwd_dq(
-    n: int, head_dim: int, itemsize: int, has_dropout: bool, arch: str, tf32: bool, kind: str = "", own: int = 0
-) -> AttentionBackwardConfig:
+    n: int, head_dim: int, itemsize: int, has_dropout: bool, arch: str, tf32: bool, kind: str = "", own: int = 0,
+    causal: bool = False,
+) -> AttentionBackwardConfig:  # fmt: skip
     """Configure attention_bwd_dq_kernel, whose programs own queries and loop along the keys."""
     instructions = _instructions(itemsize, arch, tf32)
-    block_m, block_n, num_warps, stages = _tile(_DQ, instructions, n, head_dim, has_dropout, arch, kind, own)
+    block_m, block_n, num_warps, stages = _tile(_DQ, instructions, n, head_dim, has_dropout, arch, kind, own, causal)
     tile = None if kind else _tuned.choice(arch, "attention_bwd_dq", n, head_dim, itemsize, has_dropout, tf32)
     tile = tile or (block_m, block_n, num_warps, stages or _stages(itemsize, arch))
     loop, tail = _loop(n, tile[1])
@@ -209,14 +214,17 @@ def attention_bwd_dq(
 
 @_tuned.cached
 def attention_bwd_dkdv(
-    n: int, head_dim: int, itemsize: int, has_dropout: bool, arch: str, tf32: bool, kind: str = "", own: int = 0
-) -> AttentionBackwardConfig:
+    n: int, head_dim: int, itemsize: int, has_dropout: bool, arch: str, tf32: bool, kind: str = "", own: int = 0,
+    causal: bool = False,
+) -> AttentionBackwardConfig:  # fmt: skip
     """Configure attention_bwd_dkdv_kernel, whose programs own keys and loop along the queries."""
     instructions = _instructions(itemsize, arch, tf32)
     rows = _DKDV_MASKED if kind == "mask" and instructions in _DKDV_MASKED and head_dim <= 128 else _DKDV
-    block_n, block_m, num_warps, stages = _tile(rows, instructions, n, head_dim, has_dropout, arch, kind, own)
+    block_n, block_m, num_warps, stages = _tile(rows, instructions, n, head_dim, has_dropout, arch, kind, own, causal)
     if kind == "mask" and instructions == "wgmma" and head_dim > 96:
         block_m = min(block_m, 16)
+    if kind == "mask" and causal and instructions == "mma" and head_dim > 64:
+        block_n = min(block_n, 32 if head_dim <= 80 else 16)
     if kind == "groups":  # the kernel loops over heads, around the loop over queries
         block_m = max(block_m // (2 if head_dim <= 80 and not has_dropout else 4), 16)
         if head_dim > 96:

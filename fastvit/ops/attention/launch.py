@@ -351,7 +351,9 @@ def _kind(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, apart: bool, 
 @_tuned.cached
 def _forward_config(workload: Workload) -> tuple[int, Constants]:
     """Return how many queries a program owns, and the constants."""
-    config, constants = configured(_attention_configs.attention_fwd, workload, workload.keys, workload.queries)
+    config, constants = configured(
+        _attention_configs.attention_fwd, workload, workload.keys, workload.queries, workload.causal
+    )
     tails = (config.block_n, 0) if workload.causal or workload.kind == "lengths" else config.tails
     tiles = {"BLOCK_N": config.block_n, "LOOP": config.loop, "TAIL_0": tails[0], "TAIL_1": tails[1]}
     return config.block_m, general(workload) | constants | tiles
@@ -371,7 +373,7 @@ def _backward_config(of: str, workload: Workload) -> tuple[int, Constants]:
         choose, sides = _attention_configs.attention_bwd_dq, (workload.keys, workload.queries)
     else:
         choose, sides = _attention_configs.attention_bwd_dkdv, (workload.queries, workload.keys)
-    config, constants = configured(choose, workload, *sides)
+    config, constants = configured(choose, workload, *sides, workload.causal)
     tail = config.tail
     if workload.kind == "lengths" or (workload.causal and of == "dq"):
         tail = config.block_n if of == "dq" else config.block_m
@@ -389,12 +391,10 @@ def general(workload: Workload) -> Constants:
     return {"MASK_ROWS": workload.mask_rows, "GROUP": workload.group, "CAUSAL": workload.causal}
 
 
-def configured(choose: Callable[..., Any], w: Workload, *sides: int) -> tuple[Any, Constants]:
-    """Return a config and the constants that all kernels have; without a config, none. sides: how long the side is that
-    programs loop over, and the side that they own."""
-    longest, *owned = sides
-    tf32 = w.precision == "tf32"
-    config = choose(longest, w.head_dim, w.itemsize, w.has_dropout, w.arch, tf32, w.kind, *owned)
+def configured(choose: Callable[..., Any], w: Workload, n: int, *more: int) -> tuple[Any, Constants]:
+    """Return a config and the constants that all kernels have; without a config, none. n: how long the side is that
+    programs loop over; more: the side that they own, and whether it is causal."""
+    config = choose(n, w.head_dim, w.itemsize, w.has_dropout, w.arch, w.precision == "tf32", w.kind, *more)
     if config is None:
         return None, {}
     D0, D1 = config.parts
