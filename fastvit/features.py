@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fastvit.modules.arguments import check_choice, check_flags, checked_indices
+from fastvit.modules.parts import mask_arguments
 
 __all__ = ["Backbone"]
 
@@ -34,12 +35,18 @@ class Backbone(nn.Module):
         super().__init__()
         self.grad_checkpointing = False
 
-    def forward_features(self, x: Tensor) -> Tensor:
-        """Map an image (B, C, H, W) to the tokens after the last block and `norm`, (B, P + n, D)."""
+    def forward_features(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        """Map an image (B, C, H, W) to the tokens after the last block and `norm`, (B, P + n, D).
+
+        Args:
+            x: image.
+            attn_mask, is_causal: of every block, as in `fastvit.Attention`; its N = P + n tokens include the prefix.
+        """
         x, *rest = self._embedded(x)
-        if rest or (self.grad_checkpointing and torch.is_grad_enabled()):
+        masks = mask_arguments(attn_mask, is_causal)
+        if rest or masks or (self.grad_checkpointing and torch.is_grad_enabled()):
             for i in range(len(self.blocks)):
-                x = self._run_block(i, x, *rest)
+                x = self._run_block(i, x, *rest, **masks)
         else:
             x = self.blocks(x)
         return self.norm(x)
@@ -47,6 +54,7 @@ class Backbone(nn.Module):
     def forward_intermediates(
         self, x: Tensor, indices: Indices | None = None, return_prefix_tokens: bool = False, norm: bool = False,
         stop_early: bool = False, output_fmt: str = "NCHW", intermediates_only: bool = False, output_dict: bool = False,
+        attn_mask: Tensor | None = None, is_causal: bool = False,
     ) -> Any:  # fmt: skip
         """Return the patches' tokens after chosen blocks, as timm's method of this name.
 
@@ -60,6 +68,7 @@ class Backbone(nn.Module):
             output_fmt: "NCHW" for (B, D, h, w), contiguous; "NLC" for (B, n, D).
             intermediates_only: leave out the final tokens.
             output_dict: return a dict of "image_intermediates", "image_intermediates_prefix" and "image_features".
+            attn_mask, is_causal: as in `forward_features`.
 
         Returns:
             (tokens (B, P + n, D) after `norm`, list of intermediates), the list alone, or the dict.
@@ -77,7 +86,8 @@ class Backbone(nn.Module):
         check_choice("output_fmt", output_fmt, ("NCHW", "NLC"))
         depth = len(self.blocks)
         taken = checked_indices("indices", depth if indices is None else indices, depth)
-        x, patches, prefix = self._intermediates(x, taken, norm, stop_early, output_fmt == "NCHW")
+        masks = mask_arguments(attn_mask, is_causal)
+        x, patches, prefix = self._intermediates(x, taken, norm, stop_early, output_fmt == "NCHW", masks)
         if output_dict:
             found: dict[str, Any] = {"image_intermediates": patches}
             if return_prefix_tokens and prefix:
@@ -88,7 +98,7 @@ class Backbone(nn.Module):
 
     def get_intermediate_layers(
         self, x: Tensor, n: Indices = 1, reshape: bool = False, *, return_prefix_tokens: bool = False,
-        return_class_token: bool = False, norm: bool = True,
+        return_class_token: bool = False, norm: bool = True, attn_mask: Tensor | None = None, is_causal: bool = False,
     ) -> tuple[Any, ...]:  # fmt: skip
         """Return the patches' tokens after chosen blocks, as DINOv2's method of this name, and timm's.
 
@@ -102,6 +112,7 @@ class Backbone(nn.Module):
             return_prefix_tokens: timm's: return pairs with the prefix tokens, (B, P, D), if the model has any.
             return_class_token: DINOv2's: return pairs with CLS, (B, D).
             norm: apply `norm` to each of them.
+            attn_mask, is_causal: as in `forward_features`.
 
         Returns:
             A tuple with a tensor or a pair for each block, in the order of the blocks.
@@ -119,7 +130,8 @@ class Backbone(nn.Module):
         if return_class_token and not self.has_class_token:
             raise ValueError("return_class_token must be False for a model with class_token=False, got True")
         taken = checked_indices("n", n, len(self.blocks))
-        _, patches, prefix = self._intermediates(x, taken, norm, True, reshape)
+        masks = mask_arguments(attn_mask, is_causal)
+        _, patches, prefix = self._intermediates(x, taken, norm, True, reshape, masks)
         if return_class_token:
             return tuple((y, tokens[:, 0]) for y, tokens in zip(patches, prefix, strict=True))
         if return_prefix_tokens and prefix:
@@ -178,14 +190,14 @@ class Backbone(nn.Module):
 
     # ---- internal ----
 
-    def _run_block(self, i: int, x: Tensor, *rest: Any) -> Tensor:
+    def _run_block(self, i: int, x: Tensor, *rest: Any, **masks: Any) -> Tensor:
         block = self.blocks[i]
         if self.grad_checkpointing and torch.is_grad_enabled():
-            return checkpoint(block, x, *rest, use_reentrant=False)
-        return block(x, *rest)
+            return checkpoint(block, x, *rest, use_reentrant=False, **masks)
+        return block(x, *rest, **masks)
 
     def _intermediates(
-        self, image: Tensor, taken: Collection[int], norm: bool, stop_early: bool, reshape: bool
+        self, image: Tensor, taken: Collection[int], norm: bool, stop_early: bool, reshape: bool, masks: dict[str, Any]
     ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
         """Return the tokens after the last block that ran, and the patches and prefix tokens after the taken blocks."""
         grid = self._grid_of(image)
@@ -193,7 +205,7 @@ class Backbone(nn.Module):
         last = max(taken) if stop_early else len(self.blocks) - 1
         kept = []
         for i in range(last + 1):
-            x = self._run_block(i, x, *rest)
+            x = self._run_block(i, x, *rest, **masks)
             if i in taken:
                 kept.append(self.norm(x) if norm else x)
         P = self.num_prefix_tokens

@@ -66,11 +66,12 @@ def _out_of(block: Any, D: int) -> tuple[PlainLinear, PlainLinear]:
     return PlainLinear(proj, bias), PlainLinear(fc2, None)
 
 
-def run_block(x: Tensor, block: Parallel, attn_mask: Tensor | None = None) -> Tensor:
+def run_block(x: Tensor, block: Parallel, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
     """Run both halves: the MLP's result is added to attention's, and both drop the same samples."""
     attention, mlp = block
     if attention.drop_path:
         row_scale = run.draw_drop_path(x, attention.drop_path, attention.scale_by_keep)
         attention = attention._replace(drop_path=0.0, row_scale=row_scale)
         mlp = mlp._replace(drop_path=0.0, row_scale=row_scale)
-    return run.run_mlp_half(x, mlp, residual=run.run_attention_half(x, attention, attn_mask=attn_mask))
+    attended = run.run_attention_half(x, attention, attn_mask=attn_mask, is_causal=is_causal)
+    return run.run_mlp_half(x, mlp, residual=attended)

@@ -31,19 +31,20 @@ def runs_in_steps(branch: AttentionSpec | MlpSpec) -> bool:
 
 def run_block(
     x: Tensor, block: BlockSpec, rotary: Rotary | None = None, attn_mask: Tensor | None = None,
-    recompute: Recompute = DEFAULT,
+    is_causal: bool = False, recompute: Recompute = DEFAULT,
 ) -> Tensor:  # fmt: skip
     (attention, mlp), (of_attention, of_mlp) = block, recompute
-    return run_mlp_half(run_attention_half(x, attention, rotary, attn_mask, of_attention), mlp, recompute=of_mlp)
+    x = run_attention_half(x, attention, rotary, attn_mask, is_causal, of_attention)
+    return run_mlp_half(x, mlp, recompute=of_mlp)
 
 
 def run_attention_half(
     x: Tensor, half: HalfSpec[AttentionSpec], rotary: Rotary | None = None, attn_mask: Tensor | None = None,
-    recompute: str = "none",
+    is_causal: bool = False, recompute: str = "none",
 ) -> Tensor:  # fmt: skip
     attn = half.branch
     if attn.adapted or attn.in_steps or (rotary is not None and _may_be_learnt(rotary)):
-        in_steps = partial(_run_attention_in_steps, half=half, rotary=rotary, attn_mask=attn_mask)
+        in_steps = partial(_run_attention_in_steps, half=half, rotary=rotary, attn_mask=attn_mask, is_causal=is_causal)
         return in_steps(x) if recompute == "none" else _run_again(in_steps, x)
     norm = half.norm if half.norm.weight is not None else _with_ones(x, half.norm)
     packed_or_three: Any = attn.qkv[0] if len(attn.qkv) == 1 else zip(*attn.qkv, strict=True)
@@ -57,23 +58,23 @@ def run_attention_half(
     out = ops.layer_norm_attention(
         x, norm.weight, norm.bias, weights, biases, proj_weight, proj_bias, attn.num_heads, eps=norm.eps,
         norm=norm.kind, scale=attn.scale, dropout_p=attn.attn_drop, rotary=rotary, scale_norm=attn.scale_norm,
-        qk_norm=attn.qk_norm, attn_mask=attn_mask, layer_scale=layer_scale, row_scale=row_scale, residual=residual,
-        recompute=recompute,
+        qk_norm=attn.qk_norm, attn_mask=attn_mask, is_causal=is_causal, layer_scale=layer_scale, row_scale=row_scale,
+        residual=residual, recompute=recompute,
     )  # fmt: skip
     return _add_branch(x, ops.dropout(out, attn.proj_drop), half) if attn.proj_drop else out
 
 
 def _run_attention_in_steps(
-    x: Tensor, half: HalfSpec[AttentionSpec], rotary: Rotary | None, attn_mask: Tensor | None
+    x: Tensor, half: HalfSpec[AttentionSpec], rotary: Rotary | None, attn_mask: Tensor | None, is_causal: bool
 ) -> Tensor:
     attn, norm = half.branch, half.norm if half.norm.weight is not None else _with_ones(x, half.norm)
     if attn.adapted:
-        attended = _attend(run_norm(x, norm), attn, rotary, attn_mask)
+        attended = _attend(run_norm(x, norm), attn, rotary, attn_mask, is_causal)
     else:
         packed_or_three: Any = attn.qkv[0] if len(attn.qkv) == 1 else zip(*attn.qkv, strict=True)
         weights, biases = packed_or_three
         packed = ops.layer_norm_linear(x, norm.weight, norm.bias, weights, biases, eps=norm.eps, norm=norm.kind)
-        attended = _attend_packed(packed, attn, rotary, attn_mask)
+        attended = _attend_packed(packed, attn, rotary, attn_mask, is_causal)
     return _run_last(attended, attn.proj, attn.proj_drop, x, half)
 
 
@@ -113,12 +114,14 @@ def _run_mlp_in_steps(x: Tensor, residual: Tensor, half: HalfSpec[MlpSpec]) -> T
     return _run_last(_widen(run_norm(x, norm), mlp), mlp.fc2, mlp.drop2, residual, half)
 
 
-def run_attention_then_norm(x: Tensor, half: HalfSpec[AttentionSpec]) -> Tensor:
+def run_attention_then_norm(
+    x: Tensor, half: HalfSpec[AttentionSpec], attn_mask: Tensor | None = None, is_causal: bool = False
+) -> Tensor:
     """Run the attention's half of a post-norm block: norm(x + drop_path(layer_scale * attention(x)))."""
     attn = half.branch
     # Not add_layer_norm: with layer_scale it saves the branch in addition to the sum, in both halves 14 token tensors
     # instead of 12; without it, the backward pass has one launch more
-    total = _run_last(_attend(x, attn, None, None), attn.proj, attn.proj_drop, x, half)
+    total = _run_last(_attend(x, attn, None, attn_mask, is_causal), attn.proj, attn.proj_drop, x, half)
     return run_norm(total, half.norm)
 
 
@@ -157,9 +160,10 @@ def default_eps(dtype: torch.dtype) -> float:
 
 
 def run_attention(
-    x: Tensor, attn: AttentionSpec, rotary: Rotary | None = None, attn_mask: Tensor | None = None
-) -> Tensor:
-    return ops.dropout(_run(_attend(x, attn, rotary, attn_mask), attn.proj), attn.proj_drop)
+    x: Tensor, attn: AttentionSpec, rotary: Rotary | None = None, attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+) -> Tensor:  # fmt: skip
+    return ops.dropout(_run(_attend(x, attn, rotary, attn_mask, is_causal), attn.proj), attn.proj_drop)
 
 
 def run_mlp(x: Tensor, mlp: MlpSpec) -> Tensor:
@@ -175,35 +179,41 @@ def _run(x: Tensor, layer: LinearSpec) -> Tensor:
     return layer.module(x) if isinstance(layer, AdaptedLinear) else ops.linear(x, *layer)
 
 
-def _attend(x: Tensor, attn: AttentionSpec, rotary: Rotary | None, attn_mask: Tensor | None) -> Tensor:
+def _attend(x: Tensor, attn: AttentionSpec, rotary: Rotary | None, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
     """Run attention up to its projection: (B, N, D) -> (B, N, H * d)."""
     projected = [layer.module(x) if isinstance(layer, AdaptedLinear) else F.linear(x, *layer) for layer in attn.qkv]
     if len(projected) == 1:
-        return _attend_packed(projected[0], attn, rotary, attn_mask)
+        return _attend_packed(projected[0], attn, rotary, attn_mask, is_causal)
     heads = attn.num_heads, attn.kv_heads or attn.num_heads, attn.kv_heads or attn.num_heads
     q, k, v = (t.unflatten(-1, (n, -1)) for t, n in zip(projected, heads, strict=True))
-    return _attend_separate(q, k, v, attn, rotary, attn_mask)
+    return _attend_separate(q, k, v, attn, rotary, attn_mask, is_causal)
 
 
-def _attend_packed(qkv: Tensor, attn: AttentionSpec, rotary: Rotary | None, attn_mask: Tensor | None) -> Tensor:
+def _attend_packed(
+    qkv: Tensor, attn: AttentionSpec, rotary: Rotary | None, attn_mask: Tensor | None, is_causal: bool
+) -> Tensor:
     """Attend with packed q, k and v: (B, N, (H + 2 * kv_heads) * d) -> (B, N, H * d)."""
     if attn.in_steps or attn.qk_norm is not None:
         H, kv_heads = attn.num_heads, attn.kv_heads or attn.num_heads
         q, k, v = qkv.unflatten(-1, (H + 2 * kv_heads, -1)).split((H, kv_heads, kv_heads), 2)
-        return _attend_separate(q, k, v, attn, rotary, attn_mask)
+        return _attend_separate(q, k, v, attn, rotary, attn_mask, is_causal)
     qkv = qkv.unflatten(-1, (3, attn.num_heads, -1))
     if rotary is not None:
         qkv = ops.rotary_qkvpacked(qkv, rotary)
-    out = ops.attention_qkvpacked(qkv, attn_mask=attn_mask, scale=attn.scale, dropout_p=attn.attn_drop)
+    out = ops.attention_qkvpacked(
+        qkv, attn_mask=attn_mask, is_causal=is_causal, scale=attn.scale, dropout_p=attn.attn_drop
+    )
     return _scaled(out, attn)
 
 
 def _attend_separate(
-    q: Tensor, k: Tensor, v: Tensor, attn: AttentionSpec, rotary: Rotary | None, attn_mask: Tensor | None
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, attn: AttentionSpec, rotary: Rotary | None, attn_mask: Tensor | None,
+    is_causal: bool,
+) -> Tensor:  # fmt: skip
     """Attend with q (B, N, H, d), k and v (B, N, kv_heads, d): -> (B, N, H * d)."""
     q, k = placed(q, k, attn.qk_norm, rotary)
-    return _scaled(ops.attention(q, k, v, attn_mask=attn_mask, scale=attn.scale, dropout_p=attn.attn_drop), attn)
+    out = ops.attention(q, k, v, attn_mask=attn_mask, is_causal=is_causal, scale=attn.scale, dropout_p=attn.attn_drop)
+    return _scaled(out, attn)
 
 
 def placed(q: Tensor, k: Tensor, qk_norm: tuple[Norm, Norm] | None, rotary: Rotary | None) -> tuple[Tensor, Tensor]:

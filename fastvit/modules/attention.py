@@ -58,16 +58,27 @@ class Attention(nn.Module):
         self.proj = nn.Linear(dim, dim, bias=proj_bias, device=device, dtype=dtype)
         self.proj_drop = nn.Dropout(proj_drop)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        """Attend.
+
+        Args:
+            x: (B, N, D).
+            attn_mask: broadcastable to (B, H, N, N), or None. bool: True where a query sees a key. Floating: added to
+                the scaled scores; it may require a gradient. A mask of padding (B, N), True for tokens, is passed as
+                `mask[:, None, None, :]`. For a query that sees no key the output is `proj`'s bias.
+            is_causal: token i sees tokens 0 to i, and of these the ones that attn_mask allows.
+        """
         attention = read_or_none(read_timm.read_attention, self)
         if attention is not None:
-            return run.run_attention(x, attention)
+            return run.run_attention(x, attention, None, attn_mask, is_causal)
         qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, self.head_dim))
         if "q_norm" in self._modules:
             q, k, v = qkv.unbind(2)
             qkv = torch.stack((self.q_norm(q), self.k_norm(k), v), 2)
         if read_or_none(submodules, self, attn_drop=read.DROPOUT):
-            out = ops.attention_qkvpacked(qkv, dropout_p=self.attn_drop.p if self.attn_drop.training else 0.0)
+            p = self.attn_drop.p if self.attn_drop.training else 0.0
+            out = ops.attention_qkvpacked(qkv, attn_mask=attn_mask, is_causal=is_causal, dropout_p=p)
         else:
-            out = attend(self, *qkv.unbind(2))
+            q, k, v = qkv.unbind(2)
+            out = attend(self, q, k, v, attn_mask, is_causal)
         return self.proj_drop(self.proj(out.flatten(2)))

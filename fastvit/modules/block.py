@@ -23,7 +23,14 @@ from fastvit.modules.arguments import (
 from fastvit.modules.attention import Attention
 from fastvit.modules.mlp import GluMlp, Mlp, SwiGLU, SwiGLUPacked
 from fastvit.modules.norms import NORM_LAYERS, LayerNorm, NormLayer
-from fastvit.modules.parts import ACT_LAYERS, ActLayer, DropPath, LayerFactory, LayerScale
+from fastvit.modules.parts import (
+    ACT_LAYERS,
+    ActLayer,
+    DropPath,
+    LayerFactory,
+    LayerScale,
+    mask_arguments,
+)
 
 MLP_LAYERS: dict[str, LayerFactory] = {"mlp": Mlp, "glumlp": GluMlp, "swiglu": SwiGLU, "swiglupacked": SwiGLUPacked}
 
@@ -84,13 +91,15 @@ class Block(nn.Module):
         self.ls2 = LayerScale(dim, init_values, device, dtype) if init_values else nn.Identity()
         self.drop_path2 = DropPath(drop_path) if drop_path else nn.Identity()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        """Run the block. attn_mask, is_causal: as in `Attention`."""
         recompute = self.fastvit_recompute
         attention = read_or_none(read_timm.read_attention_half, self)
         if attention is not None:
-            x = run.run_attention_half(x, attention, recompute=recompute.attention)
+            x = run.run_attention_half(x, attention, None, attn_mask, is_causal, recompute.attention)
         else:
-            x = x + self.drop_path1(self.ls1(self.attn(self.norm1(x))))
+            attended = self.attn(self.norm1(x), **mask_arguments(attn_mask, is_causal))
+            x = x + self.drop_path1(self.ls1(attended))
         mlp = read_or_none(read_timm.read_mlp_half, self)
         if mlp is not None:
             return run.run_mlp_half(x, mlp, recompute=recompute.mlp)
@@ -113,12 +122,14 @@ class PostNormBlock(Block):
 
     __module__ = "fastvit.layers"
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        """Run the block. attn_mask, is_causal: as in `Attention`."""
         attention = read_or_none(read_timm.read_attention_half, self)
         if attention is not None:
-            x = run.run_attention_then_norm(x, attention)
+            x = run.run_attention_then_norm(x, attention, attn_mask, is_causal)
         else:
-            x = self.norm1(x + self.drop_path1(self.ls1(self.attn(x))))
+            attended = self.attn(x, **mask_arguments(attn_mask, is_causal))
+            x = self.norm1(x + self.drop_path1(self.ls1(attended)))
         mlp = read_or_none(read_timm.read_mlp_half, self)
         if mlp is not None:
             return run.run_mlp_then_norm(x, mlp)

@@ -29,7 +29,7 @@ from fastvit.modules.arguments import (
 )
 from fastvit.modules.mlp import Mlp, SwiGLU, SwiGLUPacked
 from fastvit.modules.norms import NORM_LAYERS, LayerNorm, NormLayer
-from fastvit.modules.parts import ACT_LAYERS, ActLayer, DropPath, attend
+from fastvit.modules.parts import ACT_LAYERS, ActLayer, DropPath, attend, mask_arguments
 
 
 class EvaAttention(nn.Module):
@@ -101,16 +101,24 @@ class EvaAttention(nn.Module):
         q, k, v = (t.unflatten(-1, (self.num_heads, self.head_dim)) for t in three)
         return q, k, v
 
-    def forward(self, x: Tensor, rope: Tensor | None = None) -> Tensor:
-        """Attend. rope: sin and cos side by side, (N - num_prefix_tokens, 2 * D / H), as `fastvit.rope` makes them."""
+    def forward(
+        self, x: Tensor, rope: Tensor | None = None, attn_mask: Tensor | None = None, is_causal: bool = False
+    ) -> Tensor:
+        """Attend.
+
+        Args:
+            x: (B, N, D).
+            rope: sin and cos side by side, (N - num_prefix_tokens, 2 * D / H), as `fastvit.rope` makes them.
+            attn_mask, is_causal: as in `fastvit.layers.Attention`.
+        """
         rotary = read_eva.rotary(self, x, rope)
         attention = read_or_none(read_eva.read_attention, self)
         if attention is not None:
-            return run.run_attention(x, attention, rotary)
+            return run.run_attention(x, attention, rotary, attn_mask, is_causal)
         q, k, v = self._heads(x)
         if rotary is not None:
             q, k = ops.rotary(q, rotary), ops.rotary(k, rotary)
-        return self.proj_drop(self.proj(attend(self, q, k, v).flatten(2)))
+        return self.proj_drop(self.proj(attend(self, q, k, v, attn_mask, is_causal).flatten(2)))
 
 
 class AttentionRope(EvaAttention):
@@ -208,12 +216,16 @@ class EvaBlock(nn.Module):
             if gamma is not None and self.init_values is not None:
                 nn.init.constant_(gamma, self.init_values)
 
-    def forward(self, x: Tensor, rope: Tensor | None = None) -> Tensor:
-        """Run the block. rope: as in `EvaAttention`."""
+    def forward(
+        self, x: Tensor, rope: Tensor | None = None, attn_mask: Tensor | None = None, is_causal: bool = False
+    ) -> Tensor:
+        """Run the block. rope, attn_mask, is_causal: as in `EvaAttention`."""
         block = read_or_none(read_eva.read_block, self)
         if block is not None:
-            return run.run_block(x, block, read_eva.rotary(self, x, rope), recompute=self.fastvit_recompute)
-        x = x + self.drop_path1(_scaled(self.attn(self.norm1(x), rope), self.gamma_1))
+            rotary = read_eva.rotary(self, x, rope)
+            return run.run_block(x, block, rotary, attn_mask, is_causal, self.fastvit_recompute)
+        attended = self.attn(self.norm1(x), rope, **mask_arguments(attn_mask, is_causal))
+        x = x + self.drop_path1(_scaled(attended, self.gamma_1))
         mlp = read_or_none(read_eva.read_mlp_half, self)
         if mlp is not None:
             return run.run_mlp_half(x, mlp, recompute=self.fastvit_recompute.mlp)

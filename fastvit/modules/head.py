@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from fastvit.features import Backbone
 from fastvit.modules.arguments import check_integers
+from fastvit.modules.parts import mask_arguments
 from fastvit.modules.pooling import AttentionPoolLatent, check_pool, pool_tokens
 
 
@@ -56,8 +57,9 @@ class Head(Backbone):
         x = self.head_drop(self.fc_norm(self.pool(x)))
         return x if pre_logits else self.head(x)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.forward_head(self.forward_features(x))
+    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        """Map an image to logits. attn_mask, is_causal: as in `forward_features`."""
+        return self.forward_head(self.forward_features(x, **mask_arguments(attn_mask, is_causal)))
 
     def get_classifier(self) -> nn.Module:
         return self.head

@@ -93,11 +93,34 @@ class DropPath(nn.Module):
         return f"drop_prob={self.drop_prob:.3g}"
 
 
-def attend(attn: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def mask_arguments(attn_mask: Tensor | None, is_causal: bool) -> dict[str, Any]:
+    """Return the arguments for a submodule: none without a mask, which a module in its place need not take."""
+    return {} if attn_mask is None and not is_causal else {"attn_mask": attn_mask, "is_causal": is_causal}
+
+
+def attend(
+    attn: Any, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
+) -> Tensor:
     """Attend in a module with attn_drop and scale, (B, N, H, d) each -> (B, N, H, d): by one op, unless attn_drop has
     to be called with the probabilities (B, H, N, N)."""
     if read_or_none(submodules, attn, attn_drop=read.DROPOUT):
-        return ops.attention(q, k, v, dropout_p=attn.attn_drop.p if attn.attn_drop.training else 0.0)
+        p = attn.attn_drop.p if attn.attn_drop.training else 0.0
+        return ops.attention(q, k, v, attn_mask=attn_mask, is_causal=is_causal, dropout_p=p)
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    probabilities = attn.attn_drop((q @ k.transpose(-2, -1) * attn.scale).softmax(dim=-1))
-    return (probabilities @ v).transpose(1, 2)
+    probabilities = _probabilities(q @ k.transpose(-2, -1) * attn.scale, attn_mask, is_causal)
+    return (attn.attn_drop(probabilities) @ v).transpose(1, 2)
+
+
+def _probabilities(scores: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
+    """Return the softmax of scores (B, H, M, N) over the keys that each query sees: zeros where it sees none, as the op
+    has them."""
+    if is_causal:
+        scores = scores.masked_fill(scores.new_ones(scores.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)
+    if attn_mask is None:
+        return scores.softmax(dim=-1)
+    if attn_mask.dtype is torch.bool:
+        scores = scores.masked_fill(~attn_mask, -torch.inf)
+    else:
+        scores = scores + attn_mask.to(scores.dtype)
+    sees_none = (scores == -torch.inf).all(dim=-1, keepdim=True)
+    return scores.masked_fill(sees_none, 0.0).softmax(dim=-1).masked_fill(sees_none, 0.0)

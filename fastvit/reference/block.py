@@ -54,6 +54,24 @@ def make_norm(norm_layer: str | LayerFactory | None, dim: int, **factory: Any) -
     return (NORMS[norm_layer] if isinstance(norm_layer, str) else norm_layer)(dim, **factory)
 
 
+def visible_softmax(scores: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
+    """Softmax over the keys that each query sees: (B, H, N, N). A query that sees none has weights of zero.
+
+    attn_mask: broadcastable, bool with True where a query sees a key, or a bias of the scores. is_causal: query i sees
+    keys 0 to i.
+    """
+    if is_causal:
+        scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
+    if attn_mask is None:
+        return scores.softmax(dim=-1)
+    if attn_mask.dtype is torch.bool:
+        scores = scores.masked_fill(~attn_mask, -torch.inf)
+    else:
+        scores = scores + attn_mask.to(scores.dtype)
+    sees_none = (scores == -torch.inf).all(dim=-1, keepdim=True)
+    return scores.masked_fill(sees_none, 0.0).softmax(dim=-1).masked_fill(sees_none, 0.0)
+
+
 class Attention(nn.Module):
     """Appendix A: softmax(q k^T / sqrt(d)) v for every head, then a projection. (B, N, D) -> (B, N, D)."""
 
@@ -75,16 +93,16 @@ class Attention(nn.Module):
         self.proj = nn.Linear(dim, dim, bias=proj_bias, **factory)
         self.proj_drop = nn.Dropout(proj_drop)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
         """(B, H, N, d) each -> (B, H, N, d)"""
         scores = (q * self.scale) @ k.transpose(-2, -1)  # (B, H, N, N)
-        return self.attn_drop(scores.softmax(dim=-1)) @ v
+        return self.attn_drop(visible_softmax(scores, attn_mask, is_causal)) @ v
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         B, N, D = x.shape
         qkv = self.qkv(x).reshape(B, N, 3, self.num_heads, self.head_dim)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each (B, H, N, d)
-        out = self.attend(self.q_norm(q), self.k_norm(k), v).transpose(1, 2).reshape(B, N, D)
+        out = self.attend(self.q_norm(q), self.k_norm(k), v, attn_mask, is_causal).transpose(1, 2).reshape(B, N, D)
         return self.proj_drop(self.proj(out))
 
 
@@ -153,16 +171,16 @@ class Block(nn.Module):
         self.ls2 = LayerScale(dim, init_values, **factory) if init_values else nn.Identity()
         self.drop_path2 = DropPath(drop_path) if drop_path else nn.Identity()
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.drop_path1(self.ls1(self.attn(self.norm1(x))))
+    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        x = x + self.drop_path1(self.ls1(self.attn(self.norm1(x), attn_mask, is_causal)))
         return x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
 
 
 class PostNormBlock(Block):
     """The block of Vaswani et al. 2017: LN(x + Attention(x)), then LN(x + Mlp(x)). (B, N, D) -> (B, N, D)."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.norm1(x + self.drop_path1(self.ls1(self.attn(x))))
+    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        x = self.norm1(x + self.drop_path1(self.ls1(self.attn(x, attn_mask, is_causal))))
         return self.norm2(x + self.drop_path2(self.ls2(self.mlp(x))))
 
 

@@ -104,11 +104,13 @@ class EvaAttention(nn.Module):
 
     attend: Any = Attention.attend
 
-    def forward(self, x: Tensor, rope: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, rope: Tensor | None = None, attn_mask: Tensor | None = None, is_causal: bool = False
+    ) -> Tensor:
         q, k, v = (t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for t in self.project(x))
         if rope is not None:
             q, k = self.rotate(q, rope), self.rotate(k, rope)
-        out = self.attend(q, k, v).transpose(1, 2).flatten(2)
+        out = self.attend(q, k, v, attn_mask, is_causal).transpose(1, 2).flatten(2)
         return self.proj_drop(self.proj(out))
 
 
@@ -142,8 +144,10 @@ class EvaBlock(nn.Module):
         if init_values is not None:
             self.gamma_1, self.gamma_2 = (nn.Parameter(torch.full((dim,), init_values, **factory)) for _ in range(2))
 
-    def forward(self, x: Tensor, rope: Tensor | None = None) -> Tensor:
-        branch = self.attn(self.norm1(x), rope)
+    def forward(
+        self, x: Tensor, rope: Tensor | None = None, attn_mask: Tensor | None = None, is_causal: bool = False
+    ) -> Tensor:
+        branch = self.attn(self.norm1(x), rope, attn_mask, is_causal)
         x = x + self.drop_path1(branch if self.gamma_1 is None else self.gamma_1 * branch)
         branch = self.mlp(self.norm2(x))
         return x + self.drop_path2(branch if self.gamma_2 is None else self.gamma_2 * branch)
@@ -227,13 +231,13 @@ class Eva(VisionTransformer):
     def pool(self, x: Tensor) -> Tensor:
         return super().pool(x) if self.attn_pool is None else self.attn_pool(x)  # CLS and registers too
 
-    def forward_features(self, x: Tensor) -> Tensor:
+    def forward_features(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         grid = tuple(n // size for n, size in zip(x.shape[2:], self.patch_embed.patch_size, strict=True))
         rope = None if self.rope is None else self.rope(grid, x.device)
         x = self.norm_pre(self.pos_drop(self.embed(x)))
         for block in self.blocks:
             if self.grad_checkpointing and torch.is_grad_enabled():
-                x = checkpoint(block, x, rope, use_reentrant=False)
+                x = checkpoint(block, x, rope, attn_mask, is_causal, use_reentrant=False)
             else:
-                x = block(x, rope)
+                x = block(x, rope, attn_mask, is_causal)
         return self.norm(x)

@@ -252,10 +252,13 @@ class VisionTransformer(nn.Module):
         patches = sincos2d(self.embed_dim, *grid)
         return torch.cat([patches.new_zeros(P, self.embed_dim), patches])[None]
 
-    def forward_features(self, x: Tensor) -> Tensor:
+    def forward_features(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         x = self.norm_pre(self.pos_drop(self.embed(x)))
         for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self.grad_checkpointing else block(x)
+            if self.grad_checkpointing:
+                x = checkpoint(block, x, attn_mask, is_causal, use_reentrant=False)
+            else:
+                x = block(x, attn_mask, is_causal)
         return self.norm(x)
 
     def pool(self, x: Tensor) -> Tensor:
@@ -276,8 +279,8 @@ class VisionTransformer(nn.Module):
         x = self.head_drop(self.fc_norm(self.pool(x)))
         return x if pre_logits else self.head(x)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.forward_head(self.forward_features(x))
+    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        return self.forward_head(self.forward_features(x, attn_mask, is_causal))
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         self.grad_checkpointing = enable

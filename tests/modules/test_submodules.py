@@ -73,7 +73,7 @@ def test_a_changed_submodule_is_honoured(path: str, change: Callable[[nn.Module]
 def test_a_forward_replaced_on_the_class_is_honoured(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = blocks(init_values=0.1, drop_path=0.3)
     for kind in {type(block.get_submodule(path)) for block in (ours, theirs)}:
-        doubled = functools.wraps(kind.forward)(lambda self, x, forward=kind.forward: forward(self, x) * 2)
+        doubled = functools.wraps(kind.forward)(lambda self, *args, forward=kind.forward: forward(self, *args) * 2)
         monkeypatch.setattr(kind, "forward", doubled)
     assert_same_step(ours, theirs, *tokens(dtype=torch.float32))
 
