@@ -128,13 +128,6 @@ def test_frozen_layers_get_no_gradient(vit: nn.Module, image: Tensor) -> None:
         assert p.grad is None or close(p.grad, want[name]), name
 
 
-def test_causal_attention_falls_back_by_call(vit: nn.Module) -> None:
-    x = torch.randn(2, 5, 192, device=vit.pos_embed.device)
-    block = vit.blocks[0]
-    accelerate_as_it_was(vit, lambda: block(x, is_causal=True), "a causal mask")
-    assert not close(block(x), block(x, is_causal=True))
-
-
 def test_timms_attention_drops_and_scales_as_its_own_does(timm, vit: nn.Module, image: Tensor) -> None:
     """scaled_dot_product_attention, in it, follows the attention's mode and takes no scale from it."""
     for block in vit.blocks:

@@ -72,11 +72,12 @@ def test_attention_of_old_and_new_versions(device: torch.device, x: Tensor) -> N
         del block.attn.attn_drop
 
 
-def test_causal_attention_falls_back(device: torch.device, x: Tensor) -> None:
+def test_causal_attention(device: torch.device, x: Tensor) -> None:
     attn = Attention(64, 4).to(device).eval()
-    accelerate_as_it_was(attn, lambda: attn(x, True), "causality")
+    accelerate_as_it_was(attn, lambda: attn(x, True))
     assert torch.equal(attn(x, is_causal=True), attn(x, True))
     torch.testing.assert_close(attn(x, False), attn(x), rtol=0.0, atol=0.0)
+    assert not torch.equal(attn(x), attn(x, True))
 
 
 def test_dropout_is_drawn_in_the_mlp(device: torch.device, x: Tensor) -> None:

@@ -58,19 +58,33 @@ def test_siglip2_with_padded_images(device: torch.device) -> None:
     assert not close(call(model).last_hidden_state[1], unmasked[1])
 
 
-@pytest.mark.parametrize("kind", ["bool", "float"])
-def test_blocks_of_timm(kind: str, device: torch.device) -> None:
+@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "eva02_tiny_patch14_224"])
+@pytest.mark.parametrize("kind", ["bool", "float", "causal"])
+def test_blocks_of_timm(kind: str, name: str, device: torch.device) -> None:
     """The mask of a call, given to a block and to attention alone."""
-    model = randomised(vit(num_classes=0)).to(device)
-    block = model.blocks[0]
+    model = import_library("timm").create_model(name, num_classes=0, depth=1).eval()
+    block = randomised(model).to(device).blocks[0]
     x = torch.randn(2, 5, 192, device=device)
     mask = torch.rand(2, 1, 5, 5, device=device) > 0.3
     mask[..., 0] = True
-    mask = mask if kind == "bool" else torch.randn(5, 5, device=device).masked_fill(~mask, -torch.inf)
-    accelerate_as_it_was(model, lambda: (block(x, attn_mask=mask), block.attn(x, attn_mask=mask)))
+    seen: dict[str, Any] = {"attn_mask": mask}
+    if kind == "float":
+        seen = {"attn_mask": torch.randn(5, 5, device=device).masked_fill(~mask, -torch.inf)}
+    elif kind == "causal":
+        seen = {"is_causal": True}
+    accelerate_as_it_was(model, lambda: (block(x, **seen), block.attn(x, **seen)))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert not close(block(x, attn_mask=mask), block(x))
+        assert not close(block(x, **seen), block(x))
+
+
+def test_a_mask_and_causality_are_left_to_timm(device: torch.device) -> None:
+    """Its attention raises, or ignores the mask without scaled_dot_product_attention."""
+    model = randomised(vit(num_classes=0)).to(device)
+    block, x = model.blocks[0], torch.randn(2, 5, 192, device=device)
+    block.attn.fused_attn = False
+    mask = torch.eye(5, dtype=torch.bool, device=device)
+    accelerate_as_it_was(model, lambda: block(x, mask, True), "a mask and is_causal")
 
 
 def test_a_learnt_bias_has_its_gradient(device: torch.device) -> None:

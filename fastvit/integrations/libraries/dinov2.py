@@ -70,14 +70,19 @@ def check_block_call(block: Any, *args: Any, **kwargs: Any) -> Any:
 
 def check_attention_call(attn: Any, x: Any, mask: Any = None, *, attn_bias: Any = None, is_causal: bool = False) -> Any:
     """mask: MemEffAttention's attn_bias, or Attention's is_causal."""
-    if not (mask is None or mask is False) or attn_bias is not None or is_causal:
-        raise CannotFuse("an attention bias or causality")
+    is_bias = mask is not None and (qualified_name(attn) == XFORMERS_ATTENTION or not isinstance(mask, bool))
+    if is_bias or attn_bias is not None:
+        raise CannotFuse("an attention bias")
     return x
+
+
+def causality(attn: Any, x: Any, mask: Any = None, *, attn_bias: Any = None, is_causal: bool = False) -> dict[str, Any]:
+    return {"is_causal": bool(mask or is_causal)}
 
 
 HANDLERS = {
     **dict.fromkeys(BLOCK, ClassHandler(read_block, run.run_block, check_block_call, takes_recompute=True)),
-    **dict.fromkeys(ATTENTION, ClassHandler(read_attention, run.run_attention, check_attention_call)),
+    **dict.fromkeys(ATTENTION, ClassHandler(read_attention, run.run_attention, check_attention_call, mask=causality)),
     **dict.fromkeys(MLP, ClassHandler(read_mlp, run.run_mlp, ndim=None)),
 }
 EMBEDDINGS = {"dinov2.layers.patch_embed.PatchEmbed": "proj"}

@@ -12,13 +12,13 @@ from fastvit.integrations.forward import ClassHandler, checked_mask
 
 
 def check_call(module: nn.Module, x: Any, attn_mask: Any = None, is_causal: bool = False) -> Any:
-    if is_causal:
-        raise CannotFuse("a causal mask")
+    if is_causal and attn_mask is not None:  # timm's own forward raises or ignores the mask
+        raise CannotFuse("a mask and is_causal")
     return x
 
 
 def mask(module: nn.Module, x: Any, attn_mask: Any = None, is_causal: bool = False) -> Any:
-    return checked_mask(attn_mask, x)
+    return {"attn_mask": checked_mask(attn_mask, x), "is_causal": bool(is_causal)}
 
 
 HANDLERS = {

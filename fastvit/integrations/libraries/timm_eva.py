@@ -17,13 +17,13 @@ from fastvit.ops import Rotary
 
 
 def check_call(module: nn.Module, x: Any, rope: Any = None, attn_mask: Any = None, is_causal: bool = False) -> Any:
-    if is_causal:
-        raise CannotFuse("a causal mask")
+    if is_causal and attn_mask is not None:  # timm's own forward raises or ignores the mask
+        raise CannotFuse("a mask and is_causal")
     return x
 
 
 def mask(module: nn.Module, x: Any, rope: Any = None, attn_mask: Any = None, is_causal: bool = False) -> Any:
-    return checked_mask(attn_mask, x)
+    return {"attn_mask": checked_mask(attn_mask, x), "is_causal": bool(is_causal)}
 
 
 def rotary(module: Any, x: Tensor, rope: Tensor | None = None, *_: Any, **__: Any) -> Rotary | None:

@@ -144,14 +144,14 @@ def check_call(module: Any, hidden_states: Any, attention_mask: Any = None, **kw
     return hidden_states
 
 
-def mask(module: Any, hidden_states: Tensor, attention_mask: Any = None, *_: Any, **__: Any) -> Tensor | None:
+def mask(module: Any, hidden_states: Tensor, attention_mask: Any = None, *_: Any, **__: Any) -> dict[str, Any]:
     """Return the mask of a call. attention_mask: (B, 1 or H, 1 or N, N). Padding for flash attention, (B, N), cannot be
     fused."""
     if attention_mask is None or _made_for_export(attention_mask):
-        return None
+        return {}
     if isinstance(attention_mask, Tensor) and attention_mask.dim() != 4:
         raise CannotFuse(f"an attention mask of shape {tuple(attention_mask.shape)}")
-    return checked_mask(attention_mask, hidden_states)
+    return {"attn_mask": checked_mask(attention_mask, hidden_states)}
 
 
 def check_rotary_call(module: Any, hidden_states: Any, attention_mask: Any = None, *_: Any, **kwargs: Any) -> Any:
@@ -182,7 +182,7 @@ def run_layer(
     if layer.checkpoint is not None:
         forward = partial(run.run_block, block=layer.block, rotary=rotary, attn_mask=attn_mask, recompute=recompute)
         return layer.checkpoint(forward, x)
-    return run.run_block(x, layer.block, rotary, attn_mask, recompute)
+    return run.run_block(x, layer.block, rotary, attn_mask, recompute=recompute)
 
 
 def run_attention(
