@@ -15,6 +15,7 @@ from fastvit import VisionTransformer, layers, reference
 from fastvit.blocks.recompute import ATTRIBUTE, Recompute, recompute_all
 from fastvit.eva import Eva
 from fastvit.eva_layers import AttentionRope, EvaAttention, EvaBlock
+from fastvit.study.sources.baselines import use_sdpa
 
 B, N, D, H = 2, 6, 48, 3
 ROPE = torch.randn(N - 1, 2 * D // H, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
@@ -142,7 +143,7 @@ def test_models_are_timms(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["VisionTransformer", "Eva"])
 def test_less_memory_with_masks(name: str) -> None:
-    """Checkpointed and fitted models, and the reference, give the same outputs and gradients, the bias's included."""
+    """Checkpointed and fitted models, and the reference with and without SDPA, give the same outputs and gradients."""
     rope = {"use_rot_pos_emb": True} if name == "Eva" else {}
     kinds = (VisionTransformer, reference.VisionTransformer) if not rope else (Eva, reference.Eva)
     ours, theirs = twins(*(kind(16, 4, **SMALL, **rope).double() for kind in kinds))
@@ -153,7 +154,7 @@ def test_less_memory_with_masks(name: str) -> None:
     theirs.set_grad_checkpointing()
     recompute_all(fitted.blocks[0])
     setattr(fitted.blocks[1], ATTRIBUTE, Recompute("all", "all"))
-    for model in (theirs, checkpointed, fitted):
+    for model in (theirs, use_sdpa(copy.deepcopy(theirs)), checkpointed, fitted):
         assert_same(step(model, image, {"attn_mask": bias}), want)
         assert_same(step(model, image, {"is_causal": True}), step(ours, image, {"is_causal": True}))
 

@@ -44,8 +44,9 @@ def use_sdpa(model: nn.Module) -> nn.Module:
     return model
 
 
-def _sdpa(self: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return F.scaled_dot_product_attention(q, k, v, dropout_p=self.attn_drop.p if self.training else 0.0)
+def _sdpa(self: Any, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
+    p = self.attn_drop.p if self.training else 0.0
+    return F.scaled_dot_product_attention(q, k, v, attn_mask, p, is_causal)
 
 
 def use_eager(model: nn.Module) -> nn.Module:
