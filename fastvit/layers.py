@@ -6,7 +6,7 @@ because it is parametrised), that part of the block calls its submodules one by 
 linear layer that is quantised or has peft's LoRA is called as a module between the ops.
 """
 
-from fastvit.modules.attention import Attention
+from fastvit.modules.attention import Attention, CrossAttention
 from fastvit.modules.block import Block, PostNormBlock
 from fastvit.modules.mlp import GluMlp, Mlp, SwiGLU, SwiGLUPacked
 from fastvit.modules.norms import LayerNorm, RMSNorm
@@ -16,6 +16,7 @@ from fastvit.modules.patch_embed import PatchEmbed
 __all__ = [
     "Attention",
     "Block",
+    "CrossAttention",
     "DropPath",
     "GluMlp",
     "LayerNorm",

@@ -1,6 +1,9 @@
-"""Multi-head self-attention as a module, under timm's name, arguments and state_dict keys."""
+"""Multi-head attention as modules, under timm's names, arguments and state_dict keys: of tokens to each other, and to
+other tokens."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +16,7 @@ from fastvit.modules.arguments import (
     Dtype,
     check_factory,
     check_heads,
+    check_integers,
     check_rates,
 )
 from fastvit.modules.norms import NormLayer, checked_norm_layer
@@ -82,3 +86,77 @@ class Attention(nn.Module):
             q, k, v = qkv.unbind(2)
             out = attend(self, q, k, v, attn_mask, is_causal)
         return self.proj_drop(self.proj(out.flatten(2)))
+
+
+class CrossAttention(nn.Module):
+    """Multi-head attention to other tokens (Vaswani et al. 2017, arXiv:1706.03762, section 3.2.3), x (B, M, D) and
+    context (B, N, kv_dim) -> (B, M, D), by `fastvit.ops.attention`:
+
+        proj(softmax(q(x) k(context)^T / sqrt(d) + attn_mask) v(context))
+
+    The layers have the names of timm's `AttentionPoolLatent`: `q`, `kv` for k and v, and `proj`. A hook on `attn_drop`
+    receives the probabilities (B, H, M, N): they are materialised while it is registered.
+
+    Args:
+        dim: D.
+        num_heads: H, a divisor of D; D / H is a multiple of 8 from 16 to 256.
+        qkv_bias, proj_bias: whether `q` and `kv` have one, and whether `proj` has.
+        attn_drop, proj_drop: dropout of the probabilities, and after the projection; in [0, 1).
+        device, dtype: of the parameters.
+        kv_dim: channels of the context; None for D.
+        qk_norm, norm_layer: as in `Attention`.
+    """
+
+    __module__ = "fastvit.layers"
+
+    def __init__(
+        self, dim: int, num_heads: int = 8, qkv_bias: bool = False, proj_bias: bool = True,
+        attn_drop: float = 0.0, proj_drop: float = 0.0, device: Device = None, dtype: Dtype = None,
+        *, kv_dim: int | None = None, qk_norm: bool = False, norm_layer: str | NormLayer | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        kv_dim = dim if kv_dim is None else kv_dim
+        check_heads("dim", dim, num_heads)
+        check_integers(1, kv_dim=kv_dim)
+        check_rates(attn_drop=attn_drop, proj_drop=proj_drop)
+        norm = checked_norm_layer(norm_layer, qk_norm=qk_norm)
+        check_factory(device, dtype)
+        self.num_heads = num_heads
+        self.head_dim = dim // num_heads
+        self.scale = self.head_dim**-0.5
+        self.q = nn.Linear(dim, dim, bias=qkv_bias, device=device, dtype=dtype)
+        self.kv = nn.Linear(kv_dim, 2 * dim, bias=qkv_bias, device=device, dtype=dtype)
+        if qk_norm:
+            self.q_norm = norm(self.head_dim, device=device, dtype=dtype)
+            self.k_norm = norm(self.head_dim, device=device, dtype=dtype)
+        self.attn_drop = nn.Dropout(attn_drop)
+        self.proj = nn.Linear(dim, dim, bias=proj_bias, device=device, dtype=dtype)
+        self.proj_drop = nn.Dropout(proj_drop)
+
+    def forward(self, x: Tensor, context: Tensor, attn_mask: Tensor | None = None) -> Tensor:
+        """Attend.
+
+        Args:
+            x: (B, M, D), or (1, M, D) for queries that all samples share, for instance learnt ones.
+            context: (B, N, kv_dim).
+            attn_mask: broadcastable to (B, H, M, N), or None, as in `Attention`. A mask of padding of the context,
+                (B, N), True for tokens, is passed as `mask[:, None, None, :]`.
+
+        Raises:
+            ValueError: a shape of x or context that does not fit.
+        """
+        return self.proj_drop(self.proj(cross_attend(self, x, context, attn_mask)))
+
+
+def cross_attend(attn: Any, x: Tensor, context: Tensor, attn_mask: Tensor | None) -> Tensor:
+    """Attend in a module with q, kv, attn_drop, scale, num_heads and perhaps norms, up to the projection: (B, M, D)."""
+    if context.dim() != 3:
+        raise ValueError(f"context must have shape (B, N, kv_dim), got {tuple(context.shape)}")
+    B = context.shape[0]
+    if x.dim() != 3 or x.shape[0] not in (1, B):
+        raise ValueError(f"x must have shape (B, M, D) or (1, M, D) with context's B = {B}, got {tuple(x.shape)}")
+    q = attn.q(x).unflatten(-1, (attn.num_heads, -1))
+    k, v = attn.kv(context).unflatten(-1, (2, attn.num_heads, -1)).unbind(2)
+    if "q_norm" in attn._modules:
+        q, k = attn.q_norm(q), attn.k_norm(k)
+    return attend(attn, q.expand(B, -1, -1, -1), k, v, attn_mask).flatten(2)

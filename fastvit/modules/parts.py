@@ -14,6 +14,8 @@ from fastvit import ops
 from fastvit.blocks import read, run
 from fastvit.blocks.submodules import read_or_none, submodules
 from fastvit.modules.arguments import Device, Dtype, check_factory, check_init_values, check_integers, check_number
+from fastvit.ops.attention.op import check_mask
+from fastvit.ops.runtime.checks import takes_head_dim
 
 ActLayer = Callable[[], nn.Module]
 LayerFactory = Callable[..., nn.Module]
@@ -101,11 +103,14 @@ def mask_arguments(attn_mask: Tensor | None, is_causal: bool) -> dict[str, Any]:
 def attend(
     attn: Any, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
 ) -> Tensor:
-    """Attend in a module with attn_drop and scale, (B, N, H, d) each -> (B, N, H, d): by one op, unless attn_drop has
-    to be called with the probabilities (B, H, N, N)."""
-    if read_or_none(submodules, attn, attn_drop=read.DROPOUT):
+    """Attend in a module with attn_drop and scale, q (B, M, H, d), k and v (B, N, H, d) -> (B, M, H, d): by one op,
+    unless it does not take d, or attn_drop has to be called with the probabilities (B, H, M, N)."""
+    if takes_head_dim(q.shape[-1]) and read_or_none(submodules, attn, attn_drop=read.DROPOUT) is not None:
         p = attn.attn_drop.p if attn.attn_drop.training else 0.0
         return ops.attention(q, k, v, attn_mask=attn_mask, is_causal=is_causal, dropout_p=p)
+    if attn_mask is not None:
+        B, M, H, _ = q.shape
+        check_mask(attn_mask, "x", q, B, M, H, k.shape[1])
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     probabilities = _probabilities(q @ k.transpose(-2, -1) * attn.scale, attn_mask, is_causal)
     return (attn.attn_drop(probabilities) @ v).transpose(1, 2)

@@ -11,6 +11,7 @@ from fastvit.blocks import read, read_timm, run, spec
 from fastvit.blocks.spec import HalfSpec
 from fastvit.blocks.submodules import read_or_none, submodules
 from fastvit.modules.arguments import Device, Dtype, by_name, check_choice, check_factory, check_hidden, check_integers
+from fastvit.modules.attention import cross_attend
 from fastvit.modules.mlp import Mlp
 from fastvit.modules.norms import NORM_LAYERS, LayerNorm, NormLayer
 from fastvit.modules.parts import ACT_LAYERS, ActLayer
@@ -48,9 +49,11 @@ class AttentionPoolLatent(nn.Module):
         y = proj(softmax(q(latent) k(x)^T / sqrt(d)) v(x))
         y + mlp(norm(y))    layer_norm_mlp
 
+    A hook on `attn_drop` receives the probabilities (B, H, 1, N).
+
     Args:
         in_features: D.
-        num_heads: a divisor of D.
+        num_heads: H, a divisor of D. Where D / H is no multiple of 8 from 16 to 256, attention runs as plain PyTorch.
         mlp_ratio: width of the MLP as a multiple of D.
         qkv_bias: whether `q` and `kv` have one.
         norm_layer, act_layer: classes or partials, or names as in `Mlp`.
@@ -71,9 +74,11 @@ class AttentionPoolLatent(nn.Module):
         act = by_name("act_layer", act_layer, ACT_LAYERS)
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.num_heads = num_heads
+        self.scale = (D // num_heads) ** -0.5
         self.latent = nn.Parameter(torch.empty(1, 1, D, **factory))
         self.q = nn.Linear(D, D, bias=qkv_bias, **factory)
         self.kv = nn.Linear(D, 2 * D, bias=qkv_bias, **factory)
+        self.attn_drop = nn.Dropout(0.0)
         self.proj = nn.Linear(D, D, **factory)
         self.norm = norm(D, **factory)
         self.mlp = Mlp(D, int(D * mlp_ratio), act_layer=act, **factory)
@@ -85,14 +90,10 @@ class AttentionPoolLatent(nn.Module):
 
     reset_parameters = init_weights
 
-    def forward(self, x: Tensor) -> Tensor:
-        q = self.q(self.latent).unflatten(-1, (self.num_heads, -1)).expand(x.shape[0], -1, -1, -1)
-        k, v = self.kv(x).unflatten(-1, (2, self.num_heads, -1)).unbind(2)
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        # One row of scores needs no kernel, and SDPA sums the gradient of a shared query by atomics on a GPU
-        scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)
-        out = scores.softmax(dim=-1) @ v
-        y = self.proj(out.transpose(1, 2).flatten(2))
+    def forward(self, x: Tensor, attn_mask: Tensor | None = None) -> Tensor:
+        """Pool x (B, N, D). attn_mask: broadcastable to (B, H, 1, N), or None, as in `fastvit.Attention`; a mask of
+        padding (B, N) is passed as `mask[:, None, None, :]`."""
+        y = self.proj(cross_attend(self, self.latent, x, attn_mask))
         mlp = read_or_none(_read_mlp_half, self)
         y = run.run_mlp_half(y, mlp) if mlp is not None else y + self.mlp(self.norm(y))
         return y[:, 0]

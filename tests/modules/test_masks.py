@@ -99,6 +99,17 @@ def test_queries_that_see_no_key() -> None:
         assert_same(step(ours, x, seen), want)
 
 
+def test_masks_that_do_not_fit_raise() -> None:
+    """Fused, and with the modules one by one."""
+    attn, x = layers.Attention(D, H), torch.randn(B, N, D)
+    for _ in range(2):
+        with pytest.raises(TypeError, match="attn_mask must be float"):
+            attn(x, torch.ones(N, N, dtype=torch.int64))
+        with pytest.raises(ValueError, match=r"attn_mask must be broadcastable to .*, got \(2, 6\)"):
+            attn(x, torch.ones(B, N, dtype=torch.bool))
+        attn.attn_drop.register_forward_hook(lambda *_: None)
+
+
 def test_an_attention_without_masks_in_a_block() -> None:
     """Runs where the call has none, and raises where it has one."""
     block, x = layers.Block(D, H), torch.randn(B, N, D)
@@ -164,6 +175,6 @@ def test_compile_fullgraph() -> None:
     bias, x = torch.randn(1, H, N, N), torch.randn(B, N, D)
     torch._dynamo.reset()
     compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
-    for seen in ({"attn_mask": bias}, {"is_causal": True}):
-        for got, want in zip(step(compiled, x, seen), step(block, x, seen), strict=True):
-            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+    seen = {"attn_mask": bias, "is_causal": True}
+    for got, want in zip(step(compiled, x, seen), step(block, x, seen), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)

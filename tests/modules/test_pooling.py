@@ -1,6 +1,7 @@
 """global_pool="map": the module by itself. In models, against timm and the reference: test_vit.py, test_zoo.py,
 test_eva.py; its weights: test_checkpoints*.py."""
 
+import functools
 from typing import Any
 
 import pytest
@@ -30,22 +31,30 @@ def test_as_accurate_as_the_reference(dtype: torch.dtype, device: torch.device) 
     assert_module_as_accurate(ours, theirs, x, dy, dtype)
 
 
-def test_without_biases_of_qkv_it_is_timms() -> None:
-    options = {"num_heads": H, "mlp_ratio": 2.0, "qkv_bias": False, "norm_layer": nn.LayerNorm}
+@pytest.mark.parametrize("heads", [3, 4], ids=["16 channels a head", "12, which no op takes"])
+def test_without_biases_of_qkv_it_is_timms(heads: int) -> None:
+    """With a mask and without."""
+    options = {"num_heads": heads, "mlp_ratio": 2.0, "qkv_bias": False, "norm_layer": nn.LayerNorm}
     ours, theirs = twins(AttentionPoolLatent(D, **options), import_timm().layers.AttentionPoolLatent(D, **options))
-    assert_same_step(ours, theirs, torch.randn(B, N, D))
+    x = torch.randn(B, N, D)
+    assert_same_step(ours, theirs, x)
+    mask = (torch.arange(N) < torch.tensor([[N], [N - 4]]))[:, None, None, :]
+    assert not torch.equal(ours(x, mask), ours(x))
+    for pool in (ours, theirs):
+        pool.forward = functools.partial(pool.forward, attn_mask=mask)
+    assert_same_step(ours, theirs, x)
 
 
-def test_its_mlp_is_fused_and_its_scores_are_one_row() -> None:
+def test_it_is_fused_and_its_query_is_computed_once() -> None:
     pool, _ = pools()
     with torch.no_grad(), Calls() as calls:
         pool(torch.randn(B, N, D))
-    assert "fastvit::layer_norm_fwd" in calls.names
+    assert {"fastvit::attention_fwd", "fastvit::layer_norm_fwd"} <= {*calls.names}
     assert "aten::gelu" not in calls.names
     seen = []
     pool.q.register_forward_hook(lambda _, __, y: seen.append(tuple(y.shape)))
     pool(torch.randn(B, N, D))
-    assert seen == [(1, 1, D)]  # of one latent, whatever the batch
+    assert seen == [(1, 1, D)]
 
 
 def test_hooks_and_other_layers_inside_are_honoured() -> None:
