@@ -23,6 +23,7 @@ GRID = (4, 6)
 ROPE: dict[str, Any] = {"use_rot_pos_emb": True, "use_abs_pos_emb": False}
 PAIRS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "vit": (fastvit.VisionTransformer, reference.VisionTransformer, {"reg_tokens": 2}),
+    "map": (fastvit.VisionTransformer, reference.VisionTransformer, {"global_pool": "map"}),
     "eva": (Eva, ReferenceEva, ROPE | {"num_reg_tokens": 1}),
     "eva unfused": (Eva, ReferenceEva, ROPE | {"qkv_fused": False}),
     "dinov3": (Eva, ReferenceEva, ROPE | {"rope_type": "dinov3", "rope_rotate_half": True, "qkv_bias": False}),

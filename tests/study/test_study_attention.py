@@ -275,6 +275,7 @@ def test_a_layer_that_computes_its_weights_itself_is_named():
     ("attend", "message"),
     [
         (lambda q: sdpa(q, is_causal=True), "it is causal"),
+        (lambda q: ops.attention(q, q, q, is_causal=True, layout="bhnd"), "it is causal"),
         (lambda q: sdpa(q.unflatten(2, (2, 12))[0].transpose(0, 1)), "2 sequences of 12 tokens, as in windows"),
         (lambda q: sdpa(q[:, :, ::2]), "over 12 tokens, of an image of 4 x 6 patches"),
         (
@@ -284,7 +285,7 @@ def test_a_layer_that_computes_its_weights_itself_is_named():
         (lambda q: (q @ q.transpose(2, 3)).softmax(-1), "computes 24 x 24 weights"),
         (lambda q: (q[0] @ q[0].transpose(1, 2)).softmax(-1), "computes 24 x 24 weights"),
     ],
-    ids=["causal", "windows", "fewer tokens", "several lengths", "eager", "eager 3D"],
+    ids=["causal", "causal op", "windows", "fewer tokens", "several lengths", "eager", "eager 3D"],
 )
 def test_attention_of_other_kinds_is_named(attend, message):
     with pytest.raises(ValueError, match=f"layer 0's attention is not seen: .*{message}"):
