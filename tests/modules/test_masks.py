@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from library_imports import import_timm
-from models import blocks, close, tokens, twins
+from models import blocks, close, randomised, tokens, twins
 from torch import Tensor, nn
 
 import fastvit
@@ -97,6 +97,21 @@ def test_queries_that_see_no_key() -> None:
         assert_same(step(ours, x, seen), want)
         ours.attn_drop.register_forward_hook(lambda *_: None)
         assert_same(step(ours, x, seen), want)
+
+
+def test_proportional_attention() -> None:
+    """A token with log(s) added to its scores is s equal tokens (Bolya et al. 2023, arXiv:2210.09461), gradients
+    included."""
+    block = randomised(layers.Block(D, H)).double()
+    x, sizes = tokens(B, 4, D)[0].requires_grad_(), torch.tensor([[1, 3, 2, 1], [2, 1, 1, 3]])
+    got = block(x, attn_mask=sizes.double().log()[:, None, None, :])
+    repeated = torch.stack([tokens.repeat_interleave(s, dim=0) for tokens, s in zip(x, sizes, strict=True)])
+    first = (sizes.cumsum(1) - sizes)[..., None].expand(-1, -1, D)
+    want = block(repeated).gather(1, first)
+    wanted = [x, *block.parameters()]
+    gradients = (torch.autograd.grad(y.square().sum(), wanted) for y in (got, want))
+    for a, b in zip((got, *next(gradients)), (want, *next(gradients)), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
 
 
 def test_masks_that_do_not_fit_raise() -> None:

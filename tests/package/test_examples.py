@@ -28,7 +28,7 @@ def run(name: str, *arguments: str) -> str:
 
 
 def numbers(text: str, pattern: str) -> list[float]:
-    return [float(number) for number in re.findall(pattern, text)]
+    return [float(number) for number in re.findall(pattern, text, re.MULTILINE)]
 
 
 def test_segment(tmp_path: Path) -> None:
@@ -38,6 +38,17 @@ def test_segment(tmp_path: Path) -> None:
     file.unlink()  # 88 MB, which pytest would not delete
     baseline, features = numbers(text, r"mean IoU (\S+)")
     assert features > 0.6 > baseline + 0.2
+
+
+def test_merge_tokens(tmp_path: Path) -> None:
+    """A trained model's features stay, and less without the sizes of tokens."""
+    file = tmp_path / "dinov2_vits14_pretrain.pth"
+    torch.save(pretrained.meta_spelling(pretrained.state_dict()), file)
+    text = run("merge_tokens.py", "--weights", str(file), "--img-size", "112", "--rounds", "1")
+    file.unlink()  # as above
+    proportional, without, another = numbers(text, r"^cosine.* (\d\.\d+)")
+    assert proportional > 0.96 > without > another + 0.3
+    assert numbers(text, r"(\S+)x the speed of the full model")[0] > 0
 
 
 def test_worked_example() -> None:
