@@ -213,12 +213,13 @@ def _tables(of: str) -> Shapes:
     return {name: (*before, *shape) for name, shape in cases.FIXED_TABLES.items()}
 
 
-def block(provider: str, draw: Draw, B: int, N: int, D: int, H: int) -> Runner:
+def block(provider: str, draw: Draw, B: int, N: int, D: int, H: int, causal: bool = False) -> Runner:
     kind = layers.Block if provider == "fused" else reference.Block
     module = draw.module(lambda: kind(D, H, qkv_bias=True))
     if provider == "sdpa":
         use_sdpa(module)
-    return Runner.of(module, draw.normal(B, N, D))
+    x = draw.normal(B, N, D)
+    return Runner(lambda: module(x, is_causal=causal), (x,), tuple(module.parameters()), module)
 
 
 def model(provider: str, draw: Draw, name: str, B: int, px: int, **options: int) -> Runner:

@@ -380,6 +380,9 @@ def _models() -> Iterator[Workload]:
         yield from _rows("block", "gpu", B=B, N=N, D=D, H=H)
     yield from _rows("block", "verify", B=4, N=[197, 257], D=384, H=6)
     yield from _rows("block", "headline", B=[1, 32, 256], N=197, D=768, H=12)
+    yield from _rows("block", "cpu", B=1, N=[197, 1025], D=768, H=12, causal=True)
+    yield from _rows("block", "gpu", B=[1, 32], N=1025, D=768, H=12, causal=True)
+    yield from _rows("block", "verify", B=4, N=197, D=384, H=6, causal=True)
     names = [f"vit_{size}_patch16_224" for size in ("tiny", "small", "base", "large")]
     cifar = [f"vit_cifar_{size}" for size in ("small", "base", "large")]
     yield from _rows("model", "quick", name="vit_cifar_small", B=1, px=32, depth=2)
