@@ -189,13 +189,15 @@ def _norm(norm: Norm | None) -> Iterator[str]:
         yield f"{norm.kind}_norm"
 
 
-def checked_mask(mask: Any, x: Any) -> Tensor | None:
-    """Return a mask of the scores of x (B, N, D), or None for None. Raises CannotFuse if the ops do not take it."""
+def checked_mask(mask: Any, queries: int, keys: int | None = None) -> Tensor | None:
+    """Return a mask of the scores, or None for None. Raises CannotFuse if the ops do not take it. keys: None for as
+    many as queries."""
     if mask is None:
         return None
     if not isinstance(mask, Tensor) or not (mask.dtype is torch.bool or mask.is_floating_point()):
         raise CannotFuse("an attention mask of another kind")
-    if mask.dim() not in (2, 4) or mask.shape[-2] not in (1, x.shape[1]) or mask.shape[-1] not in (1, x.shape[1]):
+    keys = queries if keys is None else keys
+    if mask.dim() not in (2, 4) or mask.shape[-2] not in (1, queries) or mask.shape[-1] not in (1, keys):
         raise CannotFuse(f"an attention mask of shape {tuple(mask.shape)}")
     return mask
 

@@ -218,8 +218,8 @@ def test_as_an_attention_implementation(vit, image) -> None:
         assert calls.names.count("fastvit::attention_fwd") == 2
 
 
-def test_attention_implementation_leaves_other_attention_to_sdpa(transformers, device) -> None:
-    """Causal: a decoder gives what it gives under sdpa."""
+def test_attention_implementation_leaves_decoders_to_sdpa(transformers, device) -> None:
+    """They pass further arguments, and keys of earlier tokens."""
     register_attention()
     config = transformers.LlamaConfig(
         vocab_size=50, hidden_size=64, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
@@ -230,6 +230,44 @@ def test_attention_implementation_leaves_other_attention_to_sdpa(transformers, d
     want = model(ids).last_hidden_state
     model.set_attn_implementation("fastvit")
     assert close(model(ids).last_hidden_state, want)
+    attn, (q, k) = model.layers[0].self_attn, (torch.randn(2, 4, n, 16, device=device) for n in (3, 9))
+    with Calls() as calls:
+        layers.attention_forward(attn, q, k, k, None)
+    assert "fastvit::attention_fwd" not in calls.names
+
+
+def test_attention_implementation_of_a_text_tower(transformers, device) -> None:
+    """It is causal; with a mask, that says so."""
+    register_attention()
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64}
+    model = transformers.CLIPTextModel(transformers.CLIPTextConfig(vocab_size=50, eos_token_id=49, **sizes)).to(device)
+    ids = torch.randint(0, 50, (2, 9), device=device)
+    padded = torch.ones_like(ids)
+    padded[0, 6:] = 0
+    want = [model.eval()(ids, mask).last_hidden_state for mask in (None, padded)]
+    model.set_attn_implementation("fastvit")
+    with Calls() as calls:
+        assert all(close(model(ids, m).last_hidden_state, w) for m, w in zip((None, padded), want, strict=True))
+    assert calls.names.count("fastvit::attention_fwd") == 2
+
+
+def test_attention_implementation_of_cross_attention(transformers, device) -> None:
+    """BLIP-2's queries attend to the tokens of an image."""
+    register_attention()
+    config = transformers.Blip2QFormerConfig(
+        hidden_size=64, num_hidden_layers=1, num_attention_heads=4, intermediate_size=64, encoder_hidden_size=32,
+        cross_attention_frequency=1,
+    )  # fmt: skip
+    model = transformers.Blip2QFormerModel(config).to(device).eval()
+    queries, context = torch.randn(2, 5, 64, device=device), torch.randn(2, 9, 32, device=device)
+    seen = torch.ones(2, 9, dtype=torch.long, device=device)
+    seen[0, 4:] = 0
+    arguments = {"query_embeds": queries, "encoder_hidden_states": context, "encoder_attention_mask": seen}
+    want = model(**arguments).last_hidden_state
+    model.set_attn_implementation("fastvit")
+    with Calls() as calls:
+        assert close(model(**arguments).last_hidden_state, want)
+    assert calls.names.count("fastvit::attention_fwd") == 2
 
 
 def test_attention_implementation_under_compile(vit, image) -> None:

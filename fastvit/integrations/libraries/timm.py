@@ -18,7 +18,7 @@ def check_call(module: nn.Module, x: Any, attn_mask: Any = None, is_causal: bool
 
 
 def mask(module: nn.Module, x: Any, attn_mask: Any = None, is_causal: bool = False) -> Any:
-    return {"attn_mask": checked_mask(attn_mask, x), "is_causal": bool(is_causal)}
+    return {"attn_mask": checked_mask(attn_mask, x.shape[1]), "is_causal": bool(is_causal)}
 
 
 HANDLERS = {

@@ -23,7 +23,7 @@ def check_call(module: nn.Module, x: Any, rope: Any = None, attn_mask: Any = Non
 
 
 def mask(module: nn.Module, x: Any, rope: Any = None, attn_mask: Any = None, is_causal: bool = False) -> Any:
-    return {"attn_mask": checked_mask(attn_mask, x), "is_causal": bool(is_causal)}
+    return {"attn_mask": checked_mask(attn_mask, x.shape[1]), "is_causal": bool(is_causal)}
 
 
 def rotary(module: Any, x: Tensor, rope: Tensor | None = None, *_: Any, **__: Any) -> Rotary | None:

@@ -151,7 +151,7 @@ def mask(module: Any, hidden_states: Tensor, attention_mask: Any = None, *_: Any
         return {}
     if isinstance(attention_mask, Tensor) and attention_mask.dim() != 4:
         raise CannotFuse(f"an attention mask of shape {tuple(attention_mask.shape)}")
-    return {"attn_mask": checked_mask(attention_mask, hidden_states)}
+    return {"attn_mask": checked_mask(attention_mask, hidden_states.shape[1])}
 
 
 def check_rotary_call(module: Any, hidden_states: Any, attention_mask: Any = None, *_: Any, **kwargs: Any) -> Any:
@@ -222,8 +222,8 @@ def register_attention(name: str = "fastvit") -> None:
         register_attention()
         model.set_attn_implementation("fastvit")
 
-    Causal attention, attention to keys of another length, and calls with a decoder's arguments run on transformers'
-    "sdpa" implementation.
+    Calls with further arguments, such as a decoder's, and causal ones with a cache run on transformers' "sdpa"
+    implementation.
 
     Args:
         name: the implementation's name in transformers.
@@ -236,7 +236,7 @@ def register_attention(name: str = "fastvit") -> None:
 
 
 def takes_registered_attention(attn: Any) -> bool:
-    """Return whether attention has an implementation by name, and "fastvit" would not leave it to "sdpa"."""
+    """Return whether attention has an implementation by name, and is no decoder's."""
     config = getattr(attn, "config", None)
     return (
         hasattr(sys.modules.get(type(attn).__module__), "ALL_ATTENTION_FUNCTIONS")
@@ -257,16 +257,16 @@ def attention_forward(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Compute attention with transformers' signature: query, key, value (B, H, N, d) give (B, N, H, d), and None for
-    the weights."""
+    """Compute attention with transformers' signature: query (B, H, M, d), key and value (B, H or fewer, N, d) give
+    (B, M, H, d), and None for the weights."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     if (
-        (attention_mask is not None and not _takes_mask(attention_mask, query))
-        or (attention_mask is None and is_causal and query.shape[2] > 1)
-        or not _self_attention(query, key, value)
+        not _fits(query, key, value)
+        or (attention_mask is not None and not _takes_mask(attention_mask, query, key))
+        or (is_causal and key.shape[2] != query.shape[2])  # with a cache
         or not takes_head_dim(query.shape[-1])
         or any(value is not None and value is not False for value in kwargs.values())
     ):
@@ -274,19 +274,21 @@ def attention_forward(
             module, query, key, value, attention_mask, dropout, scaling, is_causal=is_causal, **kwargs
         )
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))
+    is_causal = bool(is_causal) and attention_mask is None  # as in "sdpa": a mask says all
     if attention_mask is not None and _made_for_export(attention_mask):
         attention_mask = None
-    return ops.attention(q, k, v, attn_mask=attention_mask, scale=scaling, dropout_p=dropout), None
+    out = ops.attention(q, k, v, attn_mask=attention_mask, is_causal=is_causal, scale=scaling, dropout_p=dropout)
+    return out, None
 
 
-def _takes_mask(mask: Any, query: Tensor) -> bool:
+def _takes_mask(mask: Any, query: Tensor, key: Tensor) -> bool:
     try:
-        return mask.dim() == 4 and checked_mask(mask, query.transpose(1, 2)) is mask
+        return mask.dim() == 4 and checked_mask(mask, query.shape[2], key.shape[2]) is mask
     except (AttributeError, CannotFuse):
         return False
 
 
-def _self_attention(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Return whether q, k and v have the same tokens, and heads of k and v divide those of q."""
-    B, H, N, d = query.shape
-    return key.shape == value.shape == (B, key.shape[1], N, d) and H % key.shape[1] == 0
+def _fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Return whether k and v have the same shape, the samples and channels of q, and heads that divide those of q."""
+    B, H, _, d = query.shape
+    return key.shape == value.shape == (B, *key.shape[1:3], d) and H % key.shape[1] == 0
