@@ -143,7 +143,8 @@ def test_attention_rope_of_timm(qk_norm: bool, device: torch.device) -> None:
     model = nn.ModuleList([randomised(with_shared_keys(qk_norm=qk_norm, rotate_half=True))]).to(device)
     x, rope = torch.randn(2, 7, 64, device=device), torch.randn(6, 32, device=device)
     mask = torch.rand(7, 7, device=device) > 0.2
-    report = accelerate_as_it_was(model, lambda: (model[0](x, rope), model[0](x, rope, attn_mask=mask)))
+    masks: list[dict[str, Any]] = [{}, {"attn_mask": mask}, {"is_causal": True}]
+    report = accelerate_as_it_was(model, lambda: [model[0](x, rope, **seen) for seen in masks])
     norm = ["rms_norm"] * qk_norm
     assert outcome(report, "0") == ("accelerated", ", ".join([*norm, "attention", "linear"]))
 
@@ -212,14 +213,15 @@ def test_parallel_blocks(options: dict[str, Any], device: torch.device) -> None:
     check(model, lambda m: m[0](x), fused=(0, 0))
     (entry,) = (e for e in fastvit.accelerate(model).entries if e.name == "0")
     assert (entry.status, entry.detail) == ("accelerated", "layer_norm_attention, layer_norm_mlp")
-    mask = torch.rand(7, 7, device=device) > 0.2
     own = type(block).forward
-    with torch.no_grad():
+    masks: list[dict[str, Any]] = [{"attn_mask": torch.rand(7, 7, device=device) > 0.2}, {"is_causal": True}]
+    for seen in masks:
         outputs = []
         for forward in (block, lambda x, **more: own(block, x, **more)):
             torch.manual_seed(3)
-            outputs.append(forward(x, attn_mask=mask))
-    assert close(*outputs)
+            with torch.no_grad():
+                outputs.append(forward(x, **seen))
+        assert close(*outputs)
 
 
 def test_parallel_blocks_of_a_model_and_what_is_left() -> None:

@@ -1,6 +1,7 @@
 """Masks and causal attention in modules and models, against timm's with the same parameters, and the reference."""
 
 import copy
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,9 @@ from torch import Tensor, nn
 
 import fastvit
 from fastvit import VisionTransformer, layers, reference
+from fastvit.blocks import read_timm, run
 from fastvit.blocks.recompute import ATTRIBUTE, Recompute, recompute_all
+from fastvit.blocks.spec import AdaptedLinear
 from fastvit.eva import Eva
 from fastvit.eva_layers import AttentionRope, EvaAttention, EvaBlock
 from fastvit.study.sources.baselines import use_sdpa
@@ -81,6 +84,17 @@ def test_modules_are_timms(kind: str, mask: str) -> None:
     attn.attn_drop.register_forward_hook(lambda *_: None)
     assert_same(step(ours, x, MASKS[mask], **more), want)
     assert not close(ours(x, **more), want[0])
+
+
+def test_halves_in_steps() -> None:
+    """As with shared keys, and with a layer that is called as a module."""
+    block, x = randomised(layers.Block(D, H)).double(), tokens(B, N, D)[0]
+    half, seen = read_timm.read_attention_half(block), {"attn_mask": BIAS, "is_causal": True}
+    want = run.run_attention_half(x, half, **seen)
+    changes: list[dict[str, Any]] = [{"in_steps": True}, {"proj": AdaptedLinear(block.attn.proj), "adapted": True}]
+    for change, recompute in itertools.product(changes, ("none", "all")):
+        changed = half._replace(branch=half.branch._replace(**change))
+        assert_same([run.run_attention_half(x, changed, **seen, recompute=recompute)], [want])
 
 
 def test_queries_that_see_no_key() -> None:
