@@ -82,6 +82,7 @@ OTHERS = {
     ),
 }
 COVERED = {"rotary interleaved", "qk_norm rms", "qk_norm layer", "layer_norm_mlp swiglu"}  # by rows of `OTHERS`
+COVERED |= {"attention_varlen_qkvpacked"}  # by norm + attention of sequences of several lengths
 ROWS = {name: row for name, row in (OF_HEADS | OF_TOKENS | OTHERS).items() if name not in COVERED}
 FORMULAS = [name for name in ROWS if not name.endswith(("dropout", "recompute"))]  # the names that formulas.py has
 
@@ -109,7 +110,7 @@ def tensors_of(shapes, dtype, device, kind="normal"):
         if shape is None:
             made[name] = None
         elif name == "row_scale":
-            made[name] = torch.arange(*shape, device=device).to(dtype) * 1.25  # no two samples have the same
+            made[name] = torch.arange(*shape, device=device).to(dtype) % 4 * 1.25  # no neighbours have the same
         else:
             t = inputs(kind, *shape, dtype=torch.float64, device=device, seed=seed)
             if name.endswith("weight") and len(shape) > 1 and kind == "normal":

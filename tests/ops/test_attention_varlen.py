@@ -94,6 +94,20 @@ def test_nan_stays_in_its_sequence(backend, device):
     assert torch.equal(dirty, clean)
 
 
+def test_packed(backend, device):
+    """One tensor, read in place, has the results of three; so has its gradient."""
+    qkv = inputs("normal", sum(LENGTHS), 3, 2, 24, dtype=torch.float32, device=device).requires_grad_()
+    ends, do = ends_of(LENGTHS, device=device), torch.randn(sum(LENGTHS), 2, 24, device=device)
+    runs = []
+    for o in (ops.attention_varlen_qkvpacked(qkv, ends, 40), ops.attention_varlen(*qkv.unbind(1), ends, 40)):
+        runs.append((o, *torch.autograd.grad(o, qkv, do)))
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+    with pytest.raises(ValueError, match=r"qkv must have shape \(T, 3, H, d\), got \(1, 64, 3, 2, 24\)"):
+        ops.attention_varlen_qkvpacked(qkv[None], ends)
+    with pytest.raises(ValueError, match="cu_seqlens must be on qkv's device"):
+        ops.attention_varlen_qkvpacked(qkv, ends.to("meta"))
+
+
 def test_empty(backend, device):
     q, k, v = (torch.empty(0, 2, 16, device=device, requires_grad=True) for _ in range(3))
     o = ops.attention_varlen(q, k, v, ends_of((0, 0), device=device))

@@ -79,6 +79,15 @@ def attention_varlen_fwd(
     return o[0].detach(), lse.view(-1)  # no view, as in aten.linear
 
 
+def attention_varlen_qkvpacked_fwd(
+    qkv: Tensor, cu_seqlens: Tensor, seed: Tensor | None, max_seqlen: int, scale: float, dropout_p: float, *, call: Call
+) -> tuple[Tensor, Tensor]:
+    """Run `attention_varlen_fwd` on qkv (T, 3, H, d)."""
+    q, k, v = qkv.unbind(1)
+    lengths = max_seqlen, max_seqlen
+    return attention_varlen_fwd(q, k, v, cu_seqlens, None, seed, *lengths, scale, dropout_p, call=call)
+
+
 def _sequences(ends: Tensor, ends_k: Tensor | None, longest: int, longest_k: int, call: Call) -> Sequences:
     """Return the sequences as the kernels read them."""
     if ends_k is None:
@@ -135,16 +144,29 @@ def attention_qkvpacked_bwd(
 
 def attention_varlen_bwd(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, cu_seqlens_k: Tensor | None, o: Tensor,
-    lse: Tensor, seed: Tensor | None, max_seqlen: int, max_seqlen_k: int, scale: float, dropout_p: float, *, call: Call,
+    lse: Tensor, seed: Tensor | None, max_seqlen: int, max_seqlen_k: int, scale: float, dropout_p: float, *,
+    out: Sequence[Tensor] | None = None, call: Call,
 ) -> Gradients:  # fmt: skip
     sequences = _sequences(cu_seqlens, cu_seqlens_k, max_seqlen, max_seqlen_k, call)
-    gradients = Gradients(empty_like(q), empty_like(k), empty_like(v))
+    gradients = Gradients(*out) if out is not None else Gradients(empty_like(q), empty_like(k), empty_like(v))
     batch_of_one = Gradients(*[t[None] for t in gradients])
     launch_backward(
         do[None], q[None], k[None], v[None], None, o[None], lse, seed, scale, dropout_p, False, batch_of_one,
         sequences, call,
     )  # fmt: skip
     return gradients
+
+
+def attention_varlen_qkvpacked_bwd(
+    do: Tensor, qkv: Tensor, cu_seqlens: Tensor, o: Tensor, lse: Tensor, seed: Tensor | None, max_seqlen: int,
+    scale: float, dropout_p: float, *, call: Call,
+) -> Tensor:  # fmt: skip
+    dqkv = empty_like(qkv)
+    q, k, v = qkv.unbind(1)
+    out = dqkv.unbind(1)
+    lengths = max_seqlen, max_seqlen
+    attention_varlen_bwd(do, q, k, v, cu_seqlens, None, o, lse, seed, *lengths, scale, dropout_p, out=out, call=call)
+    return dqkv
 
 
 class BackwardTensors(NamedTuple):

@@ -40,7 +40,7 @@ def _bwd_flops(
 # sequence by sequence (H, N), else as attention's.
 attention_varlen_fwd = register(
     "attention_varlen_fwd(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, Tensor? cu_seqlens_k, Tensor? seed,"
-    " int max_seqlen, int max_seqlen_k, float scale, float dropout_p) -> (Tensor o, Tensor lse)",
+    " SymInt max_seqlen, SymInt max_seqlen_k, float scale, float dropout_p) -> (Tensor o, Tensor lse)",
     aten=aten.attention_varlen_fwd,
     launch="attention.launch",
     fake=_fwd_fake,
@@ -49,7 +49,7 @@ attention_varlen_fwd = register(
 )
 attention_varlen_bwd = register(
     "attention_varlen_bwd(Tensor do, Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, Tensor? cu_seqlens_k, Tensor o,"
-    " Tensor lse, Tensor? seed, int max_seqlen, int max_seqlen_k, float scale, float dropout_p)"
+    " Tensor lse, Tensor? seed, SymInt max_seqlen, SymInt max_seqlen_k, float scale, float dropout_p)"
     " -> (Tensor dq, Tensor dk, Tensor dv)",
     aten=aten.attention_varlen_bwd,
     launch="attention.launch",
@@ -150,9 +150,9 @@ def _checked(
     if v.shape != k.shape:
         raise ValueError(f"v must have k's shape {tuple(k.shape)}, got {tuple(v.shape)}")
     scale = checked_scale(d, scale, dropout_p)
-    longest = longest_k = _checked_lengths("", q, cu_seqlens, max_seqlen)
+    longest = longest_k = checked_lengths("q", q, cu_seqlens, max_seqlen)
     if cu_seqlens_k is not None:
-        longest_k = _checked_lengths("_k", k, cu_seqlens_k, max_seqlen_k)
+        longest_k = checked_lengths("q", k, cu_seqlens_k, max_seqlen_k, "_k")
         if cu_seqlens_k.shape != cu_seqlens.shape:
             raise ValueError(
                 f"cu_seqlens_k must have cu_seqlens' shape {tuple(cu_seqlens.shape)}, got {tuple(cu_seqlens_k.shape)}"
@@ -163,15 +163,16 @@ def _checked(
     return needs_autograd("attention_varlen", q, k, v), options
 
 
-def _checked_lengths(which: str, x: Tensor, cu_seqlens: Any, max_seqlen: Any) -> int:
-    """Check both, of q or, with "_k", of k; return max_seqlen."""
+def checked_lengths(name: str, x: Tensor, cu_seqlens: Any, max_seqlen: Any, which: str = "") -> int:
+    """Check both for x (T, ...), on the device of the tensor of that name; return max_seqlen. which: "_k" for those of
+    k."""
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
         found = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
         raise TypeError(f"cu_seqlens{which} must be a tensor of int32 or int64, got {found}")
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
         raise ValueError(f"cu_seqlens{which} must have shape (B + 1,) with B > 0, got {tuple(cu_seqlens.shape)}")
     if cu_seqlens.device != x.device:
-        raise ValueError(f"cu_seqlens{which} must be on q's device {x.device}, got {cu_seqlens.device}")
+        raise ValueError(f"cu_seqlens{which} must be on {name}'s device {x.device}, got {cu_seqlens.device}")
     if max_seqlen is None:
         return max(x.shape[0], 1)
     if not isinstance(max_seqlen, int | torch.SymInt) or isinstance(max_seqlen, bool):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fastvit.ops.attention.aten import attention_bwd, attention_fwd
+from fastvit.ops.runtime.device import is_fake
 from fastvit.ops.runtime.dtypes import stat_dtype
 
 
@@ -26,15 +27,34 @@ def attention_varlen_fwd(
 
 def attention_varlen_bwd(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, cu_seqlens_k: Tensor | None, o: Tensor,
-    lse: Tensor, seed: Tensor | None, max_seqlen: int, max_seqlen_k: int, scale: float, dropout_p: float,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
+    lse: Tensor, seed: Tensor | None, max_seqlen: int, max_seqlen_k: int, scale: float, dropout_p: float, *,
+    out: Sequence[Tensor] | None = None,
+) -> Sequence[Tensor]:  # fmt: skip
+    dq, dk, dv = out or [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v)]
     of_q, of_k = (do, q, o, dq), (k, v, dk, dv)
     sequences = _sequences(cu_seqlens, cu_seqlens_k, max_seqlen, max_seqlen_k, seed, lse, of_q, of_k)
     for (its_do, its_q, its_o, to_q), (its_k, its_v, *to_k), of_sequence, its_seed in sequences:
         tensors = its_do, its_q, its_k, its_v, None, its_o, of_sequence, its_seed
         attention_bwd(*tensors, scale, dropout_p, out=(to_q, *to_k))
     return dq, dk, dv
+
+
+def attention_varlen_qkvpacked_fwd(
+    qkv: Tensor, cu_seqlens: Tensor, seed: Tensor | None, max_seqlen: int, scale: float, dropout_p: float
+) -> tuple[Tensor, Tensor]:
+    q, k, v = qkv.unbind(1)
+    return attention_varlen_fwd(q, k, v, cu_seqlens, None, seed, max_seqlen, max_seqlen, scale, dropout_p)
+
+
+def attention_varlen_qkvpacked_bwd(
+    do: Tensor, qkv: Tensor, cu_seqlens: Tensor, o: Tensor, lse: Tensor, seed: Tensor | None, max_seqlen: int,
+    scale: float, dropout_p: float,
+) -> Tensor:  # fmt: skip
+    dqkv = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
+    (q, k, v), out = qkv.unbind(1), dqkv.unbind(1)
+    lengths = max_seqlen, max_seqlen
+    attention_varlen_bwd(do, q, k, v, cu_seqlens, None, o, lse, seed, *lengths, scale, dropout_p, out=out)
+    return dqkv
 
 
 def _sequences(
@@ -44,6 +64,10 @@ def _sequences(
     """Yield each sequence's parts (1, N, H, d) of q's tensors (T, H, d), of those of k, and (1, H, N) of lse, and a
     seed."""
     T, H, _ = of_q[0].shape
+    if is_fake(cu_seqlens):  # the longest sequence needs the memory of all
+        N, keys = min(max_seqlen, T), min(max_seqlen_k, of_k[0].shape[0])
+        yield [t[None, :N] for t in of_q], [t[None, :keys] for t in of_k], lse[: N * H].view(1, H, N), seed
+        return
     ends = ends_k = _checked("", cu_seqlens, max_seqlen, T)
     if cu_seqlens_k is not None:
         ends_k = _checked("_k", cu_seqlens_k, max_seqlen_k, of_k[0].shape[0])

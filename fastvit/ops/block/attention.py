@@ -12,6 +12,7 @@ from fastvit.ops.attention.op import (
     check_mask,
     checked_scale,
 )
+from fastvit.ops.attention.varlen import checked_lengths
 from fastvit.ops.block.attention_node import AttentionInputs, AttentionOptions, NormAttention
 from fastvit.ops.block.norm_linear import (
     Biases,
@@ -54,14 +55,15 @@ def layer_norm_attention(
     *, eps: float = 1e-6, norm: str = "layer", scale: float | None = None, dropout_p: float = 0.0,
     layer_scale: Tensor | None = None, row_scale: Tensor | None = None, residual: Tensor | None = None,
     rotary: Rotary | None = None, scale_norm: Norm | None = None, qk_norm: tuple[Norm, Norm] | None = None,
-    attn_mask: Tensor | None = None, is_causal: bool = False, recompute: str = "none",
+    attn_mask: Tensor | None = None, is_causal: bool = False, cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None, recompute: str = "none",
 ) -> Tensor:  # fmt: skip
     """Compute residual + row_scale * layer_scale * proj(attention(LayerNorm(x))), multi-head self-attention (Vaswani et
     al. 2017, section 3.2.2), as one autograd node. It saves x, float32 statistics and what `recompute` says; the
     backward pass computes the normalised rows again.
 
     Args:
-        x: (B, N, D); float32, float16, bfloat16 or float64, any strides.
+        x: (B, N, D), or (T, D) with cu_seqlens; float32, float16, bfloat16 or float64, any strides.
         norm_weight, norm_bias: (D,), x's dtype; the bias may be None.
         qkv_weight: (3 * num_heads * head_dim, D), x's dtype, the rows of q, then k, then v; or the three as a sequence.
             head_dim is a multiple of 8 from 16 to 256.
@@ -73,9 +75,10 @@ def layer_norm_attention(
         scale: factor of the scores; head_dim^-0.5 if None.
         dropout_p: probability of dropping an attention weight, in [0, 1), as in `attention`. Pass 0 in evaluation.
         layer_scale: (out,) LayerScale's gamma (Touvron et al. 2021), x's dtype, or None.
-        row_scale: (B,) one factor a sample, as DropPath draws them (Huang et al. 2016), or None. Not differentiated.
-        residual: (B, N, out), or None. Its dtype may be wider than x's. When it is x itself, its gradient joins inside
-            the LayerNorm's backward pass.
+        row_scale: (B,) one factor a sample, as DropPath draws them (Huang et al. 2016), or None; with cu_seqlens (T,),
+            one a token. Not differentiated.
+        residual: (B, N, out), with cu_seqlens (T, out), or None. Its dtype may be wider than x's. When it is x itself,
+            its gradient joins inside the LayerNorm's backward pass.
         rotary: rotary positions of q and k, which are rotated in place, forward and backward, or None. The tables are
             not differentiated: for learnt ones put `rotary_qkvpacked` between `layer_norm_linear` and
             `attention_qkvpacked`.
@@ -86,26 +89,29 @@ def layer_norm_attention(
             normalised again in the backward pass.
         attn_mask: broadcastable to (B, num_heads, N, N), or None, as in `attention`.
         is_causal: token i sees tokens 0 to i only, as in `attention`.
+        cu_seqlens, max_seqlen: x has the tokens of several sequences one after the other, and attention stays within
+            each, as in `attention_varlen`. They take neither attn_mask nor is_causal, and rotary has tables of
+            (T, head_dim) with P = 0; sines of 0 and cosines of 1 leave a token as it is.
         recompute: what else the backward pass computes again. "none" saves x, q, k, v and attention's output;
             "attention" saves x, q, k and v, and runs attention's forward pass again; "qkv" saves x and attention's
             output, and runs the layer of q, k and v again, with the rotation; "all" saves x.
 
     Returns:
-        (B, N, out), contiguous, in the dtype that x and residual promote to. Under autocast weights, biases and the
-        LayerNorm's output are cast to its dtype, x's dtype may differ from theirs, and the output's dtype is what
-        PyTorch gives for the formula.
+        (B, N, out), with cu_seqlens (T, out), contiguous, in the dtype that x and residual promote to. Under autocast
+        weights, biases and the LayerNorm's output are cast to its dtype, x's dtype may differ from theirs, and the
+        output's dtype is what PyTorch gives for the formula.
 
     Raises:
         TypeError, ValueError: naming the argument, for dtypes, devices, shapes and values that do not fit.
     """
     before, epilogue = (norm_weight, norm_bias, eps, norm), (layer_scale, row_scale, residual)
     tensors = x, norm_weight, norm_bias, qkv_weight, qkv_bias, proj_weight, proj_bias, layer_scale, row_scale
-    after = None if residual is x else residual, rotary, scale_norm, qk_norm, attn_mask
-    options = residual is x, num_heads, type(num_heads), eps, norm, scale, dropout_p, is_causal, recompute
+    after = None if residual is x else residual, rotary, scale_norm, qk_norm, attn_mask, cu_seqlens
+    options = residual is x, num_heads, type(num_heads), eps, norm, scale, dropout_p, is_causal, recompute, max_seqlen
     call = begin("layer_norm_attention", (*tensors, *after), options)
     autograd, o = call.once(
         "checked", _checked, x, before, qkv_weight, qkv_bias, proj_weight, proj_bias, num_heads, scale, dropout_p,
-        epilogue, rotary, scale_norm, qk_norm, attn_mask, is_causal, recompute,
+        epilogue, rotary, scale_norm, qk_norm, attn_mask, is_causal, cu_seqlens, max_seqlen, recompute,
     )  # fmt: skip
     q_weight, k_weight, v_weight, q_bias, k_bias, v_bias = _of_three(qkv_weight, qkv_bias)
     of_scale = NO_NORM if scale_norm is None else Norm(*scale_norm)
@@ -119,7 +125,8 @@ def layer_norm_attention(
         layer_scale=layer_scale, row_scale=row_scale,
         residual=None if residual is x else residual,  # torch.compile refuses one tensor as two inputs
         mask=None if attn_mask is None else broadcast_mask(attn_mask, x.shape[1]),
-        seed=draw_seeds(1, x.device) if dropout_p else None, sin=sin, cos=cos, options=o, call=call,
+        cu_seqlens=cu_seqlens, seed=draw_seeds(1, x.device) if dropout_p else None, sin=sin, cos=cos, options=o,
+        call=call,
     )  # fmt: skip
     out: Tensor = run(NormAttention, autograd, t)
     return out
@@ -137,12 +144,21 @@ def _checked(
     x: Tensor, before: NormTuple, qkv_weight: Weights, qkv_bias: Biases, proj_weight: Tensor, proj_bias: Tensor | None,
     num_heads: int, scale: float | None, dropout_p: float, epilogue: EpilogueTuple, rotary: Rotary | None,
     scale_norm: Norm | None, qk_norm: tuple[Norm, Norm] | None, attn_mask: Tensor | None, is_causal: bool,
-    recompute: str,
+    cu_seqlens: Tensor | None, max_seqlen: int | None, recompute: str,
 ) -> tuple[bool, AttentionOptions]:  # fmt: skip
     """Check a call; return whether it needs autograd."""
     cast = check_norm_and_layers(x, before, qkv_weight, qkv_bias, ("qkv_weight", "qkv_bias"))
-    if x.dim() != 3:
-        raise ValueError(f"x must have shape (B, N, D), got {tuple(x.shape)}")
+    if x.dim() != (3 if cu_seqlens is None else 2):
+        shape = "(B, N, D)" if cu_seqlens is None else "(T, D) with cu_seqlens"
+        raise ValueError(f"x must have shape {shape}, got {tuple(x.shape)}")
+    B, N = x.shape[:2] if cu_seqlens is None else (1, x.shape[0])
+    longest = None
+    if cu_seqlens is not None:
+        longest = checked_lengths("x", x, cu_seqlens, max_seqlen)
+        if attn_mask is not None or is_causal:
+            raise ValueError("attn_mask must be None and is_causal False with cu_seqlens")
+    elif max_seqlen is not None:
+        raise ValueError(f"max_seqlen must be None without cu_seqlens, got {max_seqlen}")
     check_recompute(recompute, RECOMPUTE)
     check_causal(is_causal)
     head_dim = _head_dim((qkv_weight,) if isinstance(qkv_weight, Tensor) else tuple(qkv_weight), num_heads)
@@ -162,9 +178,9 @@ def _checked(
             raise TypeError(f"qk_norm must be a tuple of two ops.Norm, got {qk_norm!r}")
         q_norm, k_norm = checked_norms(("qk_norm[0]", "qk_norm[1]"), x, qk_norm, head_dim, dtype=cast is None)
     if rotary is not None:
-        check_tables(rotary, "x", x, (*x.shape[:2], num_heads, head_dim), "rotary_qkvpacked")
+        check_tables(rotary, "x", x, (B, N, num_heads, head_dim), "rotary_qkvpacked")
     if attn_mask is not None:
-        check_mask(attn_mask, "x", x, x.shape[0], x.shape[1], num_heads)
+        check_mask(attn_mask, "x", x, B, N, num_heads)
     layers = flat_layers(qkv_weight, qkv_bias)
     tensors = x, *before[:2], *layers, proj_weight, proj_bias, *after[:2], *q_norm[:2], *k_norm[:2], attn_mask
     autograd = needs_autograd("layer_norm_attention", *tensors, branch.layer_scale, branch.residual)
@@ -174,7 +190,7 @@ def _checked(
         scale_rms=after[3] == "rms", qk_eps=q_norm[2], qk_rms=q_norm[3] == "rms", heads=(3, num_heads, head_dim),
         scale=scale, dropout_p=dropout_p, causal=is_causal, residual_is_x=residual is x,
         residual_dtype=None if residual is None else residual.dtype,
-        interleaved=rotary is not None and rotary.interleaved, keep_qkv=autograd and recompute in ("none", "attention"),
-        keep_attended=recompute in ("none", "qkv"), cast=cast,
+        max_seqlen=longest, interleaved=rotary is not None and rotary.interleaved,
+        keep_qkv=autograd and recompute in ("none", "attention"), keep_attended=recompute in ("none", "qkv"), cast=cast,
     )  # fmt: skip
     return autograd, options

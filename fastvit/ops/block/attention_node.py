@@ -16,6 +16,8 @@ from fastvit.ops.attention.op import (
     attention_qkvpacked_bwd_with_mask,
     attention_qkvpacked_fwd,
 )
+from fastvit.ops.attention.varlen import attention_varlen_bwd, attention_varlen_fwd
+from fastvit.ops.attention.varlen_packed import attention_varlen_qkvpacked_bwd, attention_varlen_qkvpacked_fwd
 from fastvit.ops.block.norm_linear import NormedRows, norm_linear_backward, of_each_layer, side_by_side
 from fastvit.ops.layer_norm.op import Residual, layer_norm_fwd, norm_backward
 from fastvit.ops.linear.op import linear_fwd
@@ -43,6 +45,7 @@ class AttentionOptions(NamedTuple):
     causal: bool
     residual_is_x: bool
     residual_dtype: torch.dtype | None  # of a residual that is not x
+    max_seqlen: int | None  # of sequences in x (T, D); None for x (B, N, D)
     interleaved: bool  # rotary positions, if there are any
     keep_qkv: bool  # for the backward pass
     keep_attended: bool  # attention's output and log-sum-exp
@@ -71,6 +74,7 @@ class AttentionInputs(NamedTuple):
     row_scale: Tensor | None
     residual: Tensor | None  # None if it is x
     mask: Tensor | None
+    cu_seqlens: Tensor | None
     seed: Tensor | None
     sin: Tensor | None
     cos: Tensor | None
@@ -106,7 +110,7 @@ class NormAttention(FusedNode):
     casts = ("qkv_weight", "qkv_bias", "k_weight", "k_bias", "v_weight", "v_bias", "proj_weight", "proj_bias")
     saves = (
         "x", "norm_weight", "norm_bias", "qkv_weight", "qkv_bias", "k_weight", "k_bias", "v_weight", "v_bias",
-        "q_norm_weight", "q_norm_bias", "k_norm_weight", "k_norm_bias", "mask", "seed", "sin", "cos",
+        "q_norm_weight", "q_norm_bias", "k_norm_weight", "k_norm_bias", "mask", "cu_seqlens", "seed", "sin", "cos",
         "scale_weight", "scale_bias", "proj_weight", "proj_bias", "layer_scale", "row_scale",
         "mean", "rstd", "qkv", "attended", "lse", "scale_mean", "scale_rstd",
     )  # fmt: skip
@@ -125,7 +129,7 @@ class NormAttention(FusedNode):
         if o.keep_qkv:
             kept["qkv"] = qkv
         del qkv
-        rows = attended.flatten(2)
+        rows = attended.flatten(-2)
         if t.scale_weight is not None:
             norm = t.scale_weight, t.scale_bias, o.scale_eps, t.proj_weight.dtype, o.scale_rms
             rows, kept["scale_mean"], kept["scale_rstd"] = layer_norm_fwd(rows, *norm, call=call.child("scale_norm"))
@@ -140,7 +144,7 @@ class NormAttention(FusedNode):
         return {
             "x": wanted.norm or wanted.weights or qkv_again, "mean": wanted.norm and not o.rms, "rstd": wanted.norm,
             **dict.fromkeys(("qkv_bias", "k_bias", "v_bias"), qkv_again),
-            "qkv": wanted.qkv, "lse": wanted.qkv and keep_attended,
+            "qkv": wanted.qkv, "cu_seqlens": wanted.qkv, "lse": wanted.qkv and keep_attended,
             "attended": (wanted.qkv or wanted.scale_norm or wanted.last) and keep_attended,
             "scale_mean": not o.scale_rms,
         }  # fmt: skip
@@ -180,32 +184,46 @@ class NormAttention(FusedNode):
 
 
 def _packed(t: AttentionInputs, call: Call) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q, k and v, (B, N, 3, H, d), and the norm's mean and rstd. Without norms of their own q and k are rotated;
-    with these, not: their norms' backward pass reads them as they are here."""
+    """Return q, k and v, (B, N, 3, H, d) or (T, 3, H, d), and the norm's mean and rstd. Without norms of their own q
+    and k are rotated; with these, not: their norms' backward pass reads them as they are here."""
     o = t.options
     y, mean, rstd = layer_norm_fwd(t.x, t.norm_weight, t.norm_bias, o.eps, t.qkv_weight.dtype, o.rms, call=call)
     qkv = F.linear(y, t.qkv_weight, t.qkv_bias) if t.k_weight is None else side_by_side(y, *_layers(t))
     del y
-    qkv = qkv.view(*t.x.shape[:2], *o.heads)
+    qkv = qkv.view(*t.x.shape[:-1], *o.heads)
     if t.sin is not None and t.q_norm_weight is None:
-        heads = qkv.flatten(2, 3)
+        heads = _as_batch(qkv.flatten(-3, -2), o)
         heads = rotary_op(heads, t.sin, t.cos, 2 * o.heads[1], o.interleaved, False, call=call, out=heads)
         qkv = heads.view(qkv.shape)
     return qkv, mean, rstd
+
+
+def _as_batch(x: Tensor, o: AttentionOptions) -> Tensor:
+    """View heads (T, H, d) as a batch of one; those of a batch are returned as they are."""
+    return x if o.max_seqlen is None else x[None]
 
 
 def _heads(t: AttentionInputs, qkv: Tensor, call: Call) -> tuple[Tensor, ...]:
     """Return what attention reads: qkv; or q, k and v, if there are norms of q and k."""
     if t.q_norm_weight is None:
         return (qkv,)
-    q, k, v = qkv.unbind(2)
     o, norms = t.options, (t.q_norm_weight, t.q_norm_bias, t.k_norm_weight, t.k_norm_bias)
-    return *qk_norm_fwd(q, k, *norms, t.sin, t.cos, o.qk_eps, o.qk_rms, o.interleaved, call=call), v
+    q, k, v = qkv.unbind(-3)
+    q, k = _as_batch(q, o), _as_batch(k, o)
+    q, k = qk_norm_fwd(q, k, *norms, t.sin, t.cos, o.qk_eps, o.qk_rms, o.interleaved, call=call)
+    return q.view(v.shape), k.view(v.shape), v
 
 
 def _attend(t: AttentionInputs, heads: tuple[Tensor, ...], call: Call) -> tuple[Tensor, Tensor]:
     """Return attention's output and log-sum-exp."""
-    op, o = attention_qkvpacked_fwd if len(heads) == 1 else attention_fwd, t.options
+    o = t.options
+    if o.max_seqlen is not None:
+        cu_seqlens, longest = t.cu_seqlens, o.max_seqlen
+        if len(heads) == 1:
+            return attention_varlen_qkvpacked_fwd(*heads, cu_seqlens, t.seed, longest, o.scale, o.dropout_p, call=call)
+        lengths = longest, longest
+        return attention_varlen_fwd(*heads, cu_seqlens, None, t.seed, *lengths, o.scale, o.dropout_p, call=call)
+    op = attention_qkvpacked_fwd if len(heads) == 1 else attention_fwd
     attended, lse = op(*heads, t.mask, t.seed, o.scale, o.dropout_p, o.causal, call=call)
     return attended, lse
 
@@ -241,7 +259,7 @@ def _scale_norm_backward(
     s: dict[str, Any], g: Tensor, proj: LastLayer, o: AttentionOptions, wanted: _Wanted, shape: torch.Size, call: Call
 ) -> tuple[Any, Any, Tensor | None, Tensor | None]:
     """Return proj's input, or None if it is not saved; and if there is a norm before it, gradients of attention's
-    result, and of the norm's weight and bias. g: of proj's result; shape: (B, N)."""
+    result, and of the norm's weight and bias. g: of proj's result; shape: (B, N) or (T,)."""
     rows = None if s["attended"] is None else s["attended"].view(*shape, proj.weight.shape[1])
     weight, bias = s["scale_weight"], s["scale_bias"]
     if rows is None or weight is None:
@@ -261,17 +279,24 @@ def _qkv_backward(s: dict[str, Any], o: AttentionOptions, wants: Any, found: dic
     """Return the gradient of the packed qkv from s["do"], that of attention's result. Put those of the mask, and of the
     norms of q and k, into `found`."""
     do, qkv, sin, cos = s.pop("do"), s.pop("qkv"), s["sin"], s["cos"]
-    attention = s["mask"], s.pop("attended"), s.pop("lse"), s["seed"], o.scale, o.dropout_p, o.causal
+    of_result = s.pop("attended"), s.pop("lse"), s["seed"]
+    if o.max_seqlen is None:
+        attention: tuple[Any, ...] = s["mask"], *of_result, o.scale, o.dropout_p, o.causal
+    elif s["q_norm_weight"] is None:
+        attention = s["cu_seqlens"], *of_result, o.max_seqlen, o.scale, o.dropout_p
+    else:
+        attention = s["cu_seqlens"], None, *of_result, o.max_seqlen, o.max_seqlen, o.scale, o.dropout_p
     if s["q_norm_weight"] is not None:
         return _normed_qkv_backward(s, do, qkv, attention, o, wants, found, call)
     if wants.mask:
         dqkv, found["mask"] = attention_qkvpacked_bwd_with_mask(do, qkv, *attention, call=call)
     else:
-        dqkv = attention_qkvpacked_bwd(do, qkv, *attention, call=call)
+        op = attention_qkvpacked_bwd if o.max_seqlen is None else attention_varlen_qkvpacked_bwd
+        dqkv = op(do, qkv, *attention, call=call)
     s.pop("heads", None)
     del do, qkv, attention  # before the rotation, which on ATen makes float32 copies
     if sin is not None:
-        heads = dqkv.flatten(2, 3)
+        heads = _as_batch(dqkv.flatten(-3, -2), o)
         dqkv = rotary_op(heads, sin, cos, 2 * o.heads[1], o.interleaved, True, call=call, out=heads)
     return dqkv
 
@@ -283,23 +308,25 @@ def _normed_qkv_backward(
     """Do as `_qkv_backward`, after norms of q and k. attention: the op's arguments after v. The packed gradient is
     written once."""
     sin, cos, q_weight, q_bias = s["sin"], s["cos"], s["q_norm_weight"], s["q_norm_bias"]
-    q, k, _ = qkv.unbind(2)
+    q, k, v = qkv.unbind(-3)
     heads = s.pop("heads", None) or _heads(_saved_inputs(s, o, call), qkv, call)
     # both ops write into the packed gradient, the second over what it reads
     packed = empty_like(qkv) if takes_out(call) else None
-    out = None if packed is None else packed.unbind(2)
+    out = None if packed is None else packed.unbind(-3)
     if wants.mask:
         dq, dk, dv, found["mask"] = attention_bwd_with_mask(do, *heads, *attention, call=call, out=out)
     else:
-        dq, dk, dv = attention_bwd(do, *heads, *attention, call=call, out=out)
+        op = attention_bwd if o.max_seqlen is None else attention_varlen_bwd
+        dq, dk, dv = op(do, *heads, *attention, call=call, out=out)
     del heads
+    dq, dk, q, k = (_as_batch(x, o) for x in (dq, dk, q, k))
     dq, dk, *of_norms = qk_norm_bwd(
         dq, dk, q, k, q_weight, s["k_norm_weight"], sin, cos, o.qk_eps, o.qk_rms, q_bias is not None, o.interleaved,
-        call=call, out=None if out is None else out[:2],
+        call=call, out=None if out is None else (dq, dk),
     )  # fmt: skip
     names = "q_norm_weight", "k_norm_weight", "q_norm_bias", "k_norm_bias"
     found |= {name: t for name, t in zip(names, of_norms, strict=True) if getattr(wants, name)}
-    return torch.stack((dq, dk, dv), 2) if packed is None else packed
+    return torch.stack((dq.view(v.shape), dk.view(v.shape), dv), -3) if packed is None else packed
 
 
 def _input_backward(

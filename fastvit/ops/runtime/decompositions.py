@@ -132,6 +132,13 @@ def attention_varlen_fwd(
     return o[0], lse.new_zeros(T * H).scatter(0, place.flatten().long(), lse.flatten())
 
 
+def attention_varlen_qkvpacked_fwd(
+    qkv: Tensor, cu_seqlens: Tensor, seed: Tensor | None, max_seqlen: int, scale: float, dropout_p: float
+) -> tuple[Tensor, Tensor]:
+    q, k, v = qkv.unbind(1)
+    return attention_varlen_fwd(q, k, v, cu_seqlens, None, seed, max_seqlen, max_seqlen, scale, dropout_p)
+
+
 def rotary(x: Tensor, sin: Tensor, cos: Tensor, rotated: int, interleaved: bool, transposed: bool) -> Tensor:
     P = x.shape[1] - sin.shape[2]
     turned = rotated_part(x, sin, rotated).to(torch.promote_types(promoted_dtype(x, sin, cos), torch.float32))

@@ -156,6 +156,9 @@ OF_HEADS = {
         "attention_varlen",
         {"q": ("BN", "H", "d"), **dict.fromkeys("kv", ("T", "H", "d")), "cu_seqlens": (4,), "cu_seqlens_k": (4,)},
     ),
+    "attention_varlen_qkvpacked": OpCase(
+        "attention_varlen_qkvpacked", {"qkv": ("BN", 3, "H", "d"), "cu_seqlens": (4,)}
+    ),
     "rotary halves": OpCase("rotary", {"x": HEAD, **TABLES}),
     "rotary interleaved": OpCase("rotary", {"x": HEAD, **TABLES}, {"interleaved": True}),
     "rotary_qkvpacked": OpCase("rotary_qkvpacked", {"qkv": ("B", "N", 3, "H", "d"), **TABLES}),
@@ -164,6 +167,10 @@ OF_HEADS = {
         "qk_norm", {"q": HEAD, "k": HEAD, **QK_WEIGHTS, **FIXED_TABLES, "q_bias": ("d",), "k_bias": ("d",)}
     ),
     "layer_norm_attention": OpCase("layer_norm_attention", {**X, **NORM, **QKV, **SCALES}),
+    "layer_norm_attention lengths": OpCase(
+        "layer_norm_attention",
+        {"x": ("BN", "D"), **NORM, **QKV, "layer_scale": ("D",), "row_scale": ("BN",), "cu_seqlens": (4,)},
+    ),
     "layer_norm_attention qk_norm": OpCase("layer_norm_attention", {**X, **NORM, **QKV, **QK_WEIGHTS}),
 }
 OF_TOKENS = {
@@ -223,7 +230,7 @@ class Case:
         drawn: dict[str, Tensor] = {}
         for seed, (name, shape) in enumerate(self.shapes.items(), 100 * draw):
             if name.startswith("cu_seqlens"):  # three sequences
-                T = drawn["k" if name.endswith("k") else "q"].shape[0]
+                T = len(drawn["k"] if name.endswith("k") else next(iter(drawn.values())))
                 drawn[name] = torch.tensor([0, T // 7, T // 2, T], device=device)
                 continue
             t = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)

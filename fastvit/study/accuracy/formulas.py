@@ -81,6 +81,12 @@ def attention_varlen(
     return torch.cat(outputs)
 
 
+def attention_varlen_qkvpacked(qkv: Tensor, *lengths: Any, **options: Any) -> Tensor:
+    """(T, 3, H, d) -> (T, H, d), with the options of `attention_varlen`."""
+    q, k, v = qkv.unbind(1)
+    return attention_varlen(q, k, v, *lengths, **options)
+
+
 def rotary(x: Tensor, rotary: Rotary) -> Tensor:
     """(B, N, H, d) -> the same. Prefix tokens are turned by no angle, which is faster than to take them out."""
     sin, cos, P, interleaved = rotary
@@ -175,16 +181,19 @@ def layer_norm_attention(
     x: Tensor, norm_weight: Tensor, norm_bias: Tensor | None, qkv_weight: Any, qkv_bias: Any, proj_weight: Tensor,
     proj_bias: Tensor | None, num_heads: int, *, eps: float = 1e-6, norm: str = "layer",
     rotary: Rotary | None = None, qk_norm: tuple[Norm, Norm] | None = None, scale_norm: Norm | None = None,
-    attn_mask: Tensor | None = None, scale: float | None = None, factors: Tensor | None = None, sdpa: bool = False,
-    **branch: Any,
+    attn_mask: Tensor | None = None, cu_seqlens: Tensor | Sequence[int] | None = None, max_seqlen: int | None = None,
+    scale: float | None = None, factors: Tensor | None = None, sdpa: bool = False, **branch: Any,
 ) -> Tensor:  # fmt: skip
     qkv = layer_norm_linear(x, norm_weight, norm_bias, qkv_weight, qkv_bias, eps=eps, norm=norm)
-    q, k, v = qkv.unflatten(-1, (3, num_heads, -1)).unbind(2)
+    q, k, v = qkv.unflatten(-1, (3, num_heads, -1)).unbind(-3)
     if qk_norm is not None:
         q, k = _qk_norm(q, k, *qk_norm, rotary)
     elif rotary is not None:
         q, k = _rotary(q, rotary), _rotary(k, rotary)
-    out = attention(q, k, v, attn_mask=attn_mask, scale=scale, factors=factors, sdpa=sdpa).flatten(2)
+    if cu_seqlens is not None:
+        out = attention_varlen(q, k, v, cu_seqlens, scale=scale, sdpa=sdpa).flatten(1)
+    else:
+        out = attention(q, k, v, attn_mask=attn_mask, scale=scale, factors=factors, sdpa=sdpa).flatten(2)
     out = out if scale_norm is None else layer_norm(out, *scale_norm)
     return linear(out, proj_weight, proj_bias, **branch)
 
