@@ -69,7 +69,14 @@ class VisionTransformerDistilled(VisionTransformer):
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Any:
         """Map tokens (B, N, D) to logits, a pair of them in distilled training, or with pre_logits to the mean of both
         tokens (B, D)."""
-        cls, dist = self.head_drop(x[:, 0]), self.head_drop(x[:, 1])
+        return self._classify_both(x[:, 0], x[:, 1], pre_logits)
+
+    def _classify_packed(self, x: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Any:
+        first = cu_seqlens[:-1]
+        return self._classify_both(x.index_select(0, first), x.index_select(0, first + 1), False)
+
+    def _classify_both(self, cls: Tensor, dist: Tensor, pre_logits: bool) -> Any:
+        cls, dist = self.head_drop(cls), self.head_drop(dist)
         if not pre_logits:
             cls, dist = self.head(cls), self.head_dist(dist)
             if self.distilled_training and self.training:

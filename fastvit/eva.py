@@ -13,6 +13,7 @@ from fastvit.eva_layers import EvaBlock
 from fastvit.modules.arguments import Pair, by_name, check_choice, check_flags, check_integers
 from fastvit.modules.eva import ATTENTION
 from fastvit.modules.norms import NORM_LAYERS, NormLayer
+from fastvit.modules.packing import Images, Packed
 from fastvit.modules.parts import LayerFactory
 from fastvit.rope import RotaryEmbeddingCat, RotaryEmbeddingDinoV3
 from fastvit.vit import VisionTransformer
@@ -133,3 +134,11 @@ class Eva(VisionTransformer):
     def _embedded(self, x: Tensor) -> tuple[Any, ...]:
         rope = None if self.rope is None else self.rope.get_embed(self._grid_of(x), x.device)
         return *super()._embedded(x), rope
+
+    def _embedded_list(self, images: Images) -> tuple[Packed, tuple[Any, ...]]:
+        packed, _ = super()._embedded_list(images)
+        rope, P, device = self.rope, self.num_prefix_tokens, packed.tokens.device
+        if rope is None:
+            return packed, (None,)
+        tables = [rope.of_image(entry.grid, P, device) for entry in packed.entries for _ in range(entry.batch or 1)]
+        return packed, (torch.cat(tables),)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fastvit.modules.arguments import check_choice, check_flags, checked_indices
-from fastvit.modules.parts import mask_arguments
+from fastvit.modules.packing import Images, Packed
+from fastvit.modules.parts import check_unmasked, mask_arguments
 
 __all__ = ["Backbone"]
 
@@ -35,21 +36,35 @@ class Backbone(nn.Module):
         super().__init__()
         self.grad_checkpointing = False
 
-    def forward_features(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+    def forward_features(self, x: Tensor | Images, attn_mask: Tensor | None = None, is_causal: bool = False) -> Any:
         """Map an image (B, C, H, W) to the tokens after the last block and `norm`, (B, P + n, D).
 
         Args:
-            x: image.
+            x: image; or a list of images of any sizes that the patch divides, also with dynamic_img_size=False, of one
+                dtype and device. An entry is an image (C, H, W) or a batch (B, C, H, W). The tokens of all images run
+                together, without padding (Dehghani et al. 2023, arXiv:2307.06304); each image has the results that it
+                has alone.
             attn_mask, is_causal: of every block, as in `fastvit.Attention`; its N = P + n tokens include the prefix.
+                Not for a list.
+
+        Returns:
+            The tokens; for a list a list of the tokens of each entry, (P + n, D) or (B, P + n, D), views of one tensor.
+
+        Raises:
+            TypeError, ValueError: naming the entry of a list that does not fit.
         """
-        x, *rest = self._embedded(x)
+        if isinstance(x, list | tuple):
+            check_unmasked(attn_mask, is_causal, "a list of images")
+            packed, rest = self._embedded_list(x)
+            return packed.split(self._blocks_packed(packed.tokens, packed.cu_seqlens, packed.max_seqlen, *rest))
+        tokens, *others = self._embedded(x)
         masks = mask_arguments(attn_mask, is_causal)
-        if rest or masks or (self.grad_checkpointing and torch.is_grad_enabled()):
+        if others or masks or (self.grad_checkpointing and torch.is_grad_enabled()):
             for i in range(len(self.blocks)):
-                x = self._run_block(i, x, *rest, **masks)
+                tokens = self._run_block(i, tokens, *others, **masks)
         else:
-            x = self.blocks(x)
-        return self.norm(x)
+            tokens = self.blocks(tokens)
+        return self.norm(tokens)
 
     def forward_intermediates(
         self, x: Tensor, indices: Indices | None = None, return_prefix_tokens: bool = False, norm: bool = False,
@@ -59,7 +74,8 @@ class Backbone(nn.Module):
         """Return the patches' tokens after chosen blocks, as timm's method of this name.
 
         Args:
-            x: image (B, C, H, W).
+            x: image (B, C, H, W), or a list as in `forward_features`. For a list there is a list instead of each
+                tensor, with an element for each entry; an image (C, H, W) has no dimension B.
             indices: blocks, counted from the end if negative; an integer n stands for the last n, None for all. The
                 result is in the order of the blocks, each once.
             return_prefix_tokens: return pairs with the prefix tokens, (B, P, D), if the model has any.
@@ -87,14 +103,15 @@ class Backbone(nn.Module):
         depth = len(self.blocks)
         taken = checked_indices("indices", depth if indices is None else indices, depth)
         masks = mask_arguments(attn_mask, is_causal)
-        x, patches, prefix = self._intermediates(x, taken, norm, stop_early, output_fmt == "NCHW", masks)
+        reshape = output_fmt == "NCHW"
+        last, patches, prefix, by_entry = self._intermediates(x, taken, norm, stop_early, reshape, masks)
         if output_dict:
             found: dict[str, Any] = {"image_intermediates": patches}
             if return_prefix_tokens and prefix:
                 found["image_intermediates_prefix"] = prefix
-            return found if intermediates_only else {**found, "image_features": self.norm(x)}
+            return found if intermediates_only else {**found, "image_features": by_entry(self.norm(last))}
         pairs = list(zip(patches, prefix, strict=True)) if return_prefix_tokens and prefix else patches
-        return pairs if intermediates_only else (self.norm(x), pairs)
+        return pairs if intermediates_only else (by_entry(self.norm(last)), pairs)
 
     def get_intermediate_layers(
         self, x: Tensor, n: Indices = 1, reshape: bool = False, *, return_prefix_tokens: bool = False,
@@ -106,7 +123,7 @@ class Backbone(nn.Module):
         `reshape`, whose order differs between the two, are taken by name only.
 
         Args:
-            x: image (B, C, H, W).
+            x: image (B, C, H, W), or a list as in `forward_intermediates`.
             n: how many of the last blocks, or the blocks' indices, counted from the end if negative.
             reshape: (B, D, h, w) instead of (B, n, D).
             return_prefix_tokens: timm's: return pairs with the prefix tokens, (B, P, D), if the model has any.
@@ -131,9 +148,9 @@ class Backbone(nn.Module):
             raise ValueError("return_class_token must be False for a model with class_token=False, got True")
         taken = checked_indices("n", n, len(self.blocks))
         masks = mask_arguments(attn_mask, is_causal)
-        _, patches, prefix = self._intermediates(x, taken, norm, True, reshape, masks)
+        _, patches, prefix, _ = self._intermediates(x, taken, norm, True, reshape, masks)
         if return_class_token:
-            return tuple((y, tokens[:, 0]) for y, tokens in zip(patches, prefix, strict=True))
+            return tuple((y, _each(t, lambda t: t[..., 0, :])) for y, t in zip(patches, prefix, strict=True))
         if return_prefix_tokens and prefix:
             return tuple(zip(patches, prefix, strict=True))
         return tuple(patches)
@@ -181,6 +198,10 @@ class Backbone(nn.Module):
         """Return the first block's tokens (B, P + n, D) of an image, and further arguments that all blocks take."""
         raise NotImplementedError
 
+    def _embedded_list(self, images: Images) -> tuple[Packed, tuple[Any, ...]]:
+        """Return the first block's tokens of a list of images, and further arguments that all blocks take."""
+        raise NotImplementedError
+
     def _grid_of(self, x: Tensor) -> tuple[int, int]:
         """Return the patch grid (h, w) of an image."""
         raise NotImplementedError
@@ -196,21 +217,49 @@ class Backbone(nn.Module):
             return checkpoint(block, x, *rest, use_reentrant=False, **masks)
         return block(x, *rest, **masks)
 
+    def _blocks_packed(self, x: Tensor, cu_seqlens: Tensor, max_seqlen: int, *rest: Any) -> Tensor:
+        """Run all blocks and `norm` on the tokens (T, D) of a list of images."""
+        for i in range(len(self.blocks)):
+            x = self._run_block(i, x, *rest, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
+        return self.norm(x)
+
     def _intermediates(
-        self, image: Tensor, taken: Collection[int], norm: bool, stop_early: bool, reshape: bool, masks: dict[str, Any]
-    ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        """Return the tokens after the last block that ran, and the patches and prefix tokens after the taken blocks."""
-        grid = self._grid_of(image)
-        x, *rest = self._embedded(image)
+        self, images: Any, taken: Collection[int], norm: bool, stop_early: bool, reshape: bool,
+        masks: dict[str, Any],
+    ) -> tuple[Tensor, list[Any], list[Any], Callable[[Tensor], Any]]:  # fmt: skip
+        """Return the tokens after the last block that ran, the patches and prefix tokens after the taken blocks, and a
+        function that returns the tokens of a list by entry, or an image's as they are."""
+        by_entry: Callable[[Tensor], Any] = lambda y: y  # noqa: E731
+        grids: Any
+        if isinstance(images, list | tuple):
+            check_unmasked(**masks, of="a list of images")
+            packed, rest = self._embedded_list(images)
+            x, by_entry, grids = packed.tokens, packed.split, [entry.grid for entry in packed.entries]
+            masks = {"cu_seqlens": packed.cu_seqlens, "max_seqlen": packed.max_seqlen}
+        else:
+            grids = self._grid_of(images)
+            x, *rest = self._embedded(images)  # type: ignore[assignment]
         last = max(taken) if stop_early else len(self.blocks) - 1
         kept = []
         for i in range(last + 1):
             x = self._run_block(i, x, *rest, **masks)
             if i in taken:
                 kept.append(self.norm(x) if norm else x)
-        P = self.num_prefix_tokens
-        prefix = [y[:, :P] for y in kept] if P else []
-        patches = [y[:, P:] for y in kept]
+        P, outputs = self.num_prefix_tokens, [by_entry(y) for y in kept]
+        prefix = [_each(y, lambda t: t[..., :P, :]) for y in outputs] if P else []
+        patches = [_each(y, lambda t: t[..., P:, :]) for y in outputs]
         if reshape:
-            patches = [y.transpose(1, 2).unflatten(2, grid).contiguous() for y in patches]
-        return x, patches, prefix
+            patches = [_each(y, _as_image, grids) for y in patches]
+        return x, patches, prefix, by_entry
+
+
+def _each(y: Any, function: Callable[..., Any], of_entries: Any = None) -> Any:
+    """Call a function with a tensor, or with each of a list. of_entries: its second argument, or a list of these."""
+    if isinstance(y, Tensor):
+        return function(y) if of_entries is None else function(y, of_entries)
+    return [_each(t, function, None if of_entries is None else of_entries[i]) for i, t in enumerate(y)]
+
+
+def _as_image(patches: Tensor, grid: tuple[int, int]) -> Tensor:
+    """(..., n, D) -> (..., D, h, w), contiguous."""
+    return patches.transpose(-2, -1).unflatten(-1, grid).contiguous()

@@ -11,6 +11,7 @@ import math
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastvit.modules.arguments import (
@@ -21,6 +22,7 @@ from fastvit.modules.arguments import (
     check_number,
     checked_pair,
 )
+from fastvit.modules.positions import remembered
 
 __all__ = ["RotaryEmbeddingCat", "RotaryEmbeddingDinoV3"]
 
@@ -60,6 +62,18 @@ class _Axial(nn.Module):
         if self.rotate_half:
             return torch.cat([half for table in tables for half in (table, table)], dim=-1)
         return torch.cat([table.repeat_interleave(2, -1) for table in tables], dim=-1)
+
+    def of_image(self, shape: tuple[int, int], num_prefix_tokens: int, device: torch.device) -> Tensor:
+        """Return the table of `get_embed` after prefix tokens, which it leaves as they are: (P + H * W, 2 * dim). It is
+        kept for later calls, and must not be changed."""
+        config = tuple([(k, v) for k, v in vars(self).items() if not k.startswith("_") and k != "training"])
+
+        def make() -> Tensor:
+            table = self.get_embed(shape, device)
+            prefix = F.pad(table.new_zeros(num_prefix_tokens, self.dim), (0, self.dim), value=1.0)
+            return torch.cat((prefix, table))
+
+        return remembered((type(self), config, shape, num_prefix_tokens, device), make)
 
     def extra_repr(self) -> str:
         return f"dim={self.dim}, temperature={self.temperature:g}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -27,10 +28,11 @@ from fastvit.modules.block import BLOCKS, MLP_LAYERS, Block
 from fastvit.modules.head import Head
 from fastvit.modules.mlp import Mlp
 from fastvit.modules.norms import NORM_LAYERS, NormLayer
+from fastvit.modules.packing import Images, Packed, embed_images
 from fastvit.modules.parts import ACT_LAYERS, ActLayer, LayerFactory
 from fastvit.modules.patch_embed import PatchEmbed, join_tokens
 from fastvit.modules.pooling import AttentionPoolLatent, check_pool, check_pool_size
-from fastvit.modules.positions import FIXED, fixed_positions, resample_abs_pos_embed
+from fastvit.modules.positions import FIXED, fixed_positions, remembered, resample_abs_pos_embed
 
 
 class VisionTransformer(Head):
@@ -131,6 +133,7 @@ class VisionTransformer(Head):
         self.num_classes = num_classes
         self.in_chans = in_chans
         self.global_pool = global_pool
+        self.num_heads = num_heads
         self.num_features = self.head_hidden_size = self.embed_dim = embed_dim
         self.has_class_token = class_token
         self.num_reg_tokens = reg_tokens
@@ -225,18 +228,23 @@ class VisionTransformer(Head):
     def _embedded(self, x: Tensor) -> tuple[Any, ...]:
         return (self.norm_pre(self.pos_drop(self._tokens(x))),)
 
-    def _grid_of(self, x: Tensor) -> tuple[int, int]:
-        embed = self.patch_embed
-        return embed.grid_of(x) if isinstance(embed, PatchEmbed) else embed.grid_size
+    def _embedded_list(self, images: Images) -> tuple[Packed, tuple[Any, ...]]:
+        packed = embed_images(self, images)
+        return packed._replace(tokens=self.norm_pre(self.pos_drop(packed.tokens))), ()
 
-    def _tokens(self, x: Tensor) -> Tensor:
-        """Embed an image (B, C, H, W): prefix tokens, then patches with their positions, (B, P + n, D)."""
+    def _grid_of(self, x: Tensor, any_size: bool = False) -> tuple[int, int]:
         embed = self.patch_embed
-        pos, prefix = self._position_and_prefix(self._grid_of(x))
+        return embed.grid_of(x, any_size) if isinstance(embed, PatchEmbed) else embed.grid_size
+
+    def _tokens(self, x: Tensor, any_size: bool = False) -> Tensor:
+        """Embed an image (B, C, H, W): prefix tokens, then patches with their positions, (B, P + n, D). any_size: as
+        `PatchEmbed` takes it."""
+        embed, option = self.patch_embed, {"any_size": True} if any_size else {}
+        pos, prefix = self._position_and_prefix(self._grid_of(x, any_size))
         if read_or_none(submodules, self, patch_embed={PatchEmbed}):
             # by name: modules' trackers (FLOP counters) take the gradients of positional arguments for granted
-            return embed(x, pos_embed=pos, prefix=prefix)
-        return join_tokens(embed(x), pos, prefix)
+            return embed(x, pos_embed=pos, prefix=prefix, **option)
+        return join_tokens(embed(x, **option), pos, prefix)
 
     def _prefix_tokens(self) -> list[Tensor]:
         """Return the learnt tokens before the patches in their order, (1, count, D) each."""
@@ -261,7 +269,9 @@ class VisionTransformer(Head):
         """Return pos_embed, (1, P + n, D) or with no_embed_class (1, n, D), for another patch grid: interpolated, or
         computed if it is fixed."""
         if self.fixed_positions is not None and grid != old_grid:
-            return self.fixed_table(grid).to(pos_embed)
+            key = self.fixed_positions, pos_embed.shape[2], grid, pos_embed.shape[1] - math.prod(old_grid)
+            like = pos_embed.dtype, pos_embed.device
+            return remembered((*key, *like), lambda: self.fixed_table(grid).to(pos_embed))
         P = 0 if self.no_embed_class else self.num_prefix_tokens
         return resample_abs_pos_embed(pos_embed, grid, old_grid, num_prefix_tokens=P)
 

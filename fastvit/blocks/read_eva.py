@@ -78,10 +78,13 @@ def _drop_path(module: Any) -> tuple[float, bool]:
     return module.drop_prob, module.scale_by_keep
 
 
-def rotary(module: Any, x: Tensor, rope: Tensor | None = None, *_: Any, **__: Any) -> Rotary | None:
-    """Describe the rotary tables of a call. rope: sin and cos side by side, (..., N - P, 2 * d)."""
+def rotary(
+    module: Any, x: Tensor, rope: Tensor | None = None, *_: Any, cu_seqlens: Tensor | None = None, **__: Any
+) -> Rotary | None:
+    """Describe the rotary tables of a call. rope: sin and cos side by side, (..., N - P, 2 * d); with cu_seqlens
+    (T, 2 * d)."""
     if rope is None:
         return None
     attn = module._modules.get("attn", module)
     sin, cos = rope.chunk(2, dim=-1)
-    return Rotary(sin, cos, attn.num_prefix_tokens, interleaved=not attn.rotate_half)
+    return Rotary(sin, cos, attn.num_prefix_tokens if cu_seqlens is None else 0, interleaved=not attn.rotate_half)

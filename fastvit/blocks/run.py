@@ -1,4 +1,5 @@
-"""Run the blocks of `spec.py` as fused ops: (B, N, D) -> (B, N, D), an MLP alone (..., D) -> (..., D).
+"""Run the blocks of `spec.py` as fused ops: (B, N, D) -> (B, N, D), an MLP alone (..., D) -> (..., D); with
+`of_sequences` (T, D) -> (T, D).
 
 `recompute` of a half is that of its op. A half that runs in steps has no such op: with a value other than "none" of
 attention, or "all" of an MLP, the backward pass runs the whole half again; otherwise autograd saves what it needs.
@@ -38,6 +39,17 @@ def run_block(
     return run_mlp_half(x, mlp, recompute=of_mlp)
 
 
+def of_sequences(half: HalfSpec[Any], x: Tensor, cu_seqlens: Tensor, max_seqlen: int | None) -> HalfSpec[Any]:
+    """Return a half of a block for x (T, D), the tokens of several sequences: attention stays within each, and
+    stochastic depth is drawn once a sequence."""
+    if isinstance(half.branch, AttentionSpec):
+        half = half._replace(branch=half.branch._replace(cu_seqlens=cu_seqlens, max_seqlen=max_seqlen))
+    if half.drop_path:
+        drawn = draw_drop_path(x, half.drop_path, half.scale_by_keep, cu_seqlens)
+        half = half._replace(drop_path=0.0, row_scale=drawn)
+    return half
+
+
 def run_attention_half(
     x: Tensor, half: HalfSpec[AttentionSpec], rotary: Rotary | None = None, attn_mask: Tensor | None = None,
     is_causal: bool = False, recompute: str = "none",
@@ -58,8 +70,9 @@ def run_attention_half(
     out = ops.layer_norm_attention(
         x, norm.weight, norm.bias, weights, biases, proj_weight, proj_bias, attn.num_heads, eps=norm.eps,
         norm=norm.kind, scale=attn.scale, dropout_p=attn.attn_drop, rotary=rotary, scale_norm=attn.scale_norm,
-        qk_norm=attn.qk_norm, attn_mask=attn_mask, is_causal=is_causal, layer_scale=layer_scale, row_scale=row_scale,
-        residual=residual, recompute=recompute,
+        qk_norm=attn.qk_norm, attn_mask=attn_mask, is_causal=is_causal, cu_seqlens=attn.cu_seqlens,
+        max_seqlen=attn.max_seqlen, layer_scale=layer_scale, row_scale=row_scale, residual=residual,
+        recompute=recompute,
     )  # fmt: skip
     return _add_branch(x, ops.dropout(out, attn.proj_drop), half) if attn.proj_drop else out
 
@@ -192,12 +205,17 @@ def _attend(x: Tensor, attn: AttentionSpec, rotary: Rotary | None, attn_mask: Te
 def _attend_packed(
     qkv: Tensor, attn: AttentionSpec, rotary: Rotary | None, attn_mask: Tensor | None, is_causal: bool
 ) -> Tensor:
-    """Attend with packed q, k and v: (B, N, (H + 2 * kv_heads) * d) -> (B, N, H * d)."""
+    """Attend with packed q, k and v: (..., (H + 2 * kv_heads) * d) -> (..., H * d)."""
     if attn.in_steps or attn.qk_norm is not None:
         H, kv_heads = attn.num_heads, attn.kv_heads or attn.num_heads
-        q, k, v = qkv.unflatten(-1, (H + 2 * kv_heads, -1)).split((H, kv_heads, kv_heads), 2)
+        q, k, v = qkv.unflatten(-1, (H + 2 * kv_heads, -1)).split((H, kv_heads, kv_heads), -2)
         return _attend_separate(q, k, v, attn, rotary, attn_mask, is_causal)
     qkv = qkv.unflatten(-1, (3, attn.num_heads, -1))
+    if attn.cu_seqlens is not None:
+        qkv = qkv if rotary is None else ops.rotary_qkvpacked(qkv[None], rotary)[0]
+        lengths = attn.cu_seqlens, attn.max_seqlen
+        out = ops.attention_varlen_qkvpacked(qkv, *lengths, scale=attn.scale, dropout_p=attn.attn_drop)
+        return _scaled(out, attn)
     if rotary is not None:
         qkv = ops.rotary_qkvpacked(qkv, rotary)
     out = ops.attention_qkvpacked(
@@ -210,7 +228,11 @@ def _attend_separate(
     q: Tensor, k: Tensor, v: Tensor, attn: AttentionSpec, rotary: Rotary | None, attn_mask: Tensor | None,
     is_causal: bool,
 ) -> Tensor:  # fmt: skip
-    """Attend with q (B, N, H, d), k and v (B, N, kv_heads, d): -> (B, N, H * d)."""
+    """Attend with q (..., H, d), k and v (..., kv_heads, d): -> (..., H * d)."""
+    if attn.cu_seqlens is not None:
+        q, k = (t[0] for t in placed(q[None], k[None], attn.qk_norm, rotary))
+        lengths = attn.cu_seqlens, attn.max_seqlen
+        return _scaled(ops.attention_varlen(q, k, v, *lengths, scale=attn.scale, dropout_p=attn.attn_drop), attn)
     q, k = placed(q, k, attn.qk_norm, rotary)
     out = ops.attention(q, k, v, attn_mask=attn_mask, is_causal=is_causal, scale=attn.scale, dropout_p=attn.attn_drop)
     return _scaled(out, attn)
@@ -241,8 +263,8 @@ def _normed_heads(x: Tensor, norm: Norm) -> Tensor:
 
 
 def _scaled(out: Tensor, attn: AttentionSpec) -> Tensor:
-    """Join the heads and apply scale_norm: (B, N, H, d) -> (B, N, H * d)."""
-    out = out.flatten(2)
+    """Join the heads and apply scale_norm: (..., H, d) -> (..., H * d)."""
+    out = out.flatten(-2)
     return out if attn.scale_norm is None else run_norm(out, attn.scale_norm)
 
 
@@ -277,11 +299,20 @@ def _run_last(hidden: Tensor, last: LinearSpec, p: float, x: Tensor, half: HalfS
     return ops.linear(hidden, *last, layer_scale=half.layer_scale, row_scale=row_scale, residual=x)
 
 
-def draw_drop_path(x: Tensor, p: float, scale_by_keep: bool) -> Tensor:
-    """Draw stochastic depth for a batch like x: (B,) of 0 and 1 / (1 - p), or of 0 and 1, in x's dtype."""
+def draw_drop_path(x: Tensor, p: float, scale_by_keep: bool, cu_seqlens: Tensor | None = None) -> Tensor:
+    """Draw stochastic depth for a batch like x: (B,) of 0 and 1 / (1 - p), or of 0 and 1, in x's dtype. With
+    cu_seqlens, draw for the sequences of x (T, D), and return the number of each token's: (T,)."""
     keep = 1.0 - p
-    mask = x.new_empty(x.shape[0]).bernoulli_(keep)
-    return mask.div_(keep) if scale_by_keep and keep > 0.0 else mask
+    # one more than there are sequences: tokens outside all of them have a number too, whatever cu_seqlens says
+    mask = x.new_empty(x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0]).bernoulli_(keep)
+    mask = mask.div_(keep) if scale_by_keep and keep > 0.0 else mask
+    return mask if cu_seqlens is None else mask[sequence_of_tokens(x, cu_seqlens)]
+
+
+def sequence_of_tokens(x: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Return the number of the sequence that each token of x (T, ...) is in, (T,), without waiting for a GPU."""
+    tokens = torch.arange(x.shape[0], dtype=cu_seqlens.dtype, device=x.device)
+    return torch.searchsorted(cu_seqlens, tokens, right=True) - 1
 
 
 def _add_branch(x: Tensor, branch: Tensor, half: HalfSpec[Any]) -> Tensor:
@@ -290,5 +321,5 @@ def _add_branch(x: Tensor, branch: Tensor, half: HalfSpec[Any]) -> Tensor:
         branch = branch * half.layer_scale
     row_scale = draw_drop_path(branch, half.drop_path, half.scale_by_keep) if half.drop_path else half.row_scale
     if row_scale is not None:
-        branch = branch * row_scale.view(-1, 1, 1)
+        branch = branch * row_scale.view(-1, *[1] * (branch.dim() - 1))
     return x + branch

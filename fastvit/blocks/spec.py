@@ -44,7 +44,8 @@ class AttentionSpec(NamedTuple):
     dropout of the probabilities, and after the projection. scale_norm: a norm before the projection. qk_norm: norms of
     q and k, over each head or over all heads. kv_heads: heads of k and v, a divisor of num_heads; 0 for num_heads.
     in_steps: whether no op has all of it, because of kv_heads or norms over all heads. adapted: whether a layer is an
-    AdaptedLinear."""
+    AdaptedLinear. cu_seqlens, max_seqlen: of x (T, D), the tokens of several sequences, as in `ops.attention_varlen`;
+    None for x (B, N, D)."""
 
     qkv: tuple[LinearSpec, ...]
     proj: LinearSpec
@@ -57,6 +58,8 @@ class AttentionSpec(NamedTuple):
     kv_heads: int = 0
     in_steps: bool = False
     adapted: bool = False
+    cu_seqlens: Tensor | None = None
+    max_seqlen: int | None = None
 
 
 class MlpSpec(NamedTuple):
@@ -83,8 +86,8 @@ class HalfSpec(NamedTuple, Generic[Branch]):
     """x + drop_path(layer_scale * branch(norm(x))), or norm(x + drop_path(layer_scale * branch(x))).
 
     norm: a weight of None stands for ones, and an eps of None for PyTorch's default. scale_by_keep: divide the samples
-    that drop_path keeps by 1 - drop_path. row_scale: DropPath factors (B,) drawn by the caller; drop_path must then be
-    0."""
+    that drop_path keeps by 1 - drop_path. row_scale: DropPath factors (B,), or (T,) for x (T, D), drawn by the caller;
+    drop_path must then be 0."""
 
     branch: Branch
     norm: Norm

@@ -20,7 +20,7 @@ from fastvit.modules.arguments import (
     check_rates,
 )
 from fastvit.modules.norms import NormLayer, checked_norm_layer
-from fastvit.modules.parts import attend
+from fastvit.modules.parts import attend, check_unmasked, mask_arguments
 
 
 class Attention(nn.Module):
@@ -62,30 +62,39 @@ class Attention(nn.Module):
         self.proj = nn.Linear(dim, dim, bias=proj_bias, device=device, dtype=dtype)
         self.proj_drop = nn.Dropout(proj_drop)
 
-    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+    def forward(
+        self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False,
+        *, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None,
+    ) -> Tensor:  # fmt: skip
         """Attend.
 
         Args:
-            x: (B, N, D).
+            x: (B, N, D), or (T, D) with cu_seqlens.
             attn_mask: broadcastable to (B, H, N, N), or None. bool: True where a query sees a key. Floating: added to
                 the scaled scores; it may require a gradient. A mask of padding (B, N), True for tokens, is passed as
                 `mask[:, None, None, :]`. For a query that sees no key the output is `proj`'s bias.
             is_causal: token i sees tokens 0 to i, and of these the ones that attn_mask allows.
+            cu_seqlens, max_seqlen: x has the tokens of several sequences one after the other, and attention stays
+                within each, as in `fastvit.ops.attention_varlen`. They take neither a mask nor is_causal.
         """
         attention = read_or_none(read_timm.read_attention, self)
         if attention is not None:
+            if cu_seqlens is not None:
+                check_unmasked(attn_mask, is_causal)
+                attention = attention._replace(cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
             return run.run_attention(x, attention, None, attn_mask, is_causal)
         qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, self.head_dim))
         if "q_norm" in self._modules:
-            q, k, v = qkv.unbind(2)
-            qkv = torch.stack((self.q_norm(q), self.k_norm(k), v), 2)
-        if read_or_none(submodules, self, attn_drop=read.DROPOUT):
+            q, k, v = qkv.unbind(-3)
+            qkv = torch.stack((self.q_norm(q), self.k_norm(k), v), -3)
+        is_one_op = read_or_none(submodules, self, attn_drop=read.DROPOUT)
+        if is_one_op and cu_seqlens is None:
             p = self.attn_drop.p if self.attn_drop.training else 0.0
             out = ops.attention_qkvpacked(qkv, attn_mask=attn_mask, is_causal=is_causal, dropout_p=p)
         else:
-            q, k, v = qkv.unbind(2)
-            out = attend(self, q, k, v, attn_mask, is_causal)
-        return self.proj_drop(self.proj(out.flatten(2)))
+            q, k, v = qkv.unbind(-3)
+            out = attend(self, q, k, v, **mask_arguments(attn_mask, is_causal, cu_seqlens, max_seqlen))
+        return self.proj_drop(self.proj(out.flatten(-2)))
 
 
 class CrossAttention(nn.Module):

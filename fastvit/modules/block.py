@@ -29,6 +29,8 @@ from fastvit.modules.parts import (
     DropPath,
     LayerFactory,
     LayerScale,
+    check_unmasked,
+    dropped,
     mask_arguments,
 )
 
@@ -91,19 +93,31 @@ class Block(nn.Module):
         self.ls2 = LayerScale(dim, init_values, device, dtype) if init_values else nn.Identity()
         self.drop_path2 = DropPath(drop_path) if drop_path else nn.Identity()
 
-    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
-        """Run the block. attn_mask, is_causal: as in `Attention`."""
+    def forward(
+        self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False,
+        *, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Run the block: (B, N, D) -> (B, N, D), or with cu_seqlens (T, D) -> (T, D).
+
+        Args:
+            attn_mask, is_causal, cu_seqlens, max_seqlen: as in `Attention`. Stochastic depth is drawn once a sequence.
+        """
         recompute = self.fastvit_recompute
         attention = read_or_none(read_timm.read_attention_half, self)
         if attention is not None:
+            if cu_seqlens is not None:
+                check_unmasked(attn_mask, is_causal)
+                attention = run.of_sequences(attention, x, cu_seqlens, max_seqlen)
             x = run.run_attention_half(x, attention, None, attn_mask, is_causal, recompute.attention)
         else:
-            attended = self.attn(self.norm1(x), **mask_arguments(attn_mask, is_causal))
-            x = x + self.drop_path1(self.ls1(attended))
+            attended = self.attn(self.norm1(x), **mask_arguments(attn_mask, is_causal, cu_seqlens, max_seqlen))
+            x = x + dropped(self.drop_path1, self.ls1(attended), cu_seqlens)
         mlp = read_or_none(read_timm.read_mlp_half, self)
         if mlp is not None:
+            if cu_seqlens is not None:
+                mlp = run.of_sequences(mlp, x, cu_seqlens, max_seqlen)
             return run.run_mlp_half(x, mlp, recompute=recompute.mlp)
-        return x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
+        return x + dropped(self.drop_path2, self.ls2(self.mlp(self.norm2(x))), cu_seqlens)
 
 
 class PostNormBlock(Block):
@@ -122,18 +136,30 @@ class PostNormBlock(Block):
 
     __module__ = "fastvit.layers"
 
-    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
-        """Run the block. attn_mask, is_causal: as in `Attention`."""
+    def forward(
+        self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False,
+        *, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Run the block: (B, N, D) -> (B, N, D), or with cu_seqlens (T, D) -> (T, D).
+
+        Args:
+            attn_mask, is_causal, cu_seqlens, max_seqlen: as in `Attention`. Stochastic depth is drawn once a sequence.
+        """
         attention = read_or_none(read_timm.read_attention_half, self)
         if attention is not None:
+            if cu_seqlens is not None:
+                check_unmasked(attn_mask, is_causal)
+                attention = run.of_sequences(attention, x, cu_seqlens, max_seqlen)
             x = run.run_attention_then_norm(x, attention, attn_mask, is_causal)
         else:
-            attended = self.attn(x, **mask_arguments(attn_mask, is_causal))
-            x = self.norm1(x + self.drop_path1(self.ls1(attended)))
+            attended = self.attn(x, **mask_arguments(attn_mask, is_causal, cu_seqlens, max_seqlen))
+            x = self.norm1(x + dropped(self.drop_path1, self.ls1(attended), cu_seqlens))
         mlp = read_or_none(read_timm.read_mlp_half, self)
         if mlp is not None:
+            if cu_seqlens is not None:
+                mlp = run.of_sequences(mlp, x, cu_seqlens, max_seqlen)
             return run.run_mlp_then_norm(x, mlp)
-        return self.norm2(x + self.drop_path2(self.ls2(self.mlp(x))))
+        return self.norm2(x + dropped(self.drop_path2, self.ls2(self.mlp(x)), cu_seqlens))
 
 
 BLOCKS: dict[str, LayerFactory] = {"block": Block, "postnorm": PostNormBlock}

@@ -29,7 +29,7 @@ from fastvit.modules.arguments import (
 )
 from fastvit.modules.mlp import Mlp, SwiGLU, SwiGLUPacked
 from fastvit.modules.norms import NORM_LAYERS, LayerNorm, NormLayer
-from fastvit.modules.parts import ACT_LAYERS, ActLayer, DropPath, attend, mask_arguments
+from fastvit.modules.parts import ACT_LAYERS, ActLayer, DropPath, attend, check_unmasked, dropped, mask_arguments
 
 
 class EvaAttention(nn.Module):
@@ -102,23 +102,29 @@ class EvaAttention(nn.Module):
         return q, k, v
 
     def forward(
-        self, x: Tensor, rope: Tensor | None = None, attn_mask: Tensor | None = None, is_causal: bool = False
-    ) -> Tensor:
+        self, x: Tensor, rope: Tensor | None = None, attn_mask: Tensor | None = None, is_causal: bool = False,
+        *, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None,
+    ) -> Tensor:  # fmt: skip
         """Attend.
 
         Args:
-            x: (B, N, D).
-            rope: sin and cos side by side, (N - num_prefix_tokens, 2 * D / H), as `fastvit.rope` makes them.
-            attn_mask, is_causal: as in `fastvit.layers.Attention`.
+            x: (B, N, D), or (T, D) with cu_seqlens.
+            rope: sin and cos side by side, (N - num_prefix_tokens, 2 * D / H), as `fastvit.rope` makes them. With
+                cu_seqlens (T, 2 * D / H); prefix tokens have sines of 0 and cosines of 1.
+            attn_mask, is_causal, cu_seqlens, max_seqlen: as in `fastvit.layers.Attention`.
         """
-        rotary = read_eva.rotary(self, x, rope)
+        rotary = read_eva.rotary(self, x, rope, cu_seqlens=cu_seqlens)
         attention = read_or_none(read_eva.read_attention, self)
         if attention is not None:
+            if cu_seqlens is not None:
+                check_unmasked(attn_mask, is_causal)
+                attention = attention._replace(cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
             return run.run_attention(x, attention, rotary, attn_mask, is_causal)
         q, k, v = self._heads(x)
         if rotary is not None:
-            q, k = ops.rotary(q, rotary), ops.rotary(k, rotary)
-        return self.proj_drop(self.proj(attend(self, q, k, v, attn_mask, is_causal).flatten(2)))
+            q, k = (ops.rotary(t if cu_seqlens is None else t[None], rotary).view(t.shape) for t in (q, k))
+        out = attend(self, q, k, v, **mask_arguments(attn_mask, is_causal, cu_seqlens, max_seqlen))
+        return self.proj_drop(self.proj(out.flatten(-2)))
 
 
 class AttentionRope(EvaAttention):
@@ -217,19 +223,31 @@ class EvaBlock(nn.Module):
                 nn.init.constant_(gamma, self.init_values)
 
     def forward(
-        self, x: Tensor, rope: Tensor | None = None, attn_mask: Tensor | None = None, is_causal: bool = False
-    ) -> Tensor:
-        """Run the block. rope, attn_mask, is_causal: as in `EvaAttention`."""
+        self, x: Tensor, rope: Tensor | None = None, attn_mask: Tensor | None = None, is_causal: bool = False,
+        *, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Run the block: (B, N, D) -> (B, N, D), or with cu_seqlens (T, D) -> (T, D).
+
+        Args:
+            rope, attn_mask, is_causal, cu_seqlens, max_seqlen: as in `EvaAttention`. Stochastic depth is drawn once a
+                sequence.
+        """
         block = read_or_none(read_eva.read_block, self)
         if block is not None:
-            rotary = read_eva.rotary(self, x, rope)
+            rotary = read_eva.rotary(self, x, rope, cu_seqlens=cu_seqlens)
+            if cu_seqlens is not None:
+                check_unmasked(attn_mask, is_causal)
+                attention, mlp = (run.of_sequences(half, x, cu_seqlens, max_seqlen) for half in block)
+                block = attention, mlp
             return run.run_block(x, block, rotary, attn_mask, is_causal, self.fastvit_recompute)
-        attended = self.attn(self.norm1(x), rope, **mask_arguments(attn_mask, is_causal))
-        x = x + self.drop_path1(_scaled(attended, self.gamma_1))
-        mlp = read_or_none(read_eva.read_mlp_half, self)
-        if mlp is not None:
-            return run.run_mlp_half(x, mlp, recompute=self.fastvit_recompute.mlp)
-        return x + self.drop_path2(_scaled(self.mlp(self.norm2(x)), self.gamma_2))
+        attended = self.attn(self.norm1(x), rope, **mask_arguments(attn_mask, is_causal, cu_seqlens, max_seqlen))
+        x = x + dropped(self.drop_path1, _scaled(attended, self.gamma_1), cu_seqlens)
+        half = read_or_none(read_eva.read_mlp_half, self)
+        if half is not None:
+            if cu_seqlens is not None:
+                half = run.of_sequences(half, x, cu_seqlens, max_seqlen)
+            return run.run_mlp_half(x, half, recompute=self.fastvit_recompute.mlp)
+        return x + dropped(self.drop_path2, _scaled(self.mlp(self.norm2(x)), self.gamma_2), cu_seqlens)
 
 
 def _scaled(x: Tensor, gamma: Tensor | None) -> Tensor:

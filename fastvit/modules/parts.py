@@ -82,32 +82,59 @@ class DropPath(nn.Module):
         self.drop_prob = drop_prob
         self.scale_by_keep = scale_by_keep
 
-    def row_scale(self, x: Tensor) -> Tensor | None:
-        """Draw for a batch like x: (B,) of 0 and 1 / keep in x's dtype, or None if nothing is dropped."""
+    def row_scale(self, x: Tensor, cu_seqlens: Tensor | None = None) -> Tensor | None:
+        """Draw for a batch like x: (B,) of 0 and 1 / keep in x's dtype, or None if nothing is dropped. With cu_seqlens
+        draw for the sequences of x (T, D), as `fastvit.Block` takes them: (T,)."""
         p = self.drop_prob if self.training else 0.0
-        return run.draw_drop_path(x, p, self.scale_by_keep) if p else None
+        return run.draw_drop_path(x, p, self.scale_by_keep, cu_seqlens) if p else None
 
-    def forward(self, x: Tensor) -> Tensor:
-        scale = self.row_scale(x)
+    def forward(self, x: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+        scale = self.row_scale(x, cu_seqlens)
         return x if scale is None else x * scale.view(-1, *[1] * (x.dim() - 1))
 
     def extra_repr(self) -> str:
         return f"drop_prob={self.drop_prob:.3g}"
 
 
-def mask_arguments(attn_mask: Tensor | None, is_causal: bool) -> dict[str, Any]:
-    """Return the arguments for a submodule: none without a mask, which a module in its place need not take."""
+def mask_arguments(
+    attn_mask: Tensor | None, is_causal: bool, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None
+) -> dict[str, Any]:
+    """Return the arguments for a submodule: only those that are used, because a module in its place need not take the
+    others."""
+    if cu_seqlens is not None:
+        check_unmasked(attn_mask, is_causal)
+        return {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
     return {} if attn_mask is None and not is_causal else {"attn_mask": attn_mask, "is_causal": is_causal}
 
 
+def check_unmasked(attn_mask: Tensor | None = None, is_causal: bool = False, of: str = "cu_seqlens") -> None:
+    """Check that there is no mask in a call with several sequences."""
+    if attn_mask is not None or is_causal:
+        raise ValueError(f"attn_mask must be None and is_causal False with {of}")
+
+
+def dropped(drop_path: Any, branch: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """Call the module of stochastic depth, which draws once a sequence."""
+    alone = cu_seqlens is None or type(drop_path) is nn.Identity
+    found: Tensor = drop_path(branch) if alone else drop_path(branch, cu_seqlens)
+    return found
+
+
 def attend(
-    attn: Any, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
-) -> Tensor:
-    """Attend in a module with attn_drop and scale, q (B, M, H, d), k and v (B, N, H, d) -> (B, M, H, d): by one op,
-    unless it does not take d, or attn_drop has to be called with the probabilities (B, H, M, N)."""
+    attn: Any, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False,
+    cu_seqlens: Tensor | None = None, max_seqlen: int | None = None,
+) -> Tensor:  # fmt: skip
+    """Attend in a module with attn_drop and scale, q (B, M, H, d), k and v (B, N, H, d) -> (B, M, H, d), or with
+    cu_seqlens (T, H, d): by one op, unless it does not take d, or attn_drop has to be called with the probabilities
+    (B, H, M, N), of sequences (1, H, T, T)."""
     if takes_head_dim(q.shape[-1]) and read_or_none(submodules, attn, attn_drop=read.DROPOUT) is not None:
         p = attn.attn_drop.p if attn.attn_drop.training else 0.0
+        if cu_seqlens is not None:
+            return ops.attention_varlen(q, k, v, cu_seqlens, max_seqlen, dropout_p=p)
         return ops.attention(q, k, v, attn_mask=attn_mask, is_causal=is_causal, dropout_p=p)
+    if cu_seqlens is not None:
+        sequence = run.sequence_of_tokens(q, cu_seqlens)
+        return attend(attn, q[None], k[None], v[None], sequence[:, None] == sequence)[0]
     if attn_mask is not None:
         B, M, H, _ = q.shape
         check_mask(attn_mask, "x", q, B, M, H, k.shape[1])

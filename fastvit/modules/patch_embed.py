@@ -87,17 +87,20 @@ class PatchEmbed(nn.Module):
         conv.weight = nn.Parameter(weight, requires_grad=conv.weight.requires_grad)
         conv.kernel_size = conv.stride = patch_size
 
-    def grid_of(self, image: Tensor) -> tuple[int, int]:
+    def grid_of(self, image: Tensor, any_size: bool = False) -> tuple[int, int]:
         """Return the patch grid of an image; a TypeError or ValueError if `forward` does not accept it."""
         check_image(image, getattr(self.proj, "in_channels", self.in_chans))
         size = image.shape[2], image.shape[3]
-        if self.strict_img_size and size != self.img_size:
+        if self.strict_img_size and not any_size and size != self.img_size:
             raise ValueError(f"image must have the size (H, W) = {self.img_size}, got {size}")
         return patch_grid(size, self.patch_size)
 
-    def forward(self, x: Tensor, pos_embed: Tensor | None = None, prefix: Tensor | None = None) -> Tensor:
-        """Add pos_embed (n, D) to the patches and write prefix (P, D) before them: (B, C, H, W) -> (B, P + n, D)."""
-        self.grid_of(x)
+    def forward(
+        self, x: Tensor, pos_embed: Tensor | None = None, prefix: Tensor | None = None, any_size: bool = False
+    ) -> Tensor:
+        """Add pos_embed (n, D) to the patches and write prefix (P, D) before them: (B, C, H, W) -> (B, P + n, D).
+        any_size: take any size that patch_size divides, also with strict_img_size."""
+        self.grid_of(x, any_size)
         if "norm" in self._modules:
             return join_tokens(self.norm(self.patches(x)), pos_embed, prefix)
         return self.patches(x, pos_embed, prefix)

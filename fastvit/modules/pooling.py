@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastvit import ops
 from fastvit.blocks import read, read_timm, run, spec
 from fastvit.blocks.spec import HalfSpec
 from fastvit.blocks.submodules import read_or_none, submodules
@@ -14,6 +15,7 @@ from fastvit.modules.arguments import Device, Dtype, by_name, check_choice, chec
 from fastvit.modules.attention import cross_attend
 from fastvit.modules.mlp import Mlp
 from fastvit.modules.norms import NORM_LAYERS, LayerNorm, NormLayer
+from fastvit.modules.packing import patch_bounds
 from fastvit.modules.parts import ACT_LAYERS, ActLayer
 
 POOLS = ("", "avg", "avgmax", "max", "token", "map")
@@ -40,6 +42,29 @@ def pool_tokens(x: Tensor, global_pool: str) -> Tensor:
     if global_pool == "max":
         return x.amax(dim=1)
     return 0.5 * (x.amax(dim=1) + x.mean(dim=1))
+
+
+def pool_sequences(
+    x: Tensor, global_pool: str, cu_seqlens: Tensor, max_seqlen: int, num_prefix_tokens: int, num_heads: int
+) -> Tensor:
+    """Pool the patches of every image of x (T, D) -> (B, D) by "avg", "max" or "avgmax". num_prefix_tokens: of every
+    image; num_heads: D / num_heads is a head dimension that attention takes."""
+    bounds = patch_bounds(cu_seqlens, num_prefix_tokens)
+    found = []
+    if global_pool != "max":  # a mean is what a query of zeros attends to; a kernel sums within images, without atomics
+        heads = x.unflatten(-1, (num_heads, -1))
+        query = heads.new_zeros(cu_seqlens.shape[0] - 1, *heads.shape[1:])
+        found.append(attend_to_patches(query, heads, heads, bounds, max_seqlen).flatten(1))
+    if global_pool != "avg":
+        found.append(torch.segment_reduce(x, "max", offsets=bounds.long(), axis=0, unsafe=True)[1::2])
+    return found[0] if len(found) == 1 else 0.5 * (found[0] + found[1])
+
+
+def attend_to_patches(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, max_seqlen: int) -> Tensor:
+    """Let one query of every image, q (B, H, d), attend to its patches among k and v (T, H, d). bounds: `patch_bounds`,
+    whose sequences of prefix tokens have no query."""
+    ends = torch.arange(bounds.shape[0], dtype=bounds.dtype, device=bounds.device) // 2
+    return ops.attention_varlen(q, k, v, ends, 1, cu_seqlens_k=bounds, max_seqlen_k=max_seqlen)
 
 
 class AttentionPoolLatent(nn.Module):
@@ -93,10 +118,19 @@ class AttentionPoolLatent(nn.Module):
     def forward(self, x: Tensor, attn_mask: Tensor | None = None) -> Tensor:
         """Pool x (B, N, D). attn_mask: broadcastable to (B, H, 1, N), or None, as in `fastvit.Attention`; a mask of
         padding (B, N) is passed as `mask[:, None, None, :]`."""
-        y = self.proj(cross_attend(self, self.latent, x, attn_mask))
+        return self._finish(cross_attend(self, self.latent, x, attn_mask))[:, 0]
+
+    def pool_sequences(self, x: Tensor, cu_seqlens: Tensor, max_seqlen: int, num_prefix_tokens: int) -> Tensor:
+        """Pool the tokens of every image of x (T, D), without its prefix tokens: -> (B, D)."""
+        q = self.q(self.latent[0]).unflatten(-1, (self.num_heads, -1)).expand(cu_seqlens.shape[0] - 1, -1, -1)
+        k, v = self.kv(x).unflatten(-1, (2, self.num_heads, -1)).unbind(1)
+        out = attend_to_patches(q, k, v, patch_bounds(cu_seqlens, num_prefix_tokens), max_seqlen)
+        return self._finish(out.flatten(1))
+
+    def _finish(self, attended: Tensor) -> Tensor:
+        y = self.proj(attended)
         mlp = read_or_none(_read_mlp_half, self)
-        y = run.run_mlp_half(y, mlp) if mlp is not None else y + self.mlp(self.norm(y))
-        return y[:, 0]
+        return run.run_mlp_half(y, mlp) if mlp is not None else y + self.mlp(self.norm(y))
 
 
 def _read_mlp_half(pool: Any) -> HalfSpec[spec.MlpSpec]:

@@ -13,6 +13,25 @@ Resize = Callable[[Tensor, tuple[int, int]], Tensor]
 
 FIXED = ("sincos", "sincos2d")
 
+_made: dict[Any, Tensor] = {}
+_MOST = 128  # tables; of 1,024 tokens and 64 channels 32 MB
+
+
+def remembered(key: Any, make: Callable[[], Tensor]) -> Tensor:
+    """Return make(), made once for a key: a table that depends on no parameter. Neither trained nor edited parameters
+    make it stale."""
+    if torch.compiler.is_compiling():
+        return make()
+    found = _made.get(key)
+    if found is None:
+        with torch.inference_mode(False), torch.no_grad():
+            found = make()
+        if type(found) is Tensor:  # a fake tensor must not outlive its mode
+            if len(_made) >= _MOST:
+                _made.pop(next(iter(_made)))  # the oldest
+            _made[key] = found
+    return found
+
 
 def antialiased(image: Tensor, grid: tuple[int, int]) -> Tensor:
     """Interpolate (1, D, h, w) -> (1, D, *grid), like timm, open_clip, and DINOv2 with registers."""

@@ -1,0 +1,121 @@
+"""Lists of images of any sizes as one sequence of tokens, without padding (Dehghani et al. 2023, arXiv:2307.06304)."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastvit.modules.patch_embed import PatchEmbed
+from fastvit.modules.positions import remembered
+
+Images = list[Tensor] | tuple[Tensor, ...]
+
+
+class Entry(NamedTuple):
+    """An entry of a list of images.
+
+    batch: how many images it has; None for one image (C, H, W).
+    tokens: N, of each image.
+    grid: patches down and across.
+    """
+
+    batch: int | None
+    tokens: int
+    grid: tuple[int, int]
+
+
+class Packed(NamedTuple):
+    """The embedded images of a list, one after the other.
+
+    tokens: (T, D).
+    cu_seqlens: (B + 1,) int32: where the B images begin and end.
+    max_seqlen: the tokens of the largest image.
+    entries: of the list.
+    """
+
+    tokens: Tensor
+    cu_seqlens: Tensor
+    max_seqlen: int
+    entries: tuple[Entry, ...]
+
+    def split(self, x: Tensor) -> list[Tensor]:
+        """Return a view of x (T, ...) for each entry: (N, ...), or (batch, N, ...) for a batch."""
+        parts = x.split([(1 if entry.batch is None else entry.batch) * entry.tokens for entry in self.entries])
+        return [
+            part if entry.batch is None else part.unflatten(0, (entry.batch, entry.tokens))
+            for part, entry in zip(parts, self.entries, strict=True)
+        ]
+
+
+def embed_images(model: Any, images: Images) -> Packed:
+    """Embed a list of images as `VisionTransformer.forward_features` describes. Images of one size are embedded
+    together; the tokens of all are copied once, into one buffer, if there are several sizes."""
+    batches, grids = _checked(model, images)
+    by_size: dict[tuple[int, ...], list[int]] = {}
+    for i, batch in enumerate(batches):
+        by_size.setdefault(tuple(batch.shape[2:]), []).append(i)
+    parts: list[Tensor] = [None] * len(batches)  # type: ignore[list-item]
+    for same in by_size.values():
+        if len(same) == 1:
+            parts[same[0]] = model._tokens(batches[same[0]], any_size=True)
+            continue
+        tokens = model._tokens(torch.cat([batches[i] for i in same]), any_size=True)
+        for i, part in zip(same, tokens.split([len(batches[i]) for i in same]), strict=True):
+            parts[i] = part
+    counts = [part.shape[1] for part in parts]
+    tokens = parts[0].flatten(0, 1) if len(parts) == 1 else torch.cat([part.flatten(0, 1) for part in parts])
+    entries = tuple(
+        Entry(None if image.dim() == 3 else len(image), count, grid)
+        for image, count, grid in zip(images, counts, grids, strict=True)
+    )
+    return Packed(tokens, _bounds(entries, tokens.device), max(counts), entries)
+
+
+def _checked(model: Any, images: Images) -> tuple[list[Tensor], list[tuple[int, int]]]:
+    """Check a list of images; return each entry as a batch (b, C, H, W), and its patch grid."""
+    embed = model.patch_embed
+    if not isinstance(embed, PatchEmbed):
+        raise TypeError(f"a list of images needs a model whose patch_embed is a PatchEmbed, got {type(embed).__name__}")
+    if not images:
+        raise ValueError("images must not be an empty list")
+    batches, grids = [], []
+    for i, image in enumerate(images):
+        if not isinstance(image, Tensor):
+            raise TypeError(f"images[{i}] must be a tensor, got {type(image).__name__}")
+        if image.dim() not in (3, 4) or image.shape[0] == 0:
+            raise ValueError(f"images[{i}] must have shape (C, H, W) or (B, C, H, W), B > 0, got {tuple(image.shape)}")
+        if image.dtype is not images[0].dtype or image.device != images[0].device:
+            raise TypeError(
+                f"images[{i}] must be like images[0], {images[0].dtype} on {images[0].device}, got {image.dtype} on "
+                f"{image.device}"
+            )
+        batch = image[None] if image.dim() == 3 else image
+        try:
+            grids.append(embed.grid_of(batch, any_size=True))
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"images[{i}]: {error}") from None
+        batches.append(batch)
+    return batches, grids
+
+
+def _bounds(entries: tuple[Entry, ...], device: torch.device) -> Tensor:
+    """Return where images begin and end, (B + 1,) int32. It is made once for all lists of the same sizes."""
+    counts = [entry.tokens for entry in entries for _ in range(1 if entry.batch is None else entry.batch)]
+    ends = (0, *itertools.accumulate(counts))
+
+    def make() -> Tensor:
+        made = torch.tensor(ends, dtype=torch.int32)
+        # from pinned memory, because another copy to a GPU would wait for it
+        return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made.to(device)
+
+    return remembered(("cu_seqlens", ends, device), make)
+
+
+def patch_bounds(cu_seqlens: Tensor, num_prefix_tokens: int) -> Tensor:
+    """Return where the prefix tokens and the patches of every image begin and end: (2 * B + 1,), in cu_seqlens'
+    dtype. Sequence 2 * i has the prefix tokens of image i, sequence 2 * i + 1 its patches."""
+    first = cu_seqlens[:-1]
+    return torch.cat((torch.stack((first, first + num_prefix_tokens), 1).flatten(), cu_seqlens[-1:]))
