@@ -24,6 +24,7 @@ EXAMPLES = """examples:
   fastvit memory vit_base_patch14_dinov2 --image-size 518 --budget 24GiB
   fastvit memory vit_tiny_patch16_224 --image-size 224,384 --plot memory.svg
   fastvit memory vit_tiny_patch16_224 --mode infer --dtype fp32 --measured
+  fastvit memory vit_small_patch14_dinov2 --image-size 518,224,224 --together
   fastvit memory ./config.json --device cuda --json
 
 For planned figures the model itself runs on fake tensors: nothing is allocated,
@@ -39,6 +40,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLES
     options.add_model(parser)
     options.add_image_size(parser, several=True)
+    parser.add_argument(
+        "--together", action="store_true", help="one step with a list of images of all sizes, --batch of each"
+    )
     parser.add_argument("--patch-size", type=options.size, metavar="PX", help="14 or 16x8 (default: the model's)")
     options.add_batches(parser, "8")
     parser.add_argument(
@@ -49,9 +53,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--providers",
         type=options.words_of(PROVIDERS),
-        default="eager,sdpa,fused",
         metavar="P,...",
-        help=f"of {', '.join(PROVIDERS)}",
+        help=f"of {', '.join(PROVIDERS)} (default: all but compile; with --together fused, which alone takes lists)",
     )
     options.add_planned_device(parser)
     parser.add_argument("--measured", action="store_true", help="run the steps too, and read the allocator")
@@ -69,6 +72,10 @@ def run(args: argparse.Namespace) -> int:
         _check_plot(args)
     from fastvit import study
 
+    if args.together and args.budget:
+        raise ValueError("--budget searches batches of one image size, and --together has several")
+    if args.providers is None:
+        args.providers = ["fused"] if args.together else ["eager", "sdpa", "fused"]
     setting: dict[str, Any] = {
         "mode": args.mode,
         "dtype": args.dtype,
@@ -77,11 +84,11 @@ def run(args: argparse.Namespace) -> int:
     }
     common: dict[str, Any] = {"patch_size": args.patch_size, "device": args.device, **setting}
     sizes = args.image_size or [study.image_size(args.model)]
-    points = len(sizes) * len(args.batch) * len(args.providers)
+    points = (1 if args.together else len(sizes)) * len(args.batch) * len(args.providers)
     with terminal.progress(points, "planning") as progress:
         found = study.memory(
             args.model, image_sizes=sizes, batches=args.batch, providers=args.providers, measured=args.measured,
-            progress=progress, **common,
+            together=args.together, progress=progress, **common,
         )  # fmt: skip
     fits = _fits(args, sizes, common) if args.budget else []
     if args.plot is not None:
@@ -168,7 +175,8 @@ def _print(found: MemoryStudy, args: argparse.Namespace, fits: list[dict[str, An
         if first and rows:
             rows.append([])
         last = p.image_size, p.batch
-        row = [pixels(p.image_size), str(p.tokens or ""), str(p.batch)][: keys - 1] if first else [""] * (keys - 1)
+        image = f"{pixels(p.image_size)} + {len(found.together) - 1}" if found.together else pixels(p.image_size)
+        row = [image, str(p.tokens or ""), str(p.batch)][: keys - 1] if first else [""] * (keys - 1)
         rows.append([*row, NAMES[p.provider], *_cells(p), *([_mib(p.measured)] if args.measured else [])])
     terminal.print_table(heads, rows, title=title, keys=keys, words=(keys - 1,))
     console = terminal.console()
@@ -211,7 +219,9 @@ def _check_plot(args: argparse.Namespace) -> None:
     """Raise for options that --plot cannot draw, before anything takes time."""
     if len(args.image_size or []) < 2:
         raise ValueError("--plot draws memory against tokens: it needs two image sizes or more")
-    if set(args.providers) == {"compile"}:
+    if args.together:
+        raise ValueError("--plot draws memory against tokens, and --together has one number of them")
+    if args.providers == ["compile"]:
         raise ValueError("--plot draws planned figures, and the provider compile has none")
     terminal.check_picture("--plot", args.plot)
 

@@ -41,6 +41,16 @@ def test_json_and_csv_are_the_study(capsys):
     assert [int(r["tokens"]) for r in rows] == [p.tokens for p in want.points]
 
 
+def test_images_of_several_sizes_together(capsys):
+    assert main([*FAST, "--together"]) == 0
+    out = capsys.readouterr().out
+    assert "32 + 1" in out
+    assert f"{2 * (65 + 257)}" in out
+    for option, message in ((["--budget", "1GiB"], "--budget searches"), (["--plot", "a.svg"], "--plot draws")):
+        assert main([*FAST, "--together", *option]) == 2
+        assert message in capsys.readouterr().err
+
+
 def test_the_plot(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     for name, theme in (("memory.svg", "dark"), ("memory.png", "light")):

@@ -38,6 +38,22 @@ def test_planned_is_measured(model, sizes, mode, device):
     assert_planned_is_measured(found)
 
 
+@KINDS
+def test_a_list_takes_memory_for_its_tokens(kind, device):
+    """Twice the images take twice the activations, as many a token as a batch of one size; on a CPU it is measured."""
+    options = {"dtype": "float32", "device": kind, "together": True, "measured": kind == device.type}
+    found = study.memory(SMALL, image_sizes=(64, 32, (48, 96)), batches=(2, 4), **options)
+    assert found.together == ((64, 64), (32, 32), (48, 96))
+    few, many = found.points
+    assert many.tokens == 2 * few.tokens == 4 * (3 + 256 + 64 + 288)
+    assert many.activations == pytest.approx(2 * few.activations, rel=0.02)
+    options_alone = {"dtype": "float32", "device": kind, "providers": ("fused",)}
+    (alone,) = study.memory(SMALL, image_sizes=(64,), batches=(8,), **options_alone).points
+    assert many.activations / many.tokens == pytest.approx(alone.activations / (8 * alone.tokens), rel=0.05)
+    if options["measured"]:
+        assert_planned_is_measured(found)
+
+
 def test_rotary_positions_are_planned_in_place(device, monkeypatch):
     """Without an observer, ops copy no q, k and v. The plan must not count such copies, which would be the peak."""
     name = "vit_small_patch16_dinov3"
@@ -267,6 +283,8 @@ def test_a_search_that_cannot_scale(monkeypatch):
         ({"providers": ("compile",)}, "'compile' has no planned figures"),
         ({"device": "tpu"}, "device must be one of"),
         ({"batches": (0,)}, "batch must be a positive integer, got 0"),
+        ({"together": True, "providers": ("fused", "sdpa")}, "providers must be .'fused',. with together=True"),
+        ({"together": True, "model": TIMM}, "of_timm: AttributeError: 'list' object has no attribute"),
     ],
 )
 def test_what_it_refuses(arguments, message):

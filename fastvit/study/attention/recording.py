@@ -14,11 +14,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fastvit import ops  # noqa: F401  registers what is caught here
 
 _SOFTMAX = ("aten::_softmax", "aten::_safe_softmax")
+_OF_LENGTHS = ("fastvit::attention_varlen_fwd", "fastvit::attention_varlen_qkvpacked_fwd")
 _CAUGHT = (
     "fastvit::patch_embed_fwd",
     "fastvit::attention_fwd",
     "fastvit::attention_qkvpacked_fwd",
-    "fastvit::attention_varlen_fwd",
+    *_OF_LENGTHS,
     "aten::convolution",
 )
 
@@ -82,7 +83,7 @@ class _Catches:
             q, k = (q.transpose(1, 2), k.transpose(1, 2)) if "q" in given else (q, k)
             if q.shape[-2] == k.shape[-2]:  # else a pooling head, which attends from few tokens to all
                 self._attends(q, k, given)
-        elif name == "fastvit::attention_varlen_fwd":
+        elif name in _OF_LENGTHS:
             if given.get("cu_seqlens_k") is None:
                 self._attends(result[0], result[0], {}, "it is within sequences of several lengths")
         elif name in _SOFTMAX and result.dim() > 2 and result.shape[-1] == result.shape[-2] > 1:

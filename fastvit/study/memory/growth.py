@@ -11,7 +11,7 @@ from fastvit.modules.arguments import Pair
 from fastvit.study.memory import measurement
 from fastvit.study.memory.peak import exponent
 from fastvit.study.memory.plan import Parts, plan
-from fastvit.study.memory.step import Setting
+from fastvit.study.memory.step import Setting, Together
 from fastvit.study.sources.find import find
 from fastvit.study.sources.model_source import PROVIDERS, ModelSource
 
@@ -29,9 +29,9 @@ class MemoryPoint:
 
     Attributes:
         provider: "eager", "sdpa", "fused", or "compile" (SDPA under torch.compile).
-        image_size: (height, width) in pixels.
-        tokens: N, prefix tokens included; 0 if nothing was planned.
-        batch: images.
+        image_size: (height, width) in pixels; of a list, the first.
+        tokens: N, prefix tokens included; of a list, those of all images; 0 if nothing was planned.
+        batch: images; of a list, images of each size.
         planned: parts of the peak in bytes, or None for "compile", which can only be measured.
         activations, attention: planned bytes of everything but weights, gradients, optimizer state and images, and of
             the (B, H, N, N) matrices among it, each at its own peak, before the optimizer's step.
@@ -55,6 +55,7 @@ class MemoryStudy:
     Attributes:
         model, device, patch_size, setting: as asked for.
         points: by image size, batch and provider.
+        together: the sizes of the images of a list, or () if each size has a step of its own.
     """
 
     model: str
@@ -62,6 +63,7 @@ class MemoryStudy:
     patch_size: tuple[int, int]
     setting: Setting
     points: tuple[MemoryPoint, ...] = field(repr=False)
+    together: Together = ()
 
     def of(self, provider: str) -> list[MemoryPoint]:
         """Return the planned points of a provider."""
@@ -80,8 +82,8 @@ class MemoryStudy:
 def memory(
     model: str, *, image_sizes: Sequence[Pair] = (224, 384, 512, 768, 1024), batches: Sequence[int] = (8,),
     patch_size: Pair | None = None, mode: str = "train", dtype: str = "bfloat16", optimizer: str = "adamw",
-    checkpointing: bool = False, providers: Sequence[str] = PROVIDERS, device: str | None = None,
-    measured: bool = False, progress: Progress = silent,
+    checkpointing: bool = False, providers: Sequence[str] | None = None, device: str | None = None,
+    measured: bool = False, together: bool = False, progress: Progress = silent,
 ) -> MemoryStudy:  # fmt: skip
     """Plan, and on request measure, the peak memory of a model's step, for every provider, image size and batch.
 
@@ -91,6 +93,7 @@ def memory(
 
         study = fastvit.study.memory("vit_large_patch16_224", image_sizes=(224, 1024), device="cuda")
         print(study.of("fused")[0].planned.peak, study.exponents("eager"))
+        crops = fastvit.study.memory("vit_small_patch14_dinov2", image_sizes=(518, 224, 224), together=True)
 
     Args:
         model: one of `fastvit.list_models()`, of timm's, a `config.json` of transformers, or "module:function", where
@@ -103,9 +106,11 @@ def memory(
         optimizer: "adamw", "sgd" (with momentum), or "none".
         checkpointing: recompute every block in the backward pass.
         providers: some of "eager" (N x N scores), "sdpa", "fused", and "compile" (SDPA under torch.compile), which can
-            only be measured.
+            only be measured. None for the first three; with `together` "fused", which alone takes lists.
         device: "cuda" or "cpu"; None for a GPU if there is one. Planning for "cuda" needs no GPU.
         measured: run the steps too, on `device`, and read its allocator.
+        together: one step with images of all sizes, as a list that has a batch of each, instead of a step for each
+            size. The model is one of `fastvit.list_models()`; its positions are for its default size.
         progress: called with a text before every point.
 
     Raises:
@@ -117,6 +122,10 @@ def memory(
     setting = Setting(mode, dtype, optimizer if mode == "train" else "none", checkpointing)
     source = find(model)
     kind = checked_device(device)
+    if providers is None:
+        providers = ("fused",) if together else PROVIDERS
+    if together and set(providers) != {"fused"}:
+        raise ValueError(f"providers must be ('fused',) with together=True, got {tuple(providers)}")
     for provider in providers:
         if provider not in (*PROVIDERS, "compile"):
             raise ValueError(f"providers must be of {(*PROVIDERS, 'compile')}, got {provider!r}")
@@ -127,14 +136,15 @@ def memory(
     for batch in batches:
         check_batch(batch)
     sizes = [source.sizes(size, patch_size) for size in image_sizes]
+    mix = tuple(size for size, _ in sizes) if together else ()
     points = []
-    for size, patch in sizes:
+    for size, patch in sizes[:1] if together else sizes:
         for batch in batches:
             for provider in providers:
-                progress(f"{provider}, {size[0]}x{size[1]}, batch {batch}")
-                points.append(_point(source, provider, size, patch, batch, setting, kind, measured))
+                progress(f"{provider}, {size[0]}x{size[1]}{f' and {len(mix) - 1} more' if mix else ''}, batch {batch}")
+                points.append(_point(source, provider, size, patch, batch, setting, kind, measured, mix))
     patch = sizes[0][1] if sizes else source.patch_size
-    return MemoryStudy(model, kind, patch, setting, tuple(points))
+    return MemoryStudy(model, kind, patch, setting, tuple(points), mix)
 
 
 def image_size(model: str) -> tuple[int, int]:
@@ -159,14 +169,19 @@ def checked_device(device: str | None) -> str:
 
 def _point(
     source: ModelSource, provider: str, size: tuple[int, int], patch: tuple[int, int], batch: int, setting: Setting,
-    kind: str, measured: bool,
+    kind: str, measured: bool, together: Together,
 ) -> MemoryPoint:  # fmt: skip
     planned, found = None, None
+    of_model = source.image_size if together else size
     if provider != "compile":
-        planned = plan(source, provider, size, batch, setting, gpu=kind == "cuda", patch_size=patch)
+        planned = plan(
+            source, provider, of_model, batch, setting, gpu=kind == "cuda", patch_size=patch, together=together
+        )
     if measured:
         try:
-            found = measurement.measure(source, provider, size, batch, setting, torch.device(kind), patch)
+            found = measurement.measure(
+                source, provider, of_model, batch, setting, torch.device(kind), patch, together=together
+            )
         except RuntimeError as error:  # a CPU's allocator has no error of its own
             if not (isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)):
                 raise

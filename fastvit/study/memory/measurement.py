@@ -8,24 +8,26 @@ import torch
 from torch import nn
 
 from fastvit.study.memory.peak import peak_bytes
-from fastvit.study.memory.step import DTYPES, Setting, Step
-from fastvit.study.sources.model_source import ModelSource, channels, images
+from fastvit.study.memory.step import DTYPES, Setting, Step, Together, images_of
+from fastvit.study.sources.model_source import ModelSource
 
 
 def measure(
     source: ModelSource, provider: str, image_size: tuple[int, int], batch: int, setting: Setting, device: torch.device,
-    patch_size: tuple[int, int] | None = None, prepare: Callable[[nn.Module], object] = lambda _: None,
+    patch_size: tuple[int, int] | None = None, together: Together = (),
+    prepare: Callable[[nn.Module], object] = lambda _: None,
 ) -> int:  # fmt: skip
     """Run a step and return its peak in bytes: what exists before the step, and the most that it allocates on top.
 
     Args:
         provider: of PROVIDERS, or "compile": SDPA under torch.compile.
+        together: as in `plan`.
         prepare: called with the model before the step.
     """
     dtype = DTYPES[setting.dtype]
     with device:
         model = source.build("sdpa" if provider == "compile" else provider, image_size, patch_size).to(dtype)
-        pixels = images(batch, image_size, dtype, channels(model))
+        pixels = images_of(model, batch, image_size, dtype, together)
     prepare(model)
     if provider == "compile":
         model.compile()

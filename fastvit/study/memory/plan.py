@@ -12,10 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 
 from fastvit.study.memory.allocations import Allocations, as_on
-from fastvit.study.memory.step import DTYPES, Setting, Step
-from fastvit.study.sources.model_source import ModelSource, channels, images
+from fastvit.study.memory.step import DTYPES, Setting, Step, Together, images_of
+from fastvit.study.sources.model_source import ModelSource
 
 _CPU = torch.device("cpu")
 
@@ -67,14 +68,17 @@ class MemoryPlan:
 
 def plan(
     source: ModelSource, provider: str, image_size: tuple[int, int], batch: int, setting: Setting, *, gpu: bool,
-    patch_size: tuple[int, int] | None = None,
+    patch_size: tuple[int, int] | None = None, together: Together = (),
 ) -> MemoryPlan:  # fmt: skip
     """Plan the memory of a step, whose options `source.build` and `Setting` describe.
 
     Args:
         gpu: plan for a GPU, where fused ops run Triton kernels; else for a CPU.
+        together: sizes of a list of images, with a batch of each, instead of a batch of the model's image_size.
     """
-    seen, begin, last, groups = trace_step(source, provider, image_size, batch, setting, gpu=gpu, patch_size=patch_size)
+    seen, begin, last, groups = trace_step(
+        source, provider, image_size, batch, setting, gpu=gpu, patch_size=patch_size, together=together
+    )
     at_peak, parts = seen.held(begin), {}
     for name, group in groups.items():
         parts[name] = seen.bytes_of(at_peak & group)
@@ -105,7 +109,7 @@ class StepTrace(NamedTuple):
 
 def trace_step(
     source: ModelSource, provider: str, image_size: tuple[int, int], batch: int, setting: Setting, *, gpu: bool,
-    patch_size: tuple[int, int] | None = None, seen: Allocations | None = None,
+    patch_size: tuple[int, int] | None = None, together: Together = (), seen: Allocations | None = None,
     prepare: Callable[[nn.Module, Allocations], None] = lambda *_: None, accumulates: bool = False,
 ) -> StepTrace:  # fmt: skip
     """Run a step on fake tensors. Arguments as in `plan`.
@@ -121,7 +125,7 @@ def trace_step(
     dtype = DTYPES[setting.dtype]
     model = source.on_meta(provider, image_size, patch_size).to("meta", dtype)
     with torch.device("meta"):
-        step = Step(model, images(batch, image_size, dtype, channels(model)), setting, gpu)
+        step = Step(model, images_of(model, batch, image_size, dtype, together), setting, gpu)
     seen = Allocations(gpu) if seen is None else seen
     weights = set(seen.see([*model.parameters(), *model.buffers()]))
     inputs = set(seen.see(step.images))
@@ -131,7 +135,7 @@ def trace_step(
     begin, ends = len(seen.events), dict[str, tuple[int, set[int]]]()
     fakes = FakeTensorMode(allow_non_fake_inputs=True)
     fake = without_data(model, fakes)
-    step.images = FakeTensor(fakes, step.images, _CPU)
+    step.images = tree_map_only(Tensor, lambda t: FakeTensor(fakes, t, _CPU), step.images)
     prepare(model, seen)
     if accumulates:
         with fakes, seen:

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_iter
 
 from fastvit.study.sources import model_source
-from fastvit.study.sources.model_source import output_of
+from fastvit.study.sources.model_source import channels, images, output_of
 
 MODES = ("train", "infer")
 OPTIMIZERS = ("adamw", "sgd", "none")
@@ -47,6 +48,19 @@ class Setting:
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
 
 
+Together = tuple[tuple[int, int], ...]  # sizes of the images of a list; () for a batch of one size
+
+
+def images_of(
+    model: nn.Module, batch: int, image_size: tuple[int, int], dtype: torch.dtype, together: Together
+) -> Tensor | list[Tensor]:
+    """Return random images for a step of a model: a batch, or with `together` a list with a batch of each size."""
+    count = channels(model)
+    if not together:
+        return images(batch, image_size, dtype, count)
+    return [images(batch, size, dtype, count) for size in together]
+
+
 class Step:
     """Run one step of a model, on real or fake tensors.
 
@@ -54,7 +68,7 @@ class Step:
         ValueError: training without a parameter that requires a gradient.
     """
 
-    def __init__(self, model: nn.Module, images: Tensor, setting: Setting, gpu: bool) -> None:
+    def __init__(self, model: nn.Module, images: Tensor | list[Tensor], setting: Setting, gpu: bool) -> None:
         self.model, self.images, self.setting = model, images, setting
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         if setting.mode == "train" and not self.parameters:
@@ -87,11 +101,11 @@ class Step:
 
     def tensors(self) -> list[Tensor]:
         """Return all tensors that exist before the step."""
-        return [*self.model.parameters(), *self.model.buffers(), *self.state(), self.images]
+        return [*self.model.parameters(), *self.model.buffers(), *self.state(), *tree_iter(self.images)]
 
     def forward(self) -> Tensor:
         """Return the loss in training, the model's output in inference."""
-        device, amp = self.images.device.type, self.setting.dtype == "amp"
+        device, amp = next(iter(tree_iter(self.images))).device.type, self.setting.dtype == "amp"
         with torch.autocast(device, torch.bfloat16, enabled=amp, cache_enabled=True):
             out = output_of(self.model(self.images))
         return out.float().square().mean() if self.setting.mode == "train" else out
