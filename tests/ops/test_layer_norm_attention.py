@@ -176,3 +176,27 @@ def test_only_the_residual_is_wanted(backend, device):
     out = fused(**args, residual=residual)
     (gradient,) = torch.autograd.grad(out, residual, out.detach())
     assert torch.equal(gradient, out)
+
+
+@pytest.mark.parametrize(("normed", "recompute"), [(False, "all"), (True, "none"), (True, "attention")], ids=str)
+def test_sequences_of_several_lengths_with_positions(normed, recompute, backend, device):
+    """Layers, statistics and tables of all tokens; norms of q and k write into the packed gradient, too."""
+    T, ends = 30, torch.tensor([0, 7, 7, 8, 30], dtype=torch.int32, device=device)
+    args = tensors(torch.float32, device, layer_scale=(D,), row_scale=(T,))
+    args["x"] = inputs("normal", T, D, dtype=torch.float32, device=device).requires_grad_()
+    args |= tensors_of({"fixed_sin": (T, HEAD_DIM), "fixed_cos": (T, HEAD_DIM)}, torch.float32, device)
+    if normed:
+        args |= tensors_of({"q_weight": (HEAD_DIM,), "k_weight": (HEAD_DIM,)}, torch.float32, device)
+
+    def of_sequences(module, **options):
+        def run(fixed_sin, fixed_cos, q_weight=None, k_weight=None, **rest):
+            norms = None if q_weight is None else (ops.Norm(q_weight, kind="rms"), ops.Norm(k_weight, kind="rms"))
+            return of(module, rotary=ops.Rotary(fixed_sin, fixed_cos), qk_norm=norms, cu_seqlens=ends, **options)(
+                **rest
+            )
+
+        return run
+
+    for max_seqlen in (22, None):
+        fused = of_sequences(ops, max_seqlen=max_seqlen, recompute=recompute)
+        assert_op_as_accurate(fused, of_sequences(formulas), args)
