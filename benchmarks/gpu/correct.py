@@ -35,6 +35,7 @@ _GROUPS = {  # of ops that share a process with others
     "rotary": "layer_norm",
     "qk_norm": "layer_norm",
     "layer_norm_mlp": "mlp",
+    "image list": "model",
 }
 
 

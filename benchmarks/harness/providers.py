@@ -15,6 +15,7 @@ from torch import Tensor
 import fastvit
 from benchmarks.harness.draw import Draw, Runner
 from benchmarks.harness.families import VIT_B_16, output
+from benchmarks.harness.image_lists import image_list
 from benchmarks.harness.photographs import MEAN, SOURCE, STD
 from fastvit import layers, ops, reference
 from fastvit.study.accuracy import cases
@@ -284,6 +285,12 @@ OPS = {
     "patch_embed": Op(patch_embed, note=f"on {SOURCE}"),
     "block": Op(block, _OF_ATTENTION, _few_samples),
     "model": Op(model, _OF_ATTENTION, _few_images, f"on {SOURCE}"),
+    "image list": Op(
+        image_list,
+        ("eager", "sdpa", "fused"),
+        lambda sizes: {"B": 1, "depth": 2},
+        f"several sizes together, on {SOURCE}; eager and sdpa: tokens padded to the longest image's, with a mask",
+    ),
     "accelerate": Op(
         accelerate,
         PROVIDERS[1:],

@@ -86,6 +86,10 @@ def _heads() -> dict[str, Case]:
             lambda: ops.attention_varlen(q[0], q[0], q[0], ends),
             lambda: torch.cat([_attention(part, part, part) for part in (q[:, :8], q[:, 8:])], 1)[0],
         ),
+        "attention_varlen_qkvpacked": (
+            lambda: ops.attention_varlen_qkvpacked(qkv[0], ends),
+            lambda: torch.cat([_attention(*part.unbind(2)) for part in (qkv[:, :8], qkv[:, 8:])], 1)[0],
+        ),
         "rotary": (lambda: ops.rotary(q, positions), lambda: rotary(q)),
         "rotary_qkvpacked": (
             lambda: ops.rotary_qkvpacked(qkv, positions),
