@@ -38,6 +38,12 @@ from fastvit.modules.positions import FIXED, fixed_positions, remembered, resamp
 class VisionTransformer(Head):
     """ViT (Dosovitskiy et al. 2021, arXiv:2010.11929): image (B, C, H, W) -> logits (B, num_classes).
 
+    A list of images of any sizes that the patch divides runs without padding (`forward_features`):
+
+        logits = model([torch.randn(3, 224, 224), torch.randn(3, 160, 448)])  # (2, num_classes)
+        logits = model([global_crops, local_crops])  # (B, 3, 224, 224), (B', 3, 96, 96) -> (B + B', num_classes)
+        model.forward_packed = torch.compile(model.forward_packed, dynamic=True)  # one graph for all lists
+
     Args:
         img_size, patch_size: int or (height, width); patch_size divides img_size.
         in_chans, num_classes: num_classes 0 leaves out the head: forward returns the pooled features (B, D).
@@ -54,7 +60,8 @@ class VisionTransformer(Head):
         no_embed_class: positions for the patches only, none for the tokens before them.
         pre_norm: a norm before the blocks and no bias in the patch embedding, as in CLIP.
         final_norm, fc_norm: a last norm; after the pooling if fc_norm, which None means for avg, avgmax and max.
-        dynamic_img_size: accept any image size that patch_size divides; positions are interpolated in every call.
+        dynamic_img_size: accept any image size that patch_size divides; positions are interpolated in every call. Lists
+            accept any size in either case.
         attn_pool_num_heads, attn_pool_mlp_ratio: sizes of the pooling "map"; None for those of the blocks.
         drop_rate, pos_drop_rate, proj_drop_rate, attn_drop_rate: dropout before the head, after the positions are
             added, after the projection and both MLP layers, and of the attention probabilities; in [0, 1).

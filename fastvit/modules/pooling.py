@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -52,9 +53,11 @@ def pool_sequences(
     bounds = patch_bounds(cu_seqlens, num_prefix_tokens)
     found = []
     if global_pool != "max":  # a mean is what a query of zeros attends to; a kernel sums within images, without atomics
-        heads = x.unflatten(-1, (num_heads, -1))
+        heads, device = x.unflatten(-1, (num_heads, -1)), x.device.type
         query = heads.new_zeros(cu_seqlens.shape[0] - 1, *heads.shape[1:])
-        found.append(attend_to_patches(query, heads, heads, bounds, max_seqlen).flatten(1))
+        # a mean keeps its dtype under autocast, which refuses meta tensors
+        with contextlib.nullcontext() if device == "meta" else torch.autocast(device, enabled=False):
+            found.append(attend_to_patches(query, heads, heads, bounds, max_seqlen).flatten(1))
     if global_pool != "avg":
         found.append(torch.segment_reduce(x, "max", offsets=bounds.long(), axis=0, unsafe=True)[1::2])
     return found[0] if len(found) == 1 else 0.5 * (found[0] + found[1])

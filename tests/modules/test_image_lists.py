@@ -90,6 +90,20 @@ def test_an_image_has_the_results_that_it_has_alone(name):
     assert check_lists(name, 7) < 3e-6
 
 
+@pytest.mark.parametrize("name", ["avg", "map", "max"])
+def test_autocast(name):
+    """Means are of the widened tokens, as for a batch."""
+    model, images = model_of(name), [torch.randn(2, 3, 16, 40), torch.randn(3, 24, 8)]
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        got, features = model(images), model.forward_features(images)
+        want = torch.cat([alone(model, "forward", image).view(-1, SIZES["num_classes"]) for image in images])
+        pooled = [model._pool_packed(t.view(-1, t.shape[-1]), torch.tensor([0, t.shape[-2]]), 99) for t in features[1:]]
+    assert got.dtype == want.dtype
+    torch.testing.assert_close(got, want, atol=2e-2, rtol=2e-2)
+    if name == "avg":
+        torch.testing.assert_close(pooled[0][0], features[1][3:].mean(0), atol=1e-6, rtol=1e-6)
+
+
 def gradients(model, images, run):
     parameters = [p for p in model.parameters() if p.requires_grad]
     weights = torch.linspace(-1, 1, SIZES["num_classes"]).to(parameters[0])
