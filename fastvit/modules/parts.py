@@ -72,6 +72,8 @@ class DropPath(nn.Module):
     Args:
         drop_prob: its probability, in [0, 1].
         scale_by_keep: divide the branches that stay by 1 - drop_prob.
+
+    `forward` takes x (B, ..., D), or x (T, D) with cu_seqlens as `fastvit.Block` has them: then it drops sequences.
     """
 
     __module__ = "fastvit.layers"

@@ -14,6 +14,7 @@ Resize = Callable[[Tensor, tuple[int, int]], Tensor]
 FIXED = ("sincos", "sincos2d")
 
 _made: dict[Any, Tensor] = {}
+_captured: list[Tensor] = []  # what CUDA graphs read when they are replayed
 _MOST = 128  # tables; of 1,024 tokens and 64 channels 32 MB
 
 
@@ -28,8 +29,10 @@ def remembered(key: Any, make: Callable[[], Tensor]) -> Tensor:
             found = make()
         if type(found) is Tensor:  # a fake tensor must not outlive its mode
             if len(_made) >= _MOST:
-                _made.pop(next(iter(_made)))  # the oldest
+                _made.pop(next(iter(_made)), None)  # the oldest
             _made[key] = found
+    if found.is_cuda and torch.cuda.is_current_stream_capturing():
+        _captured.append(found)
     return found
 
 
