@@ -32,6 +32,8 @@ def attention(matmuls: int) -> Any:
 
     def sizes(a: Arguments) -> Sizes:
         found = dict(zip("BNHd", a["q_ptr"].shape, strict=True))
+        if "height" in a:  # of a grid of keys
+            return {**found, "keys": a["height"] * a["width"]}
         keys = a["N"] if a.get("N_k") is None else a["N_k"]
         return found if keys == found["N"] else {**found, "keys": keys}
 

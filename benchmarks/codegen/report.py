@@ -30,6 +30,9 @@ _MATMULS = {
     "attention_bwd_dkdv_kernel": 4,
     "attention_bwd_short_kernel": 5,
     "attention_bwd_mask_kernel": 2,
+    "attention_relative_fwd_kernel": 2,
+    "attention_relative_bwd_dq_kernel": 3,
+    "attention_relative_bwd_dkdv_kernel": 5,
 }
 _PER_LANE = {"dropout_kernel": 4}  # elements per index of the tile
 

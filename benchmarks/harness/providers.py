@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -42,7 +43,7 @@ def attention(
 ) -> Runner:  # fmt: skip
     """kv_heads: heads of k and v, fewer than H. mask: "padding" hides the last third of the keys of every other sample;
     "positions" adds H x N x keys numbers, which all samples share and which require a gradient. keys: how many, N if
-    0."""
+    0. "relative" adds decomposed relative positions of a square grid of keys, which eager and SDPA materialise."""
     options: dict[str, Any] = {"dropout_p": dropout_p} if provider == "fused" else {"sdpa": provider == "sdpa"}
     if causal:
         options["is_causal"] = True
@@ -52,6 +53,8 @@ def attention(
     shapes: Shapes = {"q": (B, N, H, d), **dict.fromkeys("kv", (B, keys, kv_heads or H, d))}
     if mask == "positions":
         shapes["attn_mask"] = (1, H, N, keys)
+    elif mask == "relative":
+        shapes |= dict.fromkeys(("rows", "columns"), (B, N, H, math.isqrt(N)))
     elif mask:
         options["attn_mask"] = visible = torch.ones(B, 1, 1, keys, dtype=torch.bool, device=draw.device)
         visible[1::2, ..., keys - keys // 3 :] = False

@@ -117,6 +117,7 @@ def _causal_and_cross_attention() -> Iterator[Workload]:
     yield from rows("compile", B=64, N=577, H=8, d=64, keys=1025, mask=["padding", "positions"])
     yield from rows("compile", B=64, N=577, H=8, d=[64, 80], causal=True, dropout_p=0.1)
     yield from varlen("compile second kernels", B=32, N=1024, H=8, d=[64, 80], queries=1)
+    yield from _relative_attention()
 
 
 def _masked_attention() -> Iterator[Workload]:
@@ -149,6 +150,26 @@ def _masked_attention() -> Iterator[Workload]:
     for d in (16, 32, 64, 72, 80, 96, 128):
         few = {64: "second kernels", 72: "second"}.get(d, "")
         yield from varlen(f"compile {few}", B=32, N=1024, H=8, d=d)
+
+
+def _relative_attention() -> Iterator[Workload]:
+    """With decomposed relative positions: SAM's windows and its global layers."""
+    rows = functools.partial(_rows, "attention", mask="relative")
+    yield from rows("quick", B=1, N=49, H=3, d=64)
+    yield from rows("cpu", B=25, N=196, H=12, d=64)
+    yield from rows("cpu", B=1, N=4096, H=2, d=64)
+    yield from rows("gpu headline", B=[25, 200], N=196, H=12, d=64)
+    yield from rows("gpu headline", B=[1, 8], N=4096, H=12, d=64)
+    yield from rows("gpu", B=8, N=4096, H=16, d=80)
+    yield from rows("verify", B=2, N=[196, 1600], H=2, d=[64, 80])
+    yield from rows("traffic", B=1, N=[196, 1024], H=2, d=64)
+    yield from rows("sanitize", B=2, N=[49, 144, 400], H=2, d=[32, 72])
+    for d in (32, 64, 72, 80, 128):
+        few = {64: "second kernels", 72: "second"}.get(d, "")
+        yield from rows(f"compile {few}", B=64, N=196, H=8, d=d)
+        yield from rows(f"compile {few}", B=1, N=4096, H=8, d=d)
+    yield from rows("compile", B=1, N=1600, H=8, d=64)
+    yield from rows("compile second", B=64, N=49, H=8, d=256)
 
 
 def _rotary() -> Iterator[Workload]:

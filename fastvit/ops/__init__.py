@@ -1,6 +1,7 @@
 """The fused ops as functions, and the choice of what runs them."""
 
 from fastvit.ops.attention.op import attention, attention_qkvpacked
+from fastvit.ops.attention.relative import Relative
 from fastvit.ops.attention.varlen import attention_varlen
 from fastvit.ops.attention.varlen_packed import attention_varlen_qkvpacked
 from fastvit.ops.block.attention import layer_norm_attention
@@ -16,6 +17,7 @@ from fastvit.ops.runtime.backend import use_backend
 
 __all__ = [
     "Norm",
+    "Relative",
     "Rotary",
     "add_layer_norm",
     "attention",

@@ -23,7 +23,7 @@ from fastvit.ops.runtime.device import dot_precision
 from fastvit.ops.runtime.launch import Constants, Launch, cdiv
 from fastvit.ops.runtime.rows import contiguous, empty_like, unexpanded
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_STRIDE = 1 << 22  # elements between two tokens, so that offsets within a tile fit 32 bits
 
 
@@ -228,7 +228,7 @@ def launch_backward(
 
 def _check(q: Tensor, scale: float) -> None:
     """Raise `KernelUnsupported` for what neither the forward nor the backward kernels take."""
-    if q.dtype not in _DTYPES:
+    if q.dtype not in DTYPES:
         raise KernelUnsupported(f"attention has no kernel for {q.dtype}")
     if not scale > 0.0:  # the kernels scale the maximum of the unscaled scores
         raise KernelUnsupported(f"attention's kernels need a positive scale, got {scale}")

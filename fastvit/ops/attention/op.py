@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fastvit.ops.attention import aten
 from fastvit.ops.attention.aten import lse_shape
+from fastvit.ops.attention.relative import Relative, RelativeOptions, attend, check_alone, check_relative
 from fastvit.ops.dropout.op import draw_seeds
 from fastvit.ops.runtime import decompositions
 from fastvit.ops.runtime.autograd import Computed, FusedNode, inputs, needs_autograd, run
@@ -216,7 +217,7 @@ def broadcast_mask(mask: Tensor, keys: int) -> Tensor:
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Tensor | None = None, is_causal: bool = False,
-    scale: float | None = None, dropout_p: float = 0.0, layout: str = "bnhd",
+    relative: Relative | None = None, scale: float | None = None, dropout_p: float = 0.0, layout: str = "bnhd",
 ) -> Tensor:  # fmt: skip
     """Compute dropout(softmax(scale * q k^T + attn_mask)) v for q (B, M, H, d), k and v (B, N, H, d): tokens before
     heads. PyTorch's `scaled_dot_product_attention` takes heads before tokens: that is layout="bhnd". Takes O(M + N)
@@ -232,6 +233,8 @@ def attention(
             output of a query that sees no key is zero. Only False and minus infinity hide a key: if all keys of a row
             have finite numbers, however low, the weights are the softmax of the float32 sums.
         is_causal: query i sees keys 0 to i only, of those that attn_mask lets it see. Needs no mask in memory.
+        relative: relative positions of keys on a grid, or None. Their sums, the size of the scores, are never in memory
+            at once. Takes none of the other options but scale, and k and v with as many heads as q.
         scale: factor of the scores; d^-0.5 if None.
         dropout_p: probability of dropping an attention weight, in [0, 1). The dropout mask follows torch.manual_seed;
             it is not stored but drawn again in the backward pass. The Triton and the ATen path draw different masks.
@@ -245,6 +248,11 @@ def attention(
     Raises:
         TypeError, ValueError: naming the argument, for dtypes, devices, shapes and values that do not fit.
     """
+    if relative is not None:
+        others = attn_mask, is_causal, scale, dropout_p, layout
+        call = begin("attention", (q, k, v, relative, attn_mask), others[1:])
+        autograd, of_relative = call.once("checked", _checked_relative, q, k, v, relative, *others)
+        return attend(q, k, v, relative, autograd, of_relative, call)
     if layout != "bnhd":
         return _heads_first(layout, q, k, v, attn_mask, is_causal, scale, dropout_p)
     call = begin("attention", (q, k, v, attn_mask), (scale, dropout_p, is_causal))
@@ -287,6 +295,17 @@ def _checked(
         check_mask(attn_mask, "q", q, q.shape[0], q.shape[1], q.shape[2], k.shape[1])
     options = AttentionOptions("attention", scale, dropout_p, is_causal, cast)
     return needs_autograd("attention", q, k, v, attn_mask), options
+
+
+def _checked_relative(
+    q: Tensor, k: Tensor, v: Tensor, relative: Relative, attn_mask: Tensor | None, is_causal: bool,
+    scale: float | None, dropout_p: float, layout: str,
+) -> tuple[bool, RelativeOptions]:  # fmt: skip
+    """Check a call with relative positions; return whether it needs autograd."""
+    check_alone(attn_mask, is_causal, dropout_p, layout)
+    _, options = _checked(q, k, v, None, False, scale, 0.0)
+    check_relative(relative, q, k, dtype=options.cast is None)
+    return needs_autograd("attention", q, k, v, *relative), RelativeOptions("attention", options.scale, options.cast)
 
 
 def attention_qkvpacked(

@@ -109,6 +109,14 @@ def _in_range(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return mask.to(dtype)
 
 
+def attention_relative_fwd(
+    q: Tensor, k: Tensor, v: Tensor, rows: Tensor, columns: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    bias = (rows.unsqueeze(4) + columns.unsqueeze(3)).flatten(3).transpose(1, 2)
+    o, lse = attention_fwd(q, k, v, bias, None, scale, 0.0)
+    return o, lse[:, :, 0]
+
+
 def attention_qkvpacked_fwd(qkv: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     q, k, v = qkv.unbind(2)
     return attention_fwd(q, k, v, *rest)

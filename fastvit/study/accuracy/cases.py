@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -48,9 +49,12 @@ def sizes(
     B: int, N: int = 1, D: int = 1, H: int = 1, d: int = 1, *, hidden: int = 1, gated: int = 1, patch: int = 1,
     height: int = 1, width: int = 1,
 ) -> dict[str, int]:  # fmt: skip
-    """Return every named dimension. T: the tokens after one prefix token; P: the patches of an image."""
+    """Return every named dimension. T: the tokens after one prefix token; P: the patches of an image; gh, gw: a grid
+    of N tokens."""
+    gh = next(i for i in range(math.isqrt(N), 0, -1) if N % i == 0)
     given = {"B": B, "N": N, "D": D, "H": H, "d": d, "hidden": hidden, "gated": gated, "patch": patch}
     given |= {"height": height, "width": width, "P": height * width // patch**2}
+    given |= {"gh": gh, "gw": N // gh}
     return given | {"BN": B * N, "T": N - 1, "Hd": H * d, "3Hd": 3 * H * d, "2gated": 2 * gated}
 
 
@@ -98,6 +102,7 @@ def arguments(
     gate_weight, value_weight           fc1_weight, a pair; the same of biases
     inner_weight, inner_bias            inner_norm, with this eps; the same of scale, q and k; no bias: RMSNorm
     qkv, with q_weight                  q and k
+    rows, columns                       relative
     pixels                              image
     """
     found = dict(tensors)
@@ -118,6 +123,8 @@ def arguments(
             found["qk_norm"] = found.pop("q_norm"), found.pop("k_norm")
     elif "q_norm" in found and "qkv" in found:
         found["q"], found["k"], _ = found.pop("qkv").unbind(2)
+    if "rows" in found:
+        found["relative"] = ops.Relative(found.pop("rows"), found.pop("columns"))
     if "pixels" in found:
         found["image"] = found.pop("pixels")
     return found
@@ -150,6 +157,9 @@ OF_HEADS = {
     "attention causal": OpCase("attention", dict.fromkeys("qkv", HEAD), {"is_causal": True}),
     "attention cross": OpCase(
         "attention", {"q": HEAD, **dict.fromkeys("kv", ("B", "T", "H", "d")), "attn_mask": ("H", "N", "T")}
+    ),
+    "attention relative": OpCase(
+        "attention", {**dict.fromkeys("qkv", HEAD), "rows": ("B", "N", "H", "gh"), "columns": ("B", "N", "H", "gw")}
     ),
     "attention_varlen": OpCase("attention_varlen", {**dict.fromkeys("qkv", ("BN", "H", "d")), "cu_seqlens": (4,)}),
     "attention_varlen cross": OpCase(
@@ -254,8 +264,9 @@ def _all(head_dims: Sequence[int], D: int, H: int) -> Iterator[Case]:
             if name == "layer_norm_attention qk_norm" and d != 64:
                 continue
             options = {"num_heads": H} if row.op == "layer_norm_attention" else {}
-            several = d == 64 and name in ("attention", "attention_qkvpacked")
+            several = d == 64 and name in ("attention", "attention_qkvpacked", "attention relative")
             for tokens in (TOKENS, LONG) if several else (TOKENS,):  # one tile of keys, and several
+                tokens -= name == "attention relative"  # 14 x 14 or 24 x 24
                 yield Case(name, d, H * d, tokens, row, row.shapes(_sizes(tokens, H * d, H, d)), options)
     for name, row in OF_TOKENS.items():
         yield Case(name, None, D, TOKENS, row, row.shapes(_sizes(TOKENS, D, 1, D)))

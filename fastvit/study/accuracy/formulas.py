@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastvit.ops import Norm, Rotary
+from fastvit.ops import Norm, Relative, Rotary
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
@@ -31,11 +31,14 @@ GATED: dict[str, Callable[[Tensor], Tensor]] = {"swiglu": F.silu, "geglu": F.gel
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Tensor | None = None, is_causal: bool = False,
-    scale: float | None = None, factors: Tensor | None = None, empty_rows: bool = False, sdpa: bool = False,
+    relative: Relative | None = None, scale: float | None = None, factors: Tensor | None = None,
+    empty_rows: bool = False, sdpa: bool = False,
 ) -> Tensor:  # fmt: skip
     """q (B, M, H, d), k and v (B, N, H, d) perhaps with fewer heads -> (B, M, H, d). factors: (B, H, M, N), what
     dropout multiplies the weights by; not for SDPA. empty_rows: rows without a visible key are zero and not NaN, which
     takes another pass over the scores."""
+    if relative is not None:
+        attn_mask = (relative.rows.unsqueeze(4) + relative.columns.unsqueeze(3)).flatten(3).transpose(1, 2)
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     if sdpa:
         shared = k.shape[1] != q.shape[1]

@@ -1,0 +1,121 @@
+"""Softmax attention with decomposed relative positions: registration, gradient, checks."""
+
+# No `annotations` from __future__: pdoc cannot resolve string annotations of a NamedTuple re-exported elsewhere
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastvit.ops.attention import relative_aten as aten
+from fastvit.ops.runtime import decompositions
+from fastvit.ops.runtime.autograd import Computed, FusedNode, inputs, run
+from fastvit.ops.runtime.call import Call
+from fastvit.ops.runtime.checks import check_like
+from fastvit.ops.runtime.dtypes import stat_dtype
+from fastvit.ops.runtime.registry import register
+
+
+class Relative(NamedTuple):
+    """Decomposed relative positions (Li et al. 2022, arXiv:2112.01526) of keys on a grid of gh rows and gw columns, one
+    row after another: the score of a key in row r and column c gets rows[..., r] + columns[..., c].
+
+    rows, columns: (B, M, H, gh) and (B, M, H, gw) for M queries, read by stride. gh * gw is the number of keys.
+    In SAM and ViTDet they are products of the queries and two learnt tables, so both get gradients.
+    """
+
+    rows: Tensor
+    columns: Tensor
+
+
+def _fwd_fake(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    B, M, H, _d = q.shape
+    return q.new_empty(q.shape), q.new_empty((B, H, M), dtype=stat_dtype(q))
+
+
+def _fwd_flops(q: Any, k: Any, *_: Any, **__: Any) -> int:
+    B, M, H, d = q
+    return 4 * B * H * M * k[1] * d
+
+
+# q (B, M, H, d), k and v (B, N, H, d); `lse` (B, H, M) as attention's without a mask
+attention_relative_fwd = register(
+    "attention_relative_fwd(Tensor q, Tensor k, Tensor v, Tensor rows, Tensor columns, float scale)"
+    " -> (Tensor o, Tensor lse)",
+    aten=aten.attention_relative_fwd,
+    launch="attention.relative_launch",
+    fake=_fwd_fake,
+    flops=_fwd_flops,
+    decomposition=decompositions.attention_relative_fwd,
+)
+attention_relative_bwd = register(
+    "attention_relative_bwd(Tensor do, Tensor q, Tensor k, Tensor v, Tensor rows, Tensor columns, Tensor o, Tensor lse,"
+    " float scale) -> (Tensor dq, Tensor dk, Tensor dv, Tensor drows, Tensor dcolumns)",
+    aten=aten.attention_relative_bwd,
+    launch="attention.relative_launch",
+    fake=lambda do, *inputs: tuple([t.new_empty(t.shape) for t in inputs[:5]]),
+    flops=lambda do, *shapes, **_: _fwd_flops(*shapes) * 5 // 2,
+)
+
+
+class RelativeOptions(NamedTuple):
+    op: str
+    scale: float
+    cast: torch.dtype | None  # autocast's dtype
+
+
+_NAMES = "q", "k", "v", "rows", "columns"
+_Inputs = inputs(*_NAMES)
+
+
+class _AttentionRelative(FusedNode):
+    Inputs = _Inputs
+    casts = _NAMES
+    keeps = ("lse",)
+    saves = (*_NAMES, "result", "lse")
+
+    @staticmethod
+    def compute(t: Any) -> Computed:
+        *tensors, o, call = t
+        out, lse = attention_relative_fwd(*tensors, o.scale, call=call)
+        return (out,), {"lse": lse}
+
+    @staticmethod
+    def gradients(s: dict[str, Any], douts: Any, o: RelativeOptions, wants: Any, call: Call) -> dict[str, Any]:
+        return dict(zip(_NAMES, attention_relative_bwd(*douts, *s.values(), o.scale, call=call), strict=True))
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, relative: Relative, autograd: bool, options: RelativeOptions, call: Call
+) -> Tensor:
+    """Run attention on checked arguments."""
+    out: Tensor = run(_AttentionRelative, autograd, _Inputs(q, k, v, *relative, options, call))
+    return out
+
+
+def check_relative(relative: Any, q: Tensor, k: Tensor, *, dtype: bool) -> None:
+    """Check relative positions for q (B, M, H, d) and k (B, N, H, d). dtype: whether they must have q's."""
+    if not isinstance(relative, Relative):
+        raise TypeError(f"relative must be an ops.Relative or None, got {type(relative).__name__}")
+    for name, t in zip(Relative._fields, relative, strict=True):
+        check_like("q", q, (f"relative.{name}", t, None, ""), dtype=dtype)
+        if t.dim() != 4 or t.shape[:3] != q.shape[:3]:
+            wanted = f"(B, M, H, size) = {(*q.shape[:3], 'size')}"
+            raise ValueError(f"relative.{name} must have shape {wanted}, got {tuple(t.shape)}")
+    (rows, columns), keys = (t.shape[3] for t in relative), k.shape[1]
+    if rows * columns != keys:
+        raise ValueError(
+            f"relative must have as many rows times columns as k has tokens, {keys}, got {rows} * {columns}"
+        )
+    if k.shape[2] != q.shape[2]:
+        raise ValueError(f"k must have q's {q.shape[2]} heads with relative, got {k.shape[2]}")
+
+
+def check_alone(attn_mask: Any, is_causal: bool, dropout_p: float, layout: str) -> None:
+    """Check that a call has no option that relative positions do not go with."""
+    found = {"attn_mask": attn_mask, "is_causal": is_causal, "dropout_p": dropout_p, "layout": layout}
+    allowed = {"attn_mask": None, "is_causal": False, "dropout_p": 0.0, "layout": "bnhd"}
+    for name, value in found.items():
+        if value is not allowed[name] and (name == "attn_mask" or value != allowed[name]):
+            got = type(value).__name__ if name == "attn_mask" else repr(value)
+            raise ValueError(f"{name} must be {allowed[name]!r} with relative, got {got}")

@@ -1,0 +1,109 @@
+"""Softmax attention with decomposed relative positions (Li et al. 2022), without a bias of the size of the scores.
+
+    S = scale * Q K^T + rows + columns,   O = softmax(S) V,   LSE = log(sum(exp(S)))      per batch and head
+
+Keys lie on a grid of `height` rows and `width` columns: key r * width + c gets rows[query, r] + columns[query, c]. The
+kernel loops over tiles of keys that are aligned with the grid (_relative.py), with a running maximum. Softmax is
+float32, P is rounded to the tensors' dtype T. Every program writes rows of its own: bitwise reproducible.
+"""
+
+import triton
+import triton.language as tl
+
+from fastvit.kernels import _profiling
+from fastvit.kernels._relative import add_rows, below, column_bias, grid_of, keys_from, row_bias, tile_keys
+from fastvit.kernels._softmax import ln2, log2e
+from fastvit.kernels._tiles import Head, Tokens, add_dot, dot, load, place, rows_of, scaled, store, zeros
+
+RELATIVE_NOT_SPECIALIZED = [
+    "M", "H", "height", "width",
+    *(f"stride_{x}{i}" for x in ("q", "k", "v", "o", "do", "dq", "dk", "dv", "rows", "columns") for i in "bnh"),
+]  # fmt: skip
+
+
+@triton.jit
+def _step(state, q, k, v, column2, rows, row, column, left, scale2, grid, head):
+    """Add the tile of keys at (row, column), where k and v begin. state: accumulators [M, d], and the running maximum
+    and sum [M]; the maximum in base 2, as column2."""
+    acc, m, total = state
+    keys, limit = tile_keys(grid, row, column)
+    queries = tl.arange(0, m.shape[0])
+    s = dot(q, load(k, keys, limit, head, not grid.EVEN), head) * scale2 + column2
+    of_rows = row_bias(rows, queries, left, grid, row) * log2e()
+    if grid.GRID_ROWS == 1:
+        m_new = tl.maximum(m, tl.max(s, 1) + of_rows)
+        shift = m_new - of_rows
+    else:
+        s = add_rows(s, of_rows, grid)
+        m_new = tl.maximum(m, tl.max(s, 1))
+        shift = m_new
+    p = tl.exp2(s - shift[:, None])
+    rescale = tl.exp2(m - m_new)
+    total = total * rescale + tl.sum(p, 1)
+    v = load(v, keys, limit, head, not grid.EVEN)
+    acc = add_dot(scaled(acc, rescale[:, None], head), p.to(v[0].dtype), v, head)
+    return acc, m_new, total
+
+
+@triton.jit
+def _attend(q, k, v, rows, columns, o, lse_ptr, at, scale, grid, head, BLOCK_M: tl.constexpr):
+    """Compute BLOCK_M rows of one head over all keys."""
+    index = tl.arange(0, BLOCK_M)
+    left = at.N - at.first
+    queries = load(rows_of(q, at, at.first), index, left, head, True)
+    rows, columns = rows_of(rows, at, at.first), rows_of(columns, at, at.first)
+    scale2 = scale * log2e()
+    # finite, so that a tile whose keys are all hidden by minus infinity adds nothing
+    state = zeros(BLOCK_M, head), tl.full([BLOCK_M], -1e38, tl.float32), tl.zeros([BLOCK_M], tl.float32)
+    tl.assume(grid.height > 0)
+    for column in range(0, grid.width, grid.GRID_COLUMNS):
+        keys = tl.arange(0, grid.GRID_ROWS * grid.GRID_COLUMNS)
+        column2 = column_bias(columns, index, left, keys, grid, column) * log2e()
+        at_k, at_v = keys_from(k, at, grid, 0, column), keys_from(v, at, grid, 0, column)
+        for row in range(0, grid.height, grid.GRID_ROWS):
+            state = _step(state, queries, at_k, at_v, column2, rows, row, column, left, scale2, grid, head)
+            at_k, at_v = below(at_k, grid), below(at_v, grid)
+    acc, m, total = state
+    total = tl.where(index < left, total, 1.0)
+    store(rows_of(o, at, at.first), scaled(acc, (1.0 / total)[:, None], head), index, left, head)
+    tl.store(lse_ptr + at.rows + at.first + index, (m + tl.log2(total)) * ln2(), mask=index < left)
+
+
+@triton.jit(do_not_specialize=RELATIVE_NOT_SPECIALIZED, launch_metadata=_profiling.attention(2))
+def attention_relative_fwd_kernel(
+    # inputs
+    q_ptr,  # [B, M, H, d] T by stride
+    k_ptr, v_ptr,  # [B, height * width, H, d] T by stride
+    rows_ptr, columns_ptr,  # [B, M, H, height] and [B, M, H, width] T by stride
+    # outputs
+    o_ptr,  # [B, M, H, d] T, contiguous
+    lse_ptr,  # [B, H, M] f32
+    # sizes; strides in UNITs of elements, those of rows and columns in OTHER_UNITs; the last dimension is contiguous
+    M, H, height, width,
+    stride_qb, stride_qn, stride_qh,
+    stride_kb, stride_kn, stride_kh,
+    stride_vb, stride_vn, stride_vh,
+    stride_rowsb, stride_rowsn, stride_rowsh,
+    stride_columnsb, stride_columnsn, stride_columnsh,
+    scale: tl.float32,
+    UNIT: tl.constexpr, OTHER_UNIT: tl.constexpr,
+    HEAD_DIM: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, GRID_ROWS: tl.constexpr, GRID_COLUMNS: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Grid: as in `place`, with blocks of BLOCK_M queries."""
+    at = place(M, H, M, None, BLOCK_M)
+    stride_ob = tl.cast(M, tl.int64) * H * HEAD_DIM
+    _attend(
+        Tokens(q_ptr, stride_qb, stride_qn, stride_qh, UNIT),
+        Tokens(k_ptr, stride_kb, stride_kn, stride_kh, UNIT),
+        Tokens(v_ptr, stride_vb, stride_vn, stride_vh, UNIT),
+        Tokens(rows_ptr, stride_rowsb, stride_rowsn, stride_rowsh, OTHER_UNIT),
+        Tokens(columns_ptr, stride_columnsb, stride_columnsn, stride_columnsh, OTHER_UNIT),
+        Tokens(o_ptr, stride_ob, H * HEAD_DIM, HEAD_DIM, 1),
+        lse_ptr,
+        at,
+        scale,
+        grid_of(height, width, GRID_ROWS, GRID_COLUMNS, EVEN),
+        Head(HEAD_DIM, D0, D1, PRECISION),
+        BLOCK_M,
+    )

@@ -1,0 +1,335 @@
+"""Backward of attention with decomposed relative positions, in two kernels, dQ first, without atomics.
+
+    P = exp(S - LSE),   dV = P^T dO,   dP = dO V^T,   dS = P * (dP - delta),   delta = rowsum(dO * O)
+    dQ = scale * dS K,   dK = scale * dS^T Q
+    drows[query, r] = sum of dS over the keys in row r,   dcolumns[query, c] = sum over the keys in column c
+
+S and the tiles of keys are those of attention_relative.py. The first kernel owns queries: it computes dQ, drows and
+dcolumns, and leaves LSE and delta for the second one. That owns a tile of keys and loops over the queries with the
+scores transposed. Sums are float32; P and dS are rounded to T. Every program writes rows of its own: bitwise
+reproducible.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from fastvit.kernels import _profiling
+from fastvit.kernels._relative import (
+    add_rows,
+    below,
+    column_bias,
+    grid_of,
+    keys_from,
+    load_bias,
+    on_grid,
+    one_hot,
+    row_bias,
+    store_keys,
+    tile_keys,
+)
+from fastvit.kernels._softmax import Inputs, Mask, Softmax, exponential, load_queries, log_unit
+from fastvit.kernels._tiles import (
+    Head,
+    Place,
+    Rows,
+    Tokens,
+    add_dot,
+    dot,
+    load,
+    place,
+    rows_of,
+    scaled,
+    skip,
+    store,
+    zeros,
+)
+from fastvit.kernels.attention_relative import RELATIVE_NOT_SPECIALIZED
+
+# ---- dQ, drows and dcolumns ----
+
+
+@triton.jit
+def _dq_step(
+    dq, of_columns, queries, k, v, column_part, rows, drows_ptr, row, column, left, stride, scale, grid, head
+):  # fmt: skip
+    """Return dq + dS K, and of_columns + dS, for the tile of keys at (row, column); store its part of drows."""
+    T: tl.constexpr = k.ptr.dtype.element_ty
+    keys, limit = tile_keys(grid, row, column)
+    index = tl.arange(0, of_columns.shape[0])
+    k, v = load(k, keys, limit, head, not grid.EVEN), load(v, keys, limit, head, not grid.EVEN)
+    s, dp = dot(queries.q, k, head) * (scale * log_unit(T)) + column_part, dot(queries.do, v, head)
+    of_rows = row_bias(rows, index, left, grid, row) * log_unit(T)
+    lse = queries.lse
+    if grid.GRID_ROWS == 1:
+        lse -= of_rows
+    else:
+        s = add_rows(s, of_rows, grid)
+    ds = exponential(s - lse[:, None], T) * (dp - queries.delta[:, None])
+    if grid.GRID_ROWS == 1:
+        at, inside, found = drows_ptr + (index * stride + row), index < left, tl.sum(ds, 1)
+    else:
+        r = tl.arange(0, grid.GRID_ROWS)[None, :]
+        at, found = drows_ptr + (index[:, None] * stride + (row + r)), tl.sum(on_grid(ds, grid), 2)
+        inside = (index < left)[:, None] & (r < grid.height - row)
+    tl.store(at, found.to(drows_ptr.dtype.element_ty), mask=inside)
+    return add_dot(dq, ds.to(T), k, head), of_columns + ds
+
+
+@triton.jit
+def _dq(
+    x, rows, columns, dq, drows_ptr, dcolumns_ptr, lse_ptr, statistics_ptr, at, B, H, scale, grid, head,
+    BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """Compute the gradients that BLOCK_M queries of one head own, and store their statistics."""
+    T: tl.constexpr = x.q.ptr.dtype.element_ty
+    softmax = Softmax(scale, Mask(None, 0, 0, 0), False, False, False, None, 0.0)
+    queries = load_queries(x, lse_ptr, at, softmax, head, BLOCK_M)
+    index = tl.arange(0, BLOCK_M)
+    left = at.N - at.first
+    statistics = statistics_ptr + 2 * at.rows + at.first + index
+    tl.store(statistics, queries.lse, mask=index < left)
+    tl.store(statistics + at.N, queries.delta, mask=index < left)
+    rows, columns = rows_of(rows, at, at.first), rows_of(columns, at, at.first)
+    first = (at.batch.to(tl.int64) * at.N + at.first) * H + at.head  # of [B, M, H]
+    drows_ptr += first * grid.height
+    total = zeros(BLOCK_M, head)
+    tl.assume(grid.height > 0)
+    for column in range(0, grid.width, grid.GRID_COLUMNS):
+        keys = tl.arange(0, grid.GRID_ROWS * grid.GRID_COLUMNS)
+        column_part = column_bias(columns, index, left, keys, grid, column) * log_unit(T)
+        of_columns = tl.zeros([BLOCK_M, grid.GRID_ROWS * grid.GRID_COLUMNS], tl.float32)
+        k, v = keys_from(x.k, at, grid, 0, column), keys_from(x.v, at, grid, 0, column)
+        for row in range(0, grid.height, grid.GRID_ROWS):
+            total, of_columns = _dq_step(
+                total, of_columns, queries, k, v, column_part, rows, drows_ptr, row, column, left, H * grid.height,
+                scale, grid, head,
+            )  # fmt: skip
+            k, v = below(k, grid), below(v, grid)
+        c = column + tl.arange(0, grid.GRID_COLUMNS)[None, :]
+        inside = (index < left)[:, None] & (c < grid.width)
+        dcolumns = dcolumns_ptr + first * grid.width + (index[:, None] * (H * grid.width) + c)
+        tl.store(dcolumns, tl.sum(on_grid(of_columns, grid), 1).to(dcolumns_ptr.dtype.element_ty), mask=inside)
+        drows_ptr += tl.cast(B, tl.int64) * at.N * H * grid.height
+    store(rows_of(dq, at, at.first), scaled(total, scale, head), index, left, head)
+
+
+@triton.jit(do_not_specialize=RELATIVE_NOT_SPECIALIZED, launch_metadata=_profiling.attention(3))
+def attention_relative_bwd_dq_kernel(
+    # inputs
+    q_ptr,  # [B, M, H, d] T by stride
+    k_ptr, v_ptr,  # [B, height * width, H, d] T by stride
+    o_ptr, do_ptr,  # [B, M, H, d] T by stride
+    rows_ptr, columns_ptr,  # [B, M, H, height] and [B, M, H, width] T by stride
+    lse_ptr,  # [B, H, M] f32
+    # outputs
+    dq_ptr,  # [B, M, H, d] T by stride
+    drows_ptr,  # [cdiv(width, GRID_COLUMNS), B, M, H, height] f32, parts to be summed, or T if it is one
+    dcolumns_ptr,  # [B, M, H, width] T
+    statistics_ptr,  # [B, H, 2, M] f32: LSE and delta
+    # sizes; strides in UNITs of elements, those of rows and columns in OTHER_UNITs; the last dimension is contiguous
+    B, M, H, height, width,
+    stride_qb, stride_qn, stride_qh,
+    stride_kb, stride_kn, stride_kh,
+    stride_vb, stride_vn, stride_vh,
+    stride_ob, stride_on, stride_oh,
+    stride_dob, stride_don, stride_doh,
+    stride_dqb, stride_dqn, stride_dqh,
+    stride_rowsb, stride_rowsn, stride_rowsh,
+    stride_columnsb, stride_columnsn, stride_columnsh,
+    scale: tl.float32,
+    UNIT: tl.constexpr, OTHER_UNIT: tl.constexpr,
+    HEAD_DIM: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, GRID_ROWS: tl.constexpr, GRID_COLUMNS: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Grid: as in `place`, with blocks of BLOCK_M queries."""
+    _dq(
+        Inputs(
+            Tokens(q_ptr, stride_qb, stride_qn, stride_qh, UNIT),
+            Tokens(k_ptr, stride_kb, stride_kn, stride_kh, UNIT),
+            Tokens(v_ptr, stride_vb, stride_vn, stride_vh, UNIT),
+            Tokens(o_ptr, stride_ob, stride_on, stride_oh, UNIT),
+            Tokens(do_ptr, stride_dob, stride_don, stride_doh, UNIT),
+        ),
+        Tokens(rows_ptr, stride_rowsb, stride_rowsn, stride_rowsh, OTHER_UNIT),
+        Tokens(columns_ptr, stride_columnsb, stride_columnsn, stride_columnsh, OTHER_UNIT),
+        Tokens(dq_ptr, stride_dqb, stride_dqn, stride_dqh, UNIT),
+        drows_ptr,
+        dcolumns_ptr,
+        lse_ptr,
+        statistics_ptr,
+        place(M, H, M, None, BLOCK_M),
+        B,
+        H,
+        scale,
+        grid_of(height, width, GRID_ROWS, GRID_COLUMNS, EVEN),
+        Head(HEAD_DIM, D0, D1, PRECISION),
+        BLOCK_M,
+    )
+
+
+# ---- dK and dV ----
+
+
+class QueryRows(NamedTuple):
+    """A tile of queries in memory: its rows of q, dO and of the bias, and a pointer to the LSE of its first row. delta
+    follows M elements later."""
+
+    q: Rows
+    do: Rows
+    rows: Rows
+    columns: Rows
+    lse_ptr: tl.tensor
+
+
+@triton.jit
+def _from(q, do, rows, columns, statistics_ptr, at, first):
+    """Return the `QueryRows` from index `first` on."""
+    return QueryRows(
+        rows_of(q, at, first), rows_of(do, at, first), rows_of(rows, at, first), rows_of(columns, at, first),
+        statistics_ptr + 2 * at.rows + first,
+    )  # fmt: skip
+
+
+class OneHot(NamedTuple):
+    """Where the keys of a tile are in the grid, as factors of `load_bias`: [keys, 16 or more] T. A product with them
+    copies numbers exactly. rows is not used for a tile of one grid row."""
+
+    rows: tl.tensor
+    columns: tl.tensor
+
+
+@triton.jit
+def _dkdv_step(
+    dk, dv, k, v, where, queries, start, at, row, column, scale, grid, head, WIDTH: tl.constexpr, MASKED: tl.constexpr
+):
+    """dK + dS^T Q and dV + P^T dO for WIDTH queries from index `start`. Keys outside of the grid need no mask: each has
+    its own row of dK and dV, which is not stored."""
+    T: tl.constexpr = k[0].dtype
+    COLUMNS: tl.constexpr = where.columns.shape[1]
+    index = tl.arange(0, WIDTH)
+    left = at.N - start
+    q, do = load(queries.q, index, left, head, MASKED), load(queries.do, index, left, head, MASKED)
+    if MASKED:
+        lse = tl.load(queries.lse_ptr + index, mask=index < left, other=float("inf"))
+        delta = tl.load(queries.lse_ptr + at.N + index, mask=index < left, other=0.0)
+    else:
+        lse, delta = tl.load(queries.lse_ptr + index), tl.load(queries.lse_ptr + at.N + index)
+    whole: tl.constexpr = grid.EVEN and COLUMNS == grid.GRID_COLUMNS
+    columns = load_bias(queries.columns, index, left, column, grid.width, COLUMNS, whole, MASKED)
+    bias = tl.dot(where.columns, tl.trans(columns), input_precision=head.PRECISION)  # [keys, queries]
+    if grid.GRID_ROWS == 1:
+        of_row = queries.rows.ptr + (index * queries.rows.stride + row)
+        of_row = tl.load(of_row, mask=index < left, other=0.0) if MASKED else tl.load(of_row)
+        lse -= of_row.to(tl.float32) * log_unit(T)
+    else:
+        rows = load_bias(queries.rows, index, left, row, grid.height, where.rows.shape[1], False, MASKED)
+        bias = tl.dot(where.rows, tl.trans(rows), bias, input_precision=head.PRECISION)
+    s = dot(k, q, head) * (scale * log_unit(T)) + bias * log_unit(T)
+    p = exponential(s - lse[None, :], T)
+    dp = dot(v, do, head)
+    dv = add_dot(dv, p.to(T), do, head)
+    return add_dot(dk, (p * (dp - delta[None, :])).to(T), q, head), dv
+
+
+@triton.jit
+def _dkdv(
+    q, k, v, do, rows, columns, dk, dv, statistics_ptr, at, row, column, scale, grid, head,
+    BLOCK_M: tl.constexpr, LOOP: tl.constexpr, TAIL: tl.constexpr,
+):  # fmt: skip
+    """Compute dK and dV of the tile of keys at (row, column)."""
+    keys, limit = tile_keys(grid, row, column)
+    its_k = load(keys_from(k, at, grid, row, column), keys, limit, head, not grid.EVEN)
+    its_v = load(keys_from(v, at, grid, row, column), keys, limit, head, not grid.EVEN)
+    T: tl.constexpr = k.ptr.dtype.element_ty
+    tile = tl.arange(0, grid.GRID_ROWS * grid.GRID_COLUMNS)
+    where = OneHot(
+        one_hot(tile // grid.GRID_COLUMNS, max(grid.GRID_ROWS, 16), T),
+        one_hot(tile % grid.GRID_COLUMNS, max(grid.GRID_COLUMNS, 16), T),
+    )
+    dk_total, dv_total = zeros(keys.shape[0], head), zeros(keys.shape[0], head)
+    full = (at.N - 1) // BLOCK_M * BLOCK_M
+    queries = _from(q, do, rows, columns, statistics_ptr, at, full)
+    dk_total, dv_total = _dkdv_step(
+        dk_total, dv_total, its_k, its_v, where, queries, full, at, row, column, scale, grid, head, TAIL, True
+    )
+    if LOOP:
+        tl.assume(full > 0)
+        queries = _from(q, do, rows, columns, statistics_ptr, at, 0)
+        for start in range(0, full, BLOCK_M):
+            dk_total, dv_total = _dkdv_step(
+                dk_total,
+                dv_total,
+                its_k,
+                its_v,
+                where,
+                queries,
+                start,
+                at,
+                row,
+                column,
+                scale,
+                grid,
+                head,
+                BLOCK_M,
+                False,
+            )
+            queries = QueryRows(
+                skip(queries.q, BLOCK_M), skip(queries.do, BLOCK_M), skip(queries.rows, BLOCK_M),
+                skip(queries.columns, BLOCK_M), queries.lse_ptr + BLOCK_M,
+            )  # fmt: skip
+    store_keys(keys_from(dk, at, grid, row, column), scaled(dk_total, scale, head), keys, limit, head)
+    store_keys(keys_from(dv, at, grid, row, column), dv_total, keys, limit, head)
+
+
+@triton.jit(do_not_specialize=RELATIVE_NOT_SPECIALIZED, launch_metadata=_profiling.attention(4))
+def attention_relative_bwd_dkdv_kernel(
+    # inputs
+    q_ptr,  # [B, M, H, d] T by stride
+    k_ptr, v_ptr,  # [B, height * width, H, d] T by stride
+    do_ptr,  # [B, M, H, d] T by stride
+    rows_ptr, columns_ptr,  # [B, M, H, height] and [B, M, H, width] T by stride
+    statistics_ptr,  # [B, H, 2, M] f32, from attention_relative_bwd_dq_kernel
+    # outputs
+    dk_ptr, dv_ptr,  # [B, height * width, H, d] T by stride
+    # sizes; strides in UNITs of elements, those of rows and columns in OTHER_UNITs; the last dimension is contiguous
+    M, H, height, width,
+    stride_qb, stride_qn, stride_qh,
+    stride_kb, stride_kn, stride_kh,
+    stride_vb, stride_vn, stride_vh,
+    stride_dob, stride_don, stride_doh,
+    stride_dkb, stride_dkn, stride_dkh,
+    stride_dvb, stride_dvn, stride_dvh,
+    stride_rowsb, stride_rowsn, stride_rowsh,
+    stride_columnsb, stride_columnsn, stride_columnsh,
+    scale: tl.float32,
+    UNIT: tl.constexpr, OTHER_UNIT: tl.constexpr,
+    HEAD_DIM: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, GRID_ROWS: tl.constexpr, GRID_COLUMNS: tl.constexpr, EVEN: tl.constexpr,
+    LOOP: tl.constexpr, TAIL: tl.constexpr,
+):  # fmt: skip
+    """Grid: (B * H * cdiv(height, GRID_ROWS) * cdiv(width, GRID_COLUMNS),). The queries are in tiles of BLOCK_M, the
+    last one TAIL wide; LOOP: there are others before it."""
+    across = tl.cdiv(width, GRID_COLUMNS)
+    tiles = tl.cdiv(height, GRID_ROWS) * across
+    plane, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    batch = plane // H
+    _dkdv(
+        Tokens(q_ptr, stride_qb, stride_qn, stride_qh, UNIT),
+        Tokens(k_ptr, stride_kb, stride_kn, stride_kh, UNIT),
+        Tokens(v_ptr, stride_vb, stride_vn, stride_vh, UNIT),
+        Tokens(do_ptr, stride_dob, stride_don, stride_doh, UNIT),
+        Tokens(rows_ptr, stride_rowsb, stride_rowsn, stride_rowsh, OTHER_UNIT),
+        Tokens(columns_ptr, stride_columnsb, stride_columnsn, stride_columnsh, OTHER_UNIT),
+        Tokens(dk_ptr, stride_dkb, stride_dkn, stride_dkh, UNIT),
+        Tokens(dv_ptr, stride_dvb, stride_dvn, stride_dvh, UNIT),
+        statistics_ptr,
+        Place(batch, plane % H, plane, 0, M, 0, batch.to(tl.int64) * M, plane.to(tl.int64) * M),
+        tile // across * GRID_ROWS,
+        tile % across * GRID_COLUMNS,
+        scale,
+        grid_of(height, width, GRID_ROWS, GRID_COLUMNS, EVEN),
+        Head(HEAD_DIM, D0, D1, PRECISION),
+        BLOCK_M, LOOP, TAIL,
+    )  # fmt: skip
