@@ -4,29 +4,24 @@ registers, and were not chosen by time."""
 from dataclasses import dataclass
 
 from fastvit.kernels import _tuned
-from fastvit.kernels._attention_configs import _instructions, _parts
+from fastvit.kernels._attention_configs import _PLAIN, Row, Tile, _instructions, _parts
 from fastvit.kernels._configs import FIRST_TIER, next_power_of_2
 
-# By the instructions that matmuls compile to, and up to a head dimension: queries and keys of a tile, and warps
-_TILES = {
+# By kernel, and by the instructions that matmuls compile to. The kernel of dK and dV owns keys, the others queries.
+_ROWS: dict[str, dict[str, tuple[Row, ...]]] = {
     "fwd": {
-        "wgmma": ((80, (64, 64, 4)), (128, (64, 32, 4))),
-        "mma": ((80, (64, 64, 4)), (128, (64, 32, 4))),
+        "wgmma": (Row(80, Tile(64, 64, 4)), Row(128, Tile(64, 32, 4), 256), Row(128, Tile(128, 64, 8))),
+        "mma": (Row(64, Tile(64, 64, 4)), Row(128, Tile(64, 32, 4))),
     },
     "dq": {
-        "wgmma": ((80, (64, 32, 4)), (128, (64, 32, 4))),
-        "mma": ((80, (64, 32, 4)), (128, (64, 32, 4))),
+        "wgmma": (Row(64, Tile(64, 32, 4), 1100), Row(64, Tile(128, 64, 8)), Row(128, Tile(64, 32, 4))),
+        "mma": (Row(128, Tile(64, 32, 4)),),
     },
     "dkdv": {
-        "wgmma": ((80, (32, 64, 4)), (128, (32, 64, 4))),
-        "mma": ((80, (32, 64, 4)), (128, (32, 32, 4))),
+        "wgmma": (Row(64, Tile(64, 64, 4)), Row(96, Tile(64, 32, 4)), Row(128, Tile(64, 16, 4))),
+        "mma": (Row(80, Tile(64, 16, 4)), Row(96, Tile(32, 16, 4)), Row(128, Tile(32, 32, 4))),
     },
 }
-_PLAIN = {
-    "float32": ((128, (32, 32, 8)), (256, (16, 16, 8))),
-    "tf32": ((64, (32, 32, 4)), (256, (16, 16, 4))),
-}
-_OTHERS = ((128, (64, 32, 4)), (256, (16, 16, 4)))
 
 
 @dataclass(frozen=True)
@@ -51,8 +46,9 @@ def attention_relative(
 ) -> RelativeConfig:
     """Configure a kernel, "fwd", "dq" or "dkdv", for m queries and a grid of height x width keys."""
     instructions = _instructions(itemsize, arch, tf32)
-    found = *_TILES[kernel].get(instructions, ()), *_PLAIN.get(instructions, _OTHERS)
-    block_m, block_n, num_warps = next(tile for most, tile in found if head_dim <= most)
+    found = *_ROWS[kernel].get(instructions, ()), *_PLAIN.get(instructions, _PLAIN["16-bit"])
+    own, loop, num_warps, _ = next(row.tile for row in found if head_dim <= row.head_dim and m <= row.longest)
+    block_m, block_n = (loop, own) if kernel == "dkdv" else (own, loop)
     columns = grid_columns(width, block_n)
     rows = block_n // columns
     even = width % columns == 0 and height % rows == 0

@@ -78,7 +78,7 @@ def _read_gated_mlp(mlp: Any) -> MlpSpec:
     return describe_gated_mlp(fc1, act, fc2, drop1, drop2, gate_last=gate_last, inner_norm=read_inner_norm(mlp))
 
 
-def _read_half(read_branch: Callable[[Any], Any], parts: Mapping[str, Classes], block: Any) -> HalfSpec[Any]:
+def read_half(read_branch: Callable[[Any], Any], parts: Mapping[str, Classes], block: Any) -> HalfSpec[Any]:
     branch, norm, scale, drop_path = submodules(block, parts)
     layer_scale = None if type(scale) is nn.Identity else scale.gamma
     p, scale_by_keep = 0.0, True
@@ -88,10 +88,10 @@ def _read_half(read_branch: Callable[[Any], Any], parts: Mapping[str, Classes], 
 
 
 read_attention_half: Callable[[Any], HalfSpec[AttentionSpec]] = partial(
-    _read_half, read_attention, {"attn": ATTENTION, "norm1": NORM, "ls1": LAYER_SCALE, "drop_path1": DROP_PATH}
+    read_half, read_attention, {"attn": ATTENTION, "norm1": NORM, "ls1": LAYER_SCALE, "drop_path1": DROP_PATH}
 )
 read_mlp_half: Callable[[Any], HalfSpec[MlpSpec]] = partial(
-    _read_half, read_mlp, {"mlp": MLP, "norm2": NORM, "ls2": LAYER_SCALE, "drop_path2": DROP_PATH}
+    read_half, read_mlp, {"mlp": MLP, "norm2": NORM, "ls2": LAYER_SCALE, "drop_path2": DROP_PATH}
 )
 
 

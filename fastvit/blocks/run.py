@@ -57,7 +57,7 @@ def run_attention_half(
     attn = half.branch
     if attn.adapted or attn.in_steps or (rotary is not None and _may_be_learnt(rotary)):
         in_steps = partial(_run_attention_in_steps, half=half, rotary=rotary, attn_mask=attn_mask, is_causal=is_causal)
-        return in_steps(x) if recompute == "none" else _run_again(in_steps, x)
+        return in_steps(x) if recompute == "none" else run_again(in_steps, x)
     norm = half.norm if half.norm.weight is not None else _with_ones(x, half.norm)
     packed_or_three: Any = attn.qkv[0] if len(attn.qkv) == 1 else zip(*attn.qkv, strict=True)
     weights, biases = packed_or_three
@@ -80,18 +80,23 @@ def run_attention_half(
 def _run_attention_in_steps(
     x: Tensor, half: HalfSpec[AttentionSpec], rotary: Rotary | None, attn_mask: Tensor | None, is_causal: bool
 ) -> Tensor:
-    attn, norm = half.branch, half.norm if half.norm.weight is not None else _with_ones(x, half.norm)
+    attn = half.branch
     if attn.adapted:
-        attended = _attend(run_norm(x, norm), attn, rotary, attn_mask, is_causal)
+        attended = _attend(run_norm(x, half.norm), attn, rotary, attn_mask, is_causal)
     else:
-        packed_or_three: Any = attn.qkv[0] if len(attn.qkv) == 1 else zip(*attn.qkv, strict=True)
-        weights, biases = packed_or_three
-        packed = ops.layer_norm_linear(x, norm.weight, norm.bias, weights, biases, eps=norm.eps, norm=norm.kind)
-        attended = _attend_packed(packed, attn, rotary, attn_mask, is_causal)
-    return _run_last(attended, attn.proj, attn.proj_drop, x, half)
+        attended = attend_packed(norm_and_project(x, half), attn, rotary, attn_mask, is_causal)
+    return run_last(attended, attn.proj, attn.proj_drop, x, half)
 
 
-def _run_again(half: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+def norm_and_project(x: Tensor, half: HalfSpec[AttentionSpec]) -> Tensor:
+    """Compute q, k and v, packed, of layers without adapters."""
+    attn, norm = half.branch, half.norm if half.norm.weight is not None else _with_ones(x, half.norm)
+    packed_or_three: Any = attn.qkv[0] if len(attn.qkv) == 1 else zip(*attn.qkv, strict=True)
+    weights, biases = packed_or_three
+    return ops.layer_norm_linear(x, norm.weight, norm.bias, weights, biases, eps=norm.eps, norm=norm.kind)
+
+
+def run_again(half: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
     """Run a half of a block, and again in the backward pass instead of saving what that needs."""
     if not torch.is_grad_enabled() or is_jit_tracing():
         return half(*tensors)
@@ -106,7 +111,7 @@ def run_mlp_half(
     mlp, residual = half.branch, x if residual is None else residual
     if mlp.adapted:
         in_steps = partial(_run_mlp_in_steps, half=half)
-        return in_steps(x, residual) if recompute != "all" else _run_again(in_steps, x, residual)
+        return in_steps(x, residual) if recompute != "all" else run_again(in_steps, x, residual)
     norm = half.norm if half.norm.weight is not None else _with_ones(x, half.norm)
     fc1 = mlp.fc1 if mlp.value is None and not mlp.gate_last else _gate_and_value(mlp)
     dropout_p, layer_scale, row_scale, added = 0.0, None, None, None
@@ -124,7 +129,7 @@ def run_mlp_half(
 
 def _run_mlp_in_steps(x: Tensor, residual: Tensor, half: HalfSpec[MlpSpec]) -> Tensor:
     mlp, norm = half.branch, half.norm if half.norm.weight is not None else _with_ones(x, half.norm)
-    return _run_last(_widen(run_norm(x, norm), mlp), mlp.fc2, mlp.drop2, residual, half)
+    return run_last(_widen(run_norm(x, norm), mlp), mlp.fc2, mlp.drop2, residual, half)
 
 
 def run_attention_then_norm(
@@ -134,7 +139,7 @@ def run_attention_then_norm(
     attn = half.branch
     # Not add_layer_norm: with layer_scale it saves the branch in addition to the sum, in both halves 14 token tensors
     # instead of 12; without it, the backward pass has one launch more
-    total = _run_last(_attend(x, attn, None, attn_mask, is_causal), attn.proj, attn.proj_drop, x, half)
+    total = run_last(_attend(x, attn, None, attn_mask, is_causal), attn.proj, attn.proj_drop, x, half)
     return run_norm(total, half.norm)
 
 
@@ -142,7 +147,7 @@ def run_mlp_then_norm(x: Tensor, half: HalfSpec[MlpSpec]) -> Tensor:
     """Run the MLP's half of a post-norm block: norm(x + drop_path(layer_scale * mlp(x)))."""
     mlp = half.branch
     if mlp.adapted or mlp.drop1 != mlp.drop2:  # no op has a dropout after fc2 alone
-        total = _run_last(_widen(x, mlp), mlp.fc2, mlp.drop2, x, half)
+        total = run_last(_widen(x, mlp), mlp.fc2, mlp.drop2, x, half)
     else:
         row_scale = draw_drop_path(x, half.drop_path, half.scale_by_keep) if half.drop_path else half.row_scale
         fc1 = mlp.fc1 if mlp.value is None and not mlp.gate_last else _gate_and_value(mlp)
@@ -176,19 +181,19 @@ def run_attention(
     x: Tensor, attn: AttentionSpec, rotary: Rotary | None = None, attn_mask: Tensor | None = None,
     is_causal: bool = False,
 ) -> Tensor:  # fmt: skip
-    return ops.dropout(_run(_attend(x, attn, rotary, attn_mask, is_causal), attn.proj), attn.proj_drop)
+    return ops.dropout(run_linear(_attend(x, attn, rotary, attn_mask, is_causal), attn.proj), attn.proj_drop)
 
 
 def run_mlp(x: Tensor, mlp: MlpSpec) -> Tensor:
     if mlp.adapted:
-        return ops.dropout(_run(_widen(x, mlp), mlp.fc2), mlp.drop2)
+        return ops.dropout(run_linear(_widen(x, mlp), mlp.fc2), mlp.drop2)
     fc1 = mlp.fc1 if mlp.value is None and not mlp.gate_last else _gate_and_value(mlp)
     tensors = (*fc1, *mlp.fc2)
     out = ops.mlp(x, *tensors, activation=mlp.activation, dropout_p=mlp.drop1, inner_norm=mlp.inner_norm)
     return ops.dropout(out, mlp.drop2) if mlp.drop1 != mlp.drop2 else out
 
 
-def _run(x: Tensor, layer: LinearSpec) -> Tensor:
+def run_linear(x: Tensor, layer: LinearSpec) -> Tensor:
     return layer.module(x) if isinstance(layer, AdaptedLinear) else ops.linear(x, *layer)
 
 
@@ -196,13 +201,13 @@ def _attend(x: Tensor, attn: AttentionSpec, rotary: Rotary | None, attn_mask: Te
     """Run attention up to its projection: (B, N, D) -> (B, N, H * d)."""
     projected = [layer.module(x) if isinstance(layer, AdaptedLinear) else F.linear(x, *layer) for layer in attn.qkv]
     if len(projected) == 1:
-        return _attend_packed(projected[0], attn, rotary, attn_mask, is_causal)
+        return attend_packed(projected[0], attn, rotary, attn_mask, is_causal)
     heads = attn.num_heads, attn.kv_heads or attn.num_heads, attn.kv_heads or attn.num_heads
     q, k, v = (t.unflatten(-1, (n, -1)) for t, n in zip(projected, heads, strict=True))
     return _attend_separate(q, k, v, attn, rotary, attn_mask, is_causal)
 
 
-def _attend_packed(
+def attend_packed(
     qkv: Tensor, attn: AttentionSpec, rotary: Rotary | None, attn_mask: Tensor | None, is_causal: bool
 ) -> Tensor:
     """Attend with packed q, k and v: (..., (H + 2 * kv_heads) * d) -> (..., H * d)."""
@@ -280,7 +285,11 @@ def _gate_and_value(mlp: MlpSpec) -> tuple[Any, Any]:
 def _widen(x: Tensor, mlp: MlpSpec) -> Tensor:
     """Run an MLP up to fc2."""
     if mlp.activation in GATED:
-        both = [_run(x, mlp.fc1), _run(x, mlp.value)] if mlp.value is not None else _run(x, mlp.fc1).chunk(2, dim=-1)
+        both = (
+            [run_linear(x, mlp.fc1), run_linear(x, mlp.value)]
+            if mlp.value is not None
+            else run_linear(x, mlp.fc1).chunk(2, dim=-1)
+        )
         gate, value = both[::-1] if mlp.gate_last else both
         hidden = mlp.act(gate) * value
     elif isinstance(mlp.fc1, AdaptedLinear):
@@ -291,10 +300,10 @@ def _widen(x: Tensor, mlp: MlpSpec) -> Tensor:
     return hidden if mlp.inner_norm is None else run_norm(hidden, mlp.inner_norm)
 
 
-def _run_last(hidden: Tensor, last: LinearSpec, p: float, x: Tensor, half: HalfSpec[Any]) -> Tensor:
+def run_last(hidden: Tensor, last: LinearSpec, p: float, x: Tensor, half: HalfSpec[Any]) -> Tensor:
     """Compute x + drop_path(layer_scale * dropout(last(hidden)))."""
     if p or isinstance(last, AdaptedLinear):
-        return _add_branch(x, ops.dropout(_run(hidden, last), p), half)
+        return _add_branch(x, ops.dropout(run_linear(hidden, last), p), half)
     row_scale = draw_drop_path(x, half.drop_path, half.scale_by_keep) if half.drop_path else half.row_scale
     return ops.linear(hidden, *last, layer_scale=half.layer_scale, row_scale=row_scale, residual=x)
 

@@ -14,12 +14,12 @@ from fastvit.blocks.recompute import is_fitted
 from fastvit.blocks.submodules import CannotFuse, qualified_name
 from fastvit.integrations import pixels, recognise
 from fastvit.integrations.forward import ClassHandler, calls, check_forward, fused_forward, ops_that_run, reason_of
-from fastvit.integrations.libraries import dinov2, dinov3, pytorch, timm, timm_eva, torchvision
+from fastvit.integrations.libraries import dinov2, dinov3, pytorch, timm, timm_eva, timm_sam, torchvision
 from fastvit.integrations.transformers import layers as transformers
 from fastvit.modules.arguments import checked_statistics
 from fastvit.report import FUSED_ALREADY, Entry, Report, Status
 
-_FAMILIES = (timm, timm_eva, transformers, torchvision, dinov2, dinov3)
+_FAMILIES = (timm, timm_eva, timm_sam, transformers, torchvision, dinov2, dinov3)
 HANDLERS: dict[type | str, ClassHandler] = {
     name: handler for family in (pytorch, *_FAMILIES) for name, handler in family.HANDLERS.items()
 }

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
 
+from fastvit.blocks.grid import GridBlock
 from fastvit.blocks.recompute import recompute_of
 from fastvit.blocks.run import runs_in_steps
 from fastvit.blocks.spec import AdaptedLinear, AttentionSpec, HalfSpec, MlpSpec, PlainLinear
@@ -157,6 +158,11 @@ def _kind(layer: nn.Module) -> str:
 
 
 def _ops(description: Any) -> Iterator[str]:
+    if isinstance(description, GridBlock):
+        norm, attn = description.attention.norm, description.attention.branch
+        yield f"{norm.kind}_norm" if description.window or attn.adapted else "layer_norm_linear"
+        yield from _ops((attn, description.mlp))
+        return
     if isinstance(description, HalfSpec):
         if not runs_in_steps(description.branch):
             yield "layer_norm_attention" if isinstance(description.branch, AttentionSpec) else "layer_norm_mlp"

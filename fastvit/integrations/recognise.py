@@ -70,6 +70,8 @@ def could_be_fused(module: nn.Module, left: set[int]) -> bool:
     name = type(module).__name__
     plain = [layer for layer in linear_layers(module) if id(layer) in left]
     if _NORM.search(name):
+        if getattr(module, "data_format", None) == "channels_first":  # of transformers' norms of images
+            return False
         return any(parameter is not None for parameter in module._parameters.values())
     if _PATCHES.search(name):
         return any(id(layer) in left for layer in _convolutions(module))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from fastvit.blocks.submodules import CannotFuse, has_own_forward, qualified_name, submodules
 
@@ -56,3 +57,11 @@ def check_attention(attn: Any) -> None:
     implementation = attn.config._attn_implementation
     if implementation not in SAME_ATTENTION and not implementation.startswith("flash_attention"):
         raise CannotFuse(f"its attention implementation is {implementation!r}")
+
+
+def checkpoint_of(layer: Any) -> Callable[..., Tensor] | None:
+    """Return the function that a layer's forward runs with activation checkpointing, or None if that is off. Earlier
+    versions checkpoint in __call__, around the fused forward."""
+    in_forward = type(layer).__call__ is nn.Module.__call__
+    checkpointed = in_forward and layer.gradient_checkpointing and layer.training
+    return layer._gradient_checkpointing_func if checkpointed else None

@@ -21,9 +21,15 @@ from fastvit.blocks.recompute import DEFAULT, Recompute
 from fastvit.blocks.spec import AttentionSpec, HalfSpec, MlpSpec
 from fastvit.blocks.submodules import CannotFuse, Classes, submodules
 from fastvit.integrations.forward import ClassHandler, checked_mask
-from fastvit.integrations.transformers import classes, varlen
+from fastvit.integrations.transformers import classes, sam, varlen
 from fastvit.integrations.transformers.classes import MODELS, OTHER_MLPS, RMS_NORM, ROTATES, class_of
-from fastvit.integrations.transformers.hooks import SAME_ATTENTION, attention_of, check_attention, check_version
+from fastvit.integrations.transformers.hooks import (
+    SAME_ATTENTION,
+    attention_of,
+    check_attention,
+    check_version,
+    checkpoint_of,
+)
 from fastvit.integrations.transformers.nested import WithoutWeights, is_nested, read_nested_attention, read_nested_mlp
 from fastvit.ops import Norm, Rotary
 from fastvit.ops.runtime.checks import takes_head_dim
@@ -123,10 +129,7 @@ def read_layer(prefix: str, layer: Any) -> LayerSpec:
     nested = is_nested(attn)
     attention = read_nested_attention(prefix, attn) if nested else read_attention(attn, names.projection, dropout)
     block = HalfSpec(attention, read_norm(norm1), gammas[0], p), HalfSpec(mlp, read_norm(norm2), gammas[1], p)
-    # earlier versions checkpoint in __call__, around the fused forward
-    in_forward = type(layer).__call__ is nn.Module.__call__
-    checkpointed = in_forward and layer.gradient_checkpointing and layer.training
-    return LayerSpec(block, layer._gradient_checkpointing_func if checkpointed else None)
+    return LayerSpec(block, checkpoint_of(layer))
 
 
 def _made_for_export(mask: Any) -> bool:
@@ -213,7 +216,8 @@ for _prefix, _names in MODELS.items():
 HANDLERS |= dict.fromkeys(OTHER_MLPS, ClassHandler(read_mlp, run.run_mlp, ndim=None))
 HANDLERS |= dict.fromkeys(RMS_NORM, ClassHandler(read_norm, run_rms_norm, ndim=None, op="rms_norm"))
 HANDLERS |= varlen.HANDLERS
-EMBEDDINGS = classes.EMBEDDINGS
+HANDLERS |= sam.HANDLERS
+EMBEDDINGS = classes.EMBEDDINGS | sam.EMBEDDINGS
 
 
 def register_attention(name: str = "fastvit") -> None:
