@@ -12,7 +12,7 @@ import triton.language as tl
 
 from fastvit.kernels import _profiling
 from fastvit.kernels._relative import add_rows, below, column_bias, grid_of, keys_from, row_bias, tile_keys
-from fastvit.kernels._softmax import ln2, log2e
+from fastvit.kernels._softmax import exponential, ln2, log_unit
 from fastvit.kernels._tiles import Head, Tokens, add_dot, dot, load, place, rows_of, scaled, store, zeros
 
 RELATIVE_NOT_SPECIALIZED = [
@@ -22,14 +22,15 @@ RELATIVE_NOT_SPECIALIZED = [
 
 
 @triton.jit
-def _step(state, q, k, v, column2, rows, row, column, left, scale2, grid, head):
+def _step(state, q, k, v, column_part, rows, row, column, left, scale, grid, head):
     """Add the tile of keys at (row, column), where k and v begin. state: accumulators [M, d], and the running maximum
-    and sum [M]; the maximum in base 2, as column2."""
+    and sum [M]. The maximum, column_part and scale are multiplied by `log_unit`."""
     acc, m, total = state
+    T: tl.constexpr = k.ptr.dtype.element_ty
     keys, limit = tile_keys(grid, row, column)
     queries = tl.arange(0, m.shape[0])
-    s = dot(q, load(k, keys, limit, head, not grid.EVEN), head) * scale2 + column2
-    of_rows = row_bias(rows, queries, left, grid, row) * log2e()
+    s = dot(q, load(k, keys, limit, head, not grid.EVEN), head) * scale + column_part
+    of_rows = row_bias(rows, queries, left, grid, row) * log_unit(T)
     if grid.GRID_ROWS == 1:
         m_new = tl.maximum(m, tl.max(s, 1) + of_rows)
         shift = m_new - of_rows
@@ -37,8 +38,8 @@ def _step(state, q, k, v, column2, rows, row, column, left, scale2, grid, head):
         s = add_rows(s, of_rows, grid)
         m_new = tl.maximum(m, tl.max(s, 1))
         shift = m_new
-    p = tl.exp2(s - shift[:, None])
-    rescale = tl.exp2(m - m_new)
+    p = exponential(s - shift[:, None], T)
+    rescale = exponential(m - m_new, T)
     total = total * rescale + tl.sum(p, 1)
     v = load(v, keys, limit, head, not grid.EVEN)
     acc = add_dot(scaled(acc, rescale[:, None], head), p.to(v[0].dtype), v, head)
@@ -52,21 +53,24 @@ def _attend(q, k, v, rows, columns, o, lse_ptr, at, scale, grid, head, BLOCK_M: 
     left = at.N - at.first
     queries = load(rows_of(q, at, at.first), index, left, head, True)
     rows, columns = rows_of(rows, at, at.first), rows_of(columns, at, at.first)
-    scale2 = scale * log2e()
+    T: tl.constexpr = q.ptr.dtype.element_ty
     # finite, so that a tile whose keys are all hidden by minus infinity adds nothing
     state = zeros(BLOCK_M, head), tl.full([BLOCK_M], -1e38, tl.float32), tl.zeros([BLOCK_M], tl.float32)
     tl.assume(grid.height > 0)
     for column in range(0, grid.width, grid.GRID_COLUMNS):
         keys = tl.arange(0, grid.GRID_ROWS * grid.GRID_COLUMNS)
-        column2 = column_bias(columns, index, left, keys, grid, column) * log2e()
+        column_part = column_bias(columns, index, left, keys, grid, column) * log_unit(T)
         at_k, at_v = keys_from(k, at, grid, 0, column), keys_from(v, at, grid, 0, column)
         for row in range(0, grid.height, grid.GRID_ROWS):
-            state = _step(state, queries, at_k, at_v, column2, rows, row, column, left, scale2, grid, head)
+            state = _step(
+                state, queries, at_k, at_v, column_part, rows, row, column, left, scale * log_unit(T), grid, head
+            )
             at_k, at_v = below(at_k, grid), below(at_v, grid)
     acc, m, total = state
     total = tl.where(index < left, total, 1.0)
     store(rows_of(o, at, at.first), scaled(acc, (1.0 / total)[:, None], head), index, left, head)
-    tl.store(lse_ptr + at.rows + at.first + index, (m + tl.log2(total)) * ln2(), mask=index < left)
+    lse = m * (1.0 / log_unit(T)) + tl.log2(total) * ln2()
+    tl.store(lse_ptr + at.rows + at.first + index, lse, mask=index < left)
 
 
 @triton.jit(do_not_specialize=RELATIVE_NOT_SPECIALIZED, launch_metadata=_profiling.attention(2))

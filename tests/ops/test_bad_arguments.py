@@ -56,6 +56,7 @@ ENDS = torch.tensor([0, 2, 5, 8])
 PAIR = ones(20, D), ones(20, D)
 WANTED = "qkv_weight must have 3 * num_heads"
 HEADS = "head_dim must be a multiple of 8 from 16 to 256, got "
+OF_GRID = ones(B, N, 2, 2)
 BAD: dict[str, list[tuple[type[Exception], str, dict[str, Any]]]] = {
     "layer_norm": [
         (TypeError, "x must be a tensor", {"x": [1.0]}),
@@ -107,6 +108,22 @@ BAD: dict[str, list[tuple[type[Exception], str, dict[str, Any]]]] = {
         (ValueError, "bias must be one for each weight, or None, got 0 for 0 weights", {"weight": (), "bias": None}),
         (ValueError, "bias[1] must have shape (out,) = (8,)",
          {"weight": [ones(24, D), ones(8, D)], "bias": [ones(24)] * 2}),
+    ],
+    "attention relative": [
+        (TypeError, "relative must be an ops.Relative or None, got tuple", {"relative": (OF_GRID,) * 2}),
+        (TypeError, "relative.rows must be a tensor, got NoneType", {"relative": ops.Relative(None, OF_GRID)}),
+        (TypeError, "relative.columns must have q's dtype",
+         {"relative": ops.Relative(OF_GRID, OF_GRID.half())}),
+        (ValueError, "relative.rows must have shape (B, M, H, rows) = (2, 4, 2, rows), got (2, 4, 1, 2)",
+         {"relative": ops.Relative(ones(B, N, 1, 2), OF_GRID)}),
+        (ValueError, "relative must have as many rows times columns as k has tokens, 4, got 3 * 2",
+         {"relative": ops.Relative(ones(B, N, 2, 3), OF_GRID)}),
+        (ValueError, "attn_mask must be None with relative, got Tensor", {"attn_mask": ones(N, N)}),
+        (ValueError, "is_causal must be False with relative, got True", {"is_causal": True}),
+        (ValueError, "dropout_p must be 0.0 with relative, got 0.1", {"dropout_p": 0.1}),
+        (ValueError, "layout must be 'bnhd' with relative, got 'bhnd'", {"layout": "bhnd"}),
+        (ValueError, "k must have q's 2 heads with relative, got 1", dict.fromkeys("kv", ones(B, N, 1, D))),
+        (ValueError, "scale must be finite", {"scale": math.inf}),
     ],
     "layer_norm_attention": [
         *X,

@@ -223,6 +223,20 @@ test_attention_with_masks = fuzzed(masked_attention_cases(), ops.attention, form
 
 
 @st.composite
+def relative_cases(draw: st.DrawFn) -> Case:
+    """Grids of up to 4 x 24 keys, not of one row or column, whose gradients are rounding alone, and any
+    number of queries."""
+    B, M, H, d = draw(SIZES)
+    height, width = draw(st.tuples(st.integers(2, 4), st.integers(2, 24)))
+    shapes = {"q": (B, M, H, d), **dict.fromkeys("kv", (B, height * width, H, d))}
+    shapes |= {"rows": (B, M, H, height), "columns": (B, M, H, width)}
+    return draw(case(shapes, scale=SCALE))
+
+
+test_attention_relative = fuzzed(relative_cases(), gathered(ops.attention), gathered(formulas.attention))
+
+
+@st.composite
 def varlen_cases(draw: st.DrawFn) -> Case:
     """Up to four sequences, none of one token or of equal tokens, see `masked_attention_cases`."""
     lengths = draw(st.lists(st.one_of(st.just(0), st.integers(2, 40)), min_size=1, max_size=4))

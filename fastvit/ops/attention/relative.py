@@ -100,8 +100,10 @@ def check_relative(relative: Any, q: Tensor, k: Tensor, *, dtype: bool) -> None:
     for name, t in zip(Relative._fields, relative, strict=True):
         check_like("q", q, (f"relative.{name}", t, None, ""), dtype=dtype)
         if t.dim() != 4 or t.shape[:3] != q.shape[:3]:
-            wanted = f"(B, M, H, size) = {(*q.shape[:3], 'size')}"
-            raise ValueError(f"relative.{name} must have shape {wanted}, got {tuple(t.shape)}")
+            B, M, H, _ = q.shape
+            raise ValueError(
+                f"relative.{name} must have shape (B, M, H, {name}) = ({B}, {M}, {H}, {name}), got {tuple(t.shape)}"
+            )
     (rows, columns), keys = (t.shape[3] for t in relative), k.shape[1]
     if rows * columns != keys:
         raise ValueError(
