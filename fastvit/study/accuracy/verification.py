@@ -20,7 +20,7 @@ from fastvit.study.accuracy import cases, rule
 from fastvit.study.accuracy.cases import HEAD_DIMS
 from fastvit.study.sources import find, model_source
 
-OPS = tuple(name for name in ops.__all__ if name not in ("Norm", "Rotary", "use_backend"))
+OPS = tuple(name for name in ops.__all__ if name not in ("Norm", "Relative", "Rotary", "use_backend"))
 _BATCH = 2  # images for a whole model
 _NOTHING = 1e-11  # a bias's gradient below this share of the weight's is zero but for float64's rounding
 
