@@ -54,7 +54,7 @@ class Backbone(nn.Module):
             TypeError, ValueError: naming the entry of a list that does not fit.
         """
         if isinstance(x, list | tuple):
-            check_unmasked(attn_mask, is_causal, "a list of images")
+            check_unmasked(attn_mask, is_causal, of="a list of images")
             packed, rest = self._embedded_list(x)
             return packed.split(self._blocks_packed(packed.tokens, packed.cu_seqlens, packed.max_seqlen, *rest))
         tokens, *others = self._embedded(x)

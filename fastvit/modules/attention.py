@@ -20,7 +20,7 @@ from fastvit.modules.arguments import (
     check_rates,
 )
 from fastvit.modules.norms import NormLayer, checked_norm_layer
-from fastvit.modules.parts import attend, check_unmasked, mask_arguments
+from fastvit.modules.parts import attend, check_sequences, mask_arguments
 
 
 class Attention(nn.Module):
@@ -80,7 +80,7 @@ class Attention(nn.Module):
         attention = read_or_none(read_timm.read_attention, self)
         if attention is not None:
             if cu_seqlens is not None:
-                check_unmasked(attn_mask, is_causal)
+                check_sequences(x, attn_mask, is_causal)
                 attention = attention._replace(cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
             return run.run_attention(x, attention, None, attn_mask, is_causal)
         qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, self.head_dim))

@@ -29,7 +29,7 @@ from fastvit.modules.parts import (
     DropPath,
     LayerFactory,
     LayerScale,
-    check_unmasked,
+    check_sequences,
     dropped,
     mask_arguments,
 )
@@ -106,7 +106,7 @@ class Block(nn.Module):
         attention = read_or_none(read_timm.read_attention_half, self)
         if attention is not None:
             if cu_seqlens is not None:
-                check_unmasked(attn_mask, is_causal)
+                check_sequences(x, attn_mask, is_causal)
                 attention = run.of_sequences(attention, x, cu_seqlens, max_seqlen)
             x = run.run_attention_half(x, attention, None, attn_mask, is_causal, recompute.attention)
         else:
@@ -148,7 +148,7 @@ class PostNormBlock(Block):
         attention = read_or_none(read_timm.read_attention_half, self)
         if attention is not None:
             if cu_seqlens is not None:
-                check_unmasked(attn_mask, is_causal)
+                check_sequences(x, attn_mask, is_causal)
                 attention = run.of_sequences(attention, x, cu_seqlens, max_seqlen)
             x = run.run_attention_then_norm(x, attention, attn_mask, is_causal)
         else:

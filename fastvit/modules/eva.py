@@ -29,7 +29,7 @@ from fastvit.modules.arguments import (
 )
 from fastvit.modules.mlp import Mlp, SwiGLU, SwiGLUPacked
 from fastvit.modules.norms import NORM_LAYERS, LayerNorm, NormLayer
-from fastvit.modules.parts import ACT_LAYERS, ActLayer, DropPath, attend, check_unmasked, dropped, mask_arguments
+from fastvit.modules.parts import ACT_LAYERS, ActLayer, DropPath, attend, check_sequences, dropped, mask_arguments
 
 
 class EvaAttention(nn.Module):
@@ -117,7 +117,7 @@ class EvaAttention(nn.Module):
         attention = read_or_none(read_eva.read_attention, self)
         if attention is not None:
             if cu_seqlens is not None:
-                check_unmasked(attn_mask, is_causal)
+                check_sequences(x, attn_mask, is_causal)
                 attention = attention._replace(cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
             return run.run_attention(x, attention, rotary, attn_mask, is_causal)
         q, k, v = self._heads(x)
@@ -236,7 +236,7 @@ class EvaBlock(nn.Module):
         if block is not None:
             rotary = read_eva.rotary(self, x, rope, cu_seqlens=cu_seqlens)
             if cu_seqlens is not None:
-                check_unmasked(attn_mask, is_causal)
+                check_sequences(x, attn_mask, is_causal)
                 attention, mlp = (run.of_sequences(half, x, cu_seqlens, max_seqlen) for half in block)
                 block = attention, mlp
             return run.run_block(x, block, rotary, attn_mask, is_causal, self.fastvit_recompute)

@@ -97,7 +97,7 @@ class Head(Backbone):
         """Map an image to logits, or a list of images of any sizes, as in `forward_features`: one row of logits each,
         (B, num_classes), in their order; with global_pool="" a list. attn_mask, is_causal: as in `forward_features`."""
         if isinstance(x, list | tuple):
-            check_unmasked(attn_mask, is_causal, "a list of images")
+            check_unmasked(attn_mask, is_causal, of="a list of images")
             packed, rest = self._embedded_list(x)
             out = self.forward_packed(packed.tokens, packed.cu_seqlens, packed.max_seqlen, *rest)
             return packed.split(out) if self.global_pool == "" else out

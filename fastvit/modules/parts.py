@@ -15,7 +15,7 @@ from fastvit.blocks import read, run
 from fastvit.blocks.submodules import read_or_none, submodules
 from fastvit.modules.arguments import Device, Dtype, check_factory, check_init_values, check_integers, check_number
 from fastvit.ops.attention.op import check_mask
-from fastvit.ops.runtime.checks import takes_head_dim
+from fastvit.ops.runtime.checks import check_float, takes_head_dim
 
 ActLayer = Callable[[], nn.Module]
 LayerFactory = Callable[..., nn.Module]
@@ -104,12 +104,18 @@ def mask_arguments(
     """Return the arguments for a submodule: only those that are used, because a module in its place need not take the
     others."""
     if cu_seqlens is not None:
-        check_unmasked(attn_mask, is_causal)
+        check_unmasked(attn_mask, is_causal, of="cu_seqlens")
         return {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
     return {} if attn_mask is None and not is_causal else {"attn_mask": attn_mask, "is_causal": is_causal}
 
 
-def check_unmasked(attn_mask: Tensor | None = None, is_causal: bool = False, of: str = "cu_seqlens") -> None:
+def check_sequences(x: Tensor, attn_mask: Tensor | None, is_causal: bool) -> None:
+    """Check x and the masks of a call with cu_seqlens."""
+    check_float("x", x)  # first, because torch.fx calls with a proxy for every argument
+    check_unmasked(attn_mask, is_causal, of="cu_seqlens")
+
+
+def check_unmasked(attn_mask: Tensor | None = None, is_causal: bool = False, *, of: str) -> None:
     """Check that there is no mask in a call with several sequences."""
     if attn_mask is not None or is_causal:
         raise ValueError(f"attn_mask must be None and is_causal False with {of}")
