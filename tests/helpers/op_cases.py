@@ -130,7 +130,7 @@ def made(name, B, N, device, dtype=torch.float32, **others):
     if pixels is not None:
         tensors["pixels"] = (tensors["pixels"].detach() * 40).to(torch.uint8)
     for key in varlen:
-        T = shapes["k" if key.endswith("k") else "q"][0]
+        T = shapes["k"][0] if key.endswith("k") else next(iter(shapes.values()))[0]
         tensors[key] = torch.tensor([0, *[min(N - 1, T)] * 2, T], dtype=torch.int32, device=device)
     return tensors
 
