@@ -19,15 +19,17 @@ from fastvit.kernels.patch_embed import load_pixels, patch_origin, pixel_offset,
 def patch_embed_bwd_weight_kernel(
     # inputs
     dout_ptr,  # [M, D] T, M = B * N
-    image_ptr,  # [B, C, H, W] T or uint8, pixels of a row contiguous
-    normalize_ptr,  # [2, C] f32 or None
+    image_ptr,  # [B, C, H, W] or [B, C / PT, T, H, W], T or uint8, pixels of a row contiguous
+    normalize_ptr,  # [2, C or C / PT] f32, or None
     # output
     partial_ptr,  # [splits, D, K] f32, or T for one split
     # sizes; image strides in UNITs of elements
     M, N, P, D, grid_w,
     rows_per_split,  # a multiple of BLOCK_M
     stride_dm, stride_b, stride_c, stride_h,
-    C: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
+    grid_h, stride_t,  # of a video; 1 and 0 for images
+    C: tl.constexpr, PT: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,  # PT: 0 for images
+    UNIT: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """One program sums a BLOCK_D x BLOCK_K tile of dW over the rows of one split. Neighbours share the rows."""
@@ -40,7 +42,7 @@ def patch_embed_bwd_weight_kernel(
     k = tile % tiles_k * BLOCK_K + tl.arange(0, BLOCK_K)
 
     in_patch = (k < K) | (K % BLOCK_K == 0)
-    reciprocal_n, reciprocal_w = reciprocal_of(N), reciprocal_of(grid_w)
+    reciprocal_n, reciprocal_w, reciprocal_h = reciprocal_of(N), reciprocal_of(grid_w), reciprocal_of(grid_h)
 
     acc = tl.zeros([BLOCK_D, BLOCK_K], tl.float32)
     first = split * rows_per_split
@@ -52,10 +54,13 @@ def patch_embed_bwd_weight_kernel(
         at = row[:, None].to(tl.int64) * stride_dm + col[None, :]
         # Rows without a patch add nothing: dout is 0 there, and the pixels are those of the first patch.
         dout = tl.load(dout_ptr + at, mask=exists[:, None] & (col < D)[None, :], other=0.0)
-        origin = patch_origin(b, t, exists, grid_w, reciprocal_w, stride_b, stride_h, PH, PW, UNIT)
-        x = load_pixels(
-            image_ptr, normalize_ptr, origin, k, in_patch, stride_c, stride_h, C, PH, PW, UNIT, PRECISION, dout.dtype
+        origin = patch_origin(
+            b, t, exists, grid_w, reciprocal_w, grid_h, reciprocal_h, stride_b, stride_h, stride_t, PT, PH, PW, UNIT
         )
+        x = load_pixels(
+            image_ptr, normalize_ptr, origin, k, in_patch, stride_c, stride_h, stride_t,
+            C, PT, PH, PW, UNIT, PRECISION, dout.dtype,
+        )  # fmt: skip
         acc = tl.dot(tl.trans(dout), x, acc, input_precision=PRECISION)
 
     at = (split.to(tl.int64) * D + col)[:, None] * K + k[None, :]
@@ -64,10 +69,10 @@ def patch_embed_bwd_weight_kernel(
 
 @triton.jit
 def _store_pixels(
-    x, dimage_ptr, origin, exists, k, stride_c, stride_h,
-    C: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr, UNIT: tl.constexpr,
+    x, dimage_ptr, origin, exists, k, stride_c, stride_h, stride_t,
+    C: tl.constexpr, PT: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    at = origin[:, None] + pixel_offset(k, stride_c, stride_h, PH, PW, UNIT)[None, :]
+    at = origin[:, None] + pixel_offset(k, stride_c, stride_h, stride_t, PT, PH, PW, UNIT)[None, :]
     tl.store(dimage_ptr + at, x.to(dimage_ptr.dtype.element_ty), mask=exists[:, None] & (k < C * PH * PW)[None, :])
 
 
@@ -77,11 +82,13 @@ def patch_embed_bwd_image_kernel(
     dout_ptr,  # [M, D], M = B * N
     weight_ptr,  # [D, K] T
     # output
-    dimage_ptr,  # [B, C, H, W] float, pixels of a row contiguous
+    dimage_ptr,  # [B, C, H, W] or [B, C / PT, T, H, W] float, pixels of a row contiguous
     # sizes; image strides in UNITs of elements
     M, N, P, D, grid_w,
     stride_dm, stride_b, stride_c, stride_h,
-    C: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
+    grid_h, stride_t,  # of a video; 1 and 0 for images
+    C: tl.constexpr, PT: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,  # PT: 0 for images
+    UNIT: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """One program computes BLOCK_K pixels of each of BLOCK_M patches."""
@@ -102,8 +109,11 @@ def patch_embed_bwd_image_kernel(
 
     # Computed after the loop: before it, it would hold registers throughout.
     b, t, exists = token_of(row, M, N, P, reciprocal_of(N))
-    origin = patch_origin(b, t, exists, grid_w, reciprocal_of(grid_w), stride_b, stride_h, PH, PW, UNIT)
+    origin = patch_origin(
+        b, t, exists, grid_w, reciprocal_of(grid_w), grid_h, reciprocal_of(grid_h), stride_b, stride_h, stride_t,
+        PT, PH, PW, UNIT,
+    )  # fmt: skip
     for i in tl.static_range(2):
         part = columns_part(acc, i, 2)
         k = tl.program_id(0) % tiles_k * BLOCK_K + i * (BLOCK_K // 2) + tl.arange(0, BLOCK_K // 2)
-        _store_pixels(part, dimage_ptr, origin, exists, k, stride_c, stride_h, C, PH, PW, UNIT)
+        _store_pixels(part, dimage_ptr, origin, exists, k, stride_c, stride_h, stride_t, C, PT, PH, PW, UNIT)

@@ -176,9 +176,17 @@ def mlp(
     return _runner(provider, draw, op, shapes, sizes(B, N, D, hidden=hidden, gated=hidden), **options)
 
 
-def patch_embed(provider: str, draw: Draw, B: int, px: int, patch: int, D: int, image: str = "photographs") -> Runner:
-    """image: "photographs", "wanted" (with a gradient) or "uint8" (normalised by the kernel)."""
+def patch_embed(
+    provider: str, draw: Draw, B: int, px: int, patch: int, D: int, image: str = "photographs", frames: int = 0
+) -> Runner:
+    """image: "photographs", "wanted" (with a gradient) or "uint8" (normalised by the kernel). frames: of a random video
+    in tubelets of two frames, instead of an image."""
     of = sizes(B, D=D, patch=patch, height=px, width=px)
+    if frames:
+        video = draw.normal(B, frames, 3, px, px).detach().transpose(1, 2)  # as transformers' models read it
+        video.requires_grad_(image == "wanted")
+        shapes = {**cases.TUBELETS, "pos_embed": (frames // 2 * of["P"], D)}
+        return _runner(provider, draw, "patch_embed", shapes, of, image=video)
     if image == "photographs":
         return _runner(provider, draw, "patch_embed", cases.PATCHES, of, image=draw.photographs(B, px))
     if image == "wanted":

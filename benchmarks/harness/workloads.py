@@ -369,6 +369,8 @@ def _patch_embed() -> Iterator[Workload]:
     yield from rows("quick", B=1, px=64, patch=16, D=192)
     for B, px, patch, D in ((1, 224, 16, 768), (8, 224, 16, 768), (1, 224, 14, 768), (32, 32, 4, 192)):
         yield from rows("cpu", B=B, px=px, patch=patch, D=D)
+    yield from rows("cpu", B=1, px=224, patch=16, D=768, frames=16)
+    yield from rows("gpu", B=[1, 8], px=[224, 256], patch=16, D=[768, 1024], frames=16)
     grid = {(224, 16): [1, 32, 256], (224, 14): [1, 32, 256], (518, 14): [1, 16, 64], (1024, 16): [1, 4, 16]}
     for (px, patch), batches in grid.items():
         yield from rows("gpu", B=batches, px=px, patch=patch, D=[384, 768, 1024, 1280])
@@ -376,6 +378,7 @@ def _patch_embed() -> Iterator[Workload]:
     yield from rows("tune", B=256, px=224, patch=16, D=[384, 768, 1024, 1280])
     yield from rows("tune", B=128, px=224, patch=14, D=[384, 768, 1024, 1280])
     yield from rows("verify", B=4, px=224, patch=[14, 16], D=384, image=["wanted", "uint8"])
+    yield from rows("verify", B=1, px=64, patch=16, D=384, frames=4, image="wanted")
     yield from rows("headline", B=[1, 32, 256], px=224, patch=16, D=768)
     yield from rows("rehearse", B=1, px=8, patch=4, D=32)
     yield from rows("traffic", B=5, px=224, patch=16, D=768, parts=51)  # of a batch of 256
@@ -383,11 +386,13 @@ def _patch_embed() -> Iterator[Workload]:
     yield from rows("traffic", B=1, px=518, patch=14, D=1024, parts=16)
     yield from rows("sanitize", B=3, px=48, patch=16, D=72, image=["wanted", "uint8"])
     yield from rows("sanitize", B=3, px=42, patch=14, D=72, image="wanted")
+    yield from rows("sanitize", B=2, px=32, patch=16, D=72, frames=4, image="wanted")
     for patch, px, D in ((4, 32, 192), (8, 224, 768), (14, 518, 1024), (16, 224, 768), (32, 224, 768)):
         few = {14: "second kernels", 16: "second kernels"}.get(patch, "")
         yield from rows(f"compile {few}", B=64, px=px, patch=patch, D=D, image="wanted")
         few = "second kernels" if patch == 14 else ""
         yield from rows(f"compile {few}", B=64, px=px, patch=patch, D=D, image="uint8")
+    yield from rows("compile second", B=8, px=224, patch=16, D=768, frames=16, image="wanted")
 
 
 def _models() -> Iterator[Workload]:

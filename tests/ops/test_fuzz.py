@@ -8,6 +8,8 @@ errors fairly, and here is often one.
 """
 
 import itertools
+import math
+import operator
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -302,9 +304,12 @@ test_qk_norm = fuzzed(qk_norm_cases(), positioned(ops.qk_norm), positioned(formu
 @st.composite
 def patch_embed_cases(draw: st.DrawFn) -> Case:
     small = st.integers(1, 4)
-    B, C, h, w, P, D = draw(st.tuples(st.integers(0, 3), small, small, small, small, WIDTH))
-    ph, pw = draw(st.tuples(st.integers(1, 9), st.integers(1, 9)))
-    shapes = {"image": (B, C, h * ph, w * pw), "weight": (D, C, ph, pw), "bias": (D,), "pos_embed": (h * w, D)}
+    B, C, P, D = draw(st.tuples(st.integers(0, 3), small, small, WIDTH))
+    frames = draw(st.sampled_from([(), (small,)]))  # an image or a video
+    grid = draw(st.tuples(*frames, small, small))
+    patch = draw(st.tuples(*[st.integers(1, 3)] * len(frames), st.integers(1, 9), st.integers(1, 9)))
+    image = (B, C, *map(operator.mul, grid, patch))
+    shapes = {"image": image, "weight": (D, C, *patch), "bias": (D,), "pos_embed": (math.prod(grid), D)}
     return draw(case({**shapes, "prefix": (P, D)}, "bias pos_embed prefix"))
 
 

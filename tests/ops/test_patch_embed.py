@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import math
 from itertools import cycle
 
 import pytest
@@ -26,19 +27,19 @@ def fused(image, weight, bias=None, **keywords):
 
 
 def arguments(B, C, grid, patch, D, P, dtype, device, *, kind="normal", bias=True, pos=True):
-    """Image, weight, bias, position and prefix by name, all with gradients; prefix None for P = 0."""
-    (h, w), (ph, pw) = grid, patch
+    """Image or video, weight, bias, position and prefix by name, all with gradients; prefix None for P = 0."""
     shapes = {
-        "image": (B, C, h * ph, w * pw),
-        "weight": (D, C, ph, pw),
+        "image": (B, C, *[n * step for n, step in zip(grid, patch, strict=True)]),
+        "weight": (D, C, *patch),
         "bias": (D,) if bias else None,
-        "pos_embed": (h * w, D) if pos else None,
+        "pos_embed": (math.prod(grid), D) if pos else None,
         "prefix": (P, D) if P else None,
     }
     return tensors_of(shapes, dtype, device, kind)
 
 
-# B, C, grid, patch, D, P: every patch size, K with and without a tail, one patch, one channel, many images in a tile
+# B, C, grid, patch, D, P: every patch size, K with and without a tail, one patch, one channel, many images in a tile;
+# then videos: one tubelet, several, tubelets of one frame
 SHAPES = [
     (3, 3, (3, 5), (2, 2), 40, 1),
     (2, 4, (3, 2), (4, 4), 72, 0),
@@ -50,6 +51,9 @@ SHAPES = [
     (2, 2, (3, 2), (1, 7), 8, 1),
     (5, 1, (4, 1), (3, 1), 1, 2),
     (70, 3, (1, 1), (2, 2), 130, 1),
+    (2, 3, (1, 2, 3), (2, 4, 4), 24, 0),
+    (2, 3, (3, 3, 2), (2, 4, 6), 72, 2),
+    (3, 2, (4, 1, 2), (1, 3, 5), 16, 1),
 ]
 
 
@@ -63,7 +67,7 @@ def test_patch_embed(shape, dtype, backend, device):
     ("sizes", "bias", "pos"),
     [((3, 3, (2, 3), (4, 4), 20, P), bias, pos) for P in (0, 2) for bias in (True, False) for pos in (True, False)]
     # more rows, features and pixels than one tile of any kernel, and several splits of the weight's sum
-    + [((3, 6, (13, 13), (2, 6), 72, 3), True, True)],
+    + [((3, 6, (13, 13), (2, 6), 72, 3), True, True), ((2, 3, (5, 4, 7), (3, 2, 4), 72, 1), True, True)],
     ids=str,
 )
 def test_integers_are_exact(sizes, bias, pos, backend, device):
@@ -85,13 +89,14 @@ def test_more_pixels_than_are_gathered_at_once(dtype, device):
         (4, (4, 4), torch.float32),
         (4, (4, 4), torch.float16),
         (1, (2, 8), torch.float32),
+        (3, (2, 4, 4), torch.bfloat16),
     ],
     ids=str,
 )
 def test_uint8(C, patch, dtype, backend, device):
-    tensors = arguments(2, C, (2, 3), patch, 24, 1, dtype, device)
+    tensors = arguments(2, C, (2, 3, 2)[: len(patch)], patch, 24, 1, dtype, device)
     pixels = torch.randint(0, 256, tensors.pop("image").shape, dtype=torch.uint8, device=device)
-    pixels[0, 0, 0, :2] = torch.tensor([0, 255])
+    pixels.view(-1)[:2] = torch.tensor([0, 255])
 
     of_pixels = (functools.partial(f, pixels, mean=MEAN[:C], std=STD[:C]) for f in (fused, eager))
     assert_op_as_accurate(*of_pixels, tensors, what="uint8")
@@ -140,6 +145,28 @@ def test_image_layouts(layout, backend, device):
     tensors = arguments(2, 3, (2, 3), (4, 4), 24, 1, torch.float32, device)
     tensors["image"] = LAYOUTS[layout](tensors["image"])
     assert_layout_does_not_matter("patch_embed", tensors, torch.clone, bitwise=True)
+
+
+VIDEO_LAYOUTS = {
+    "frames_first": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "frame_repeated": lambda x: x[:, :, :1].expand_as(x),
+    "cropped": lambda x: _gap(x, 3, 2, 1, 4, 1, 1)[:, :, 1:-1, 1:-4, 3:-2],
+    "channels_last": lambda x: x.contiguous(memory_format=torch.channels_last_3d),
+}
+
+
+@pytest.mark.parametrize("layout", VIDEO_LAYOUTS, ids=list(VIDEO_LAYOUTS))
+def test_video_layouts(layout, backend, device):
+    tensors = arguments(2, 3, (2, 2, 3), (2, 4, 4), 24, 1, torch.float32, device)
+    tensors["image"] = VIDEO_LAYOUTS[layout](tensors["image"])
+    assert_layout_does_not_matter("patch_embed", tensors, torch.clone, bitwise=True)
+
+
+def test_a_video_is_a_3d_convolution(device):
+    """The formula that the other tests hold videos against."""
+    tensors = arguments(2, 3, (3, 2, 4), (2, 4, 3), 24, 0, torch.float64, device, pos=False)
+    want = F.conv3d(tensors["image"], tensors["weight"], tensors["bias"], (2, 4, 3)).flatten(2).transpose(1, 2)
+    torch.testing.assert_close(eager(**tensors), want)
 
 
 def test_a_batch_of_one_whose_stride_means_nothing(backend, device):

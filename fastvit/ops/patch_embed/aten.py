@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,8 +16,9 @@ from fastvit.ops.runtime.dtypes import promoted_dtype
 _CHUNK = 1 << 20  # pixels of a matrix of patches: 4 MB, which stays in the cache
 
 
-def patch_grid(weight: Tensor, height: int, width: int) -> tuple[int, int]:
-    return height // weight.shape[2], width // weight.shape[3]
+def patch_grid(weight: Tensor, size: Sequence[int]) -> tuple[int, ...]:
+    """Return the patches along each axis of an image of this size: (H, W), or (T, H, W) for a video."""
+    return tuple([n // step for n, step in zip(size, weight.shape[2:], strict=True)])
 
 
 def new_tokens(
@@ -24,14 +26,14 @@ def new_tokens(
 ) -> Tensor:
     """Return an empty result of the op: in the weight's dtype, like a convolution, or in a wider one of position or
     prefix."""
-    N = math.prod(patch_grid(weight, *image.shape[2:])) + (0 if prefix is None else prefix.shape[0])
+    N = math.prod(patch_grid(weight, image.shape[2:])) + (0 if prefix is None else prefix.shape[0])
     dtype = promoted_dtype(weight, pos_embed, prefix)
     return torch.empty(image.shape[0], N, weight.shape[0], dtype=dtype, device=weight.device)
 
 
-def new_image(dout: Tensor, weight: Tensor, height: int, width: int, dtype: torch.dtype) -> Tensor:
+def new_image(dout: Tensor, weight: Tensor, size: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Return an empty gradient of the image."""
-    return torch.empty(dout.shape[0], weight.shape[1], height, width, dtype=dtype, device=dout.device)
+    return torch.empty(dout.shape[0], weight.shape[1], *size, dtype=dtype, device=dout.device)
 
 
 def _chunks(image: Tensor) -> list[tuple[Tensor, slice]]:
@@ -45,14 +47,16 @@ def _chunks(image: Tensor) -> list[tuple[Tensor, slice]]:
 
 
 def _as_patches(image: Tensor, weight: Tensor) -> Tensor:
-    """View [B, C, H, W] as [B, h, w, C, ph, pw]."""
-    (h, w), (_, C, ph, pw) = patch_grid(weight, *image.shape[2:]), weight.shape
-    return image.view(image.shape[0], C, h, ph, w, pw).permute(0, 2, 4, 1, 3, 5)
+    """View [B, C, H, W] as [B, h, w, C, ph, pw], and [B, C, T, H, W] as [B, t, h, w, C, pt, ph, pw]."""
+    grid, patch = patch_grid(weight, image.shape[2:]), weight.shape[2:]
+    split = image.view(*image.shape[:2], *[n for pair in zip(grid, patch, strict=True) for n in pair])
+    axes = range(2, split.dim(), 2)
+    return split.permute(0, *axes, 1, *[axis + 1 for axis in axes])
 
 
 def normalized(image: Tensor, normalize: Tensor) -> Tensor:
     """Normalise a uint8 image in the dtype of `normalize`."""
-    scale, shift = normalize[:, None, :, None, None]
+    scale, shift = normalize.view(2, 1, -1, *[1] * (image.dim() - 2))
     return image.to(normalize.dtype).mul_(scale).add_(shift)
 
 
@@ -89,7 +93,7 @@ def patch_embed_fwd(
 
 def patch_embed_bwd_weight(dout: Tensor, image: Tensor, weight: Tensor, normalize: Tensor | None) -> Tensor:
     D, dtype, total = weight.shape[0], weight.dtype, None
-    n = math.prod(patch_grid(weight, *image.shape[2:]))
+    n = math.prod(patch_grid(weight, image.shape[2:]))
     for pixels, part in _chunks(image):
         rows, patches = dout[part, dout.shape[1] - n :].reshape(-1, D).to(dtype), _gather(pixels, weight, normalize)
         if total is None:
@@ -103,9 +107,9 @@ def patch_embed_bwd_weight(dout: Tensor, image: Tensor, weight: Tensor, normaliz
     return total.to(dtype).view(weight.shape)
 
 
-def patch_embed_bwd_image(dout: Tensor, weight: Tensor, height: int, width: int, dtype: torch.dtype) -> Tensor:
-    dimage = new_image(dout, weight, height, width, dtype)
-    n = math.prod(patch_grid(weight, height, width))
+def patch_embed_bwd_image(dout: Tensor, weight: Tensor, size: Sequence[int], dtype: torch.dtype) -> Tensor:
+    dimage = new_image(dout, weight, size, dtype)
+    n = math.prod(patch_grid(weight, size))
     matrix = weight.reshape(weight.shape[0], -1)
     for pixels, part in _chunks(dimage):
         patches = _as_patches(pixels, weight)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -40,23 +41,27 @@ def _config(
 def _rows_contiguous(image: Tensor) -> Tensor:
     """Return the image with contiguous rows of pixels, which the kernels read; copy a layout without, such as
     channels_last."""
-    return image if image.stride(3) == 1 or image.shape[3] == 1 else image.contiguous()
+    return image if image.stride(-1) == 1 or image.shape[-1] == 1 else image.contiguous()
 
 
 def _options(config: _configs.PatchEmbedConfig) -> dict[str, int]:
     return {"num_warps": config.num_warps, "num_stages": config.num_stages}
 
 
-def _image_arguments(image: Tensor, weight: Tensor) -> tuple[tuple[int, ...], Constants]:
-    """Return grid_w and the strides in UNITs, and the constants: the patch's, and the matmul's precision."""
+def _image_arguments(image: Tensor, weight: Tensor) -> tuple[int, tuple[int, ...], Constants]:
+    """Return grid_w, the strides in UNITs with grid_h, and the constants: the patch's, and the matmul's precision."""
     # the stride of a dimension of one element is arbitrary and would only spoil the alignment
-    strides = [s if size > 1 else 0 for s, size in zip(image.stride()[:3], image.shape[:3], strict=True)]
-    _, C, ph, pw = weight.shape
-    if max((C - 1) * strides[1] + (ph - 1) * strides[2] + pw, 128 * C * ph * pw) >= 1 << 31:  # 128 rows of weight
+    b, c, *frame, h = [s if size > 1 else 0 for s, size in zip(image.stride()[:-1], image.shape[:-1], strict=True)]
+    channels, (*depth, ph, pw), grid = weight.shape[1], weight.shape[2:], patch_grid(weight, image.shape[2:])
+    t, pt, grid_h = (frame[0], depth[0], grid[1]) if frame else (0, 0, 1)
+    span = (channels - 1) * c + max(pt - 1, 0) * t + (ph - 1) * h + pw
+    if max(span, 128 * weight[0].numel()) >= 1 << 31:  # 128 rows of weight
         raise KernelUnsupported("a patch that spans 2**31 or more elements of the image runs on ATen only")
-    unit = math.gcd(16, *strides)
-    constants = {"C": C, "PH": ph, "PW": pw, "UNIT": unit, "PRECISION": dot_precision(weight)}
-    return (image.shape[3] // pw, *(s // unit for s in strides)), constants
+    unit = math.gcd(16, b, c, h, t)
+    constants = {
+        "C": channels * max(pt, 1), "PT": pt, "PH": ph, "PW": pw, "UNIT": unit, "PRECISION": dot_precision(weight)
+    }  # fmt: skip
+    return grid[-1], (b // unit, c // unit, h // unit, grid_h, t // unit), constants
 
 
 def patch_embed_fwd(
@@ -98,9 +103,9 @@ def patch_embed_bwd_weight(
 
 
 def patch_embed_bwd_image(
-    dout: Tensor, weight: Tensor, height: int, width: int, dtype: torch.dtype, *, call: Call
+    dout: Tensor, weight: Tensor, size: Sequence[int], dtype: torch.dtype, *, call: Call
 ) -> Tensor:
-    dimage = new_image(dout, weight, height, width, dtype)
+    dimage = new_image(dout, weight, size, dtype)
     if dimage.numel() == 0:
         return dimage
     (rows,) = call.as_read(by_rows, dout.to(weight.dtype))
@@ -115,7 +120,7 @@ def _forward(image: Tensor, weight: Tensor, prefix: Tensor | None, out: Tensor) 
     B, N, D = out.shape
     P = 0 if prefix is None else len(prefix)
     cfg = _config(B * N, D, weight[0].numel(), weight, image)
-    (grid_w, *strides), constants = _image_arguments(image, weight)
+    grid_w, strides, constants = _image_arguments(image, weight)
     constants |= {"BLOCK_M": cfg.block_m, "BLOCK_D": cfg.block_n, "BLOCK_K": cfg.block_k, **_options(cfg)}
     programs = cdiv(B * N, cfg.block_m) * cdiv(D, cfg.block_n)
     return Launch(patch_embed_fwd_kernel, programs, (B * N, N, P, D, grid_w, *strides), constants)
@@ -129,8 +134,8 @@ def _weight_launch(shape: torch.Size, rows: Tensor, image: Tensor, weight: Tenso
     cfg = _config(D, K, B * N, weight, image, split=True)
     rows_per_split = cdiv(cdiv(B * N, cfg.splits), cfg.block_k) * cfg.block_k
     splits = cdiv(B * N, rows_per_split)
-    (grid_w, *strides), constants = _image_arguments(image, weight)
-    prefix = N - math.prod(patch_grid(weight, *image.shape[2:]))
+    grid_w, strides, constants = _image_arguments(image, weight)
+    prefix = N - math.prod(patch_grid(weight, image.shape[2:]))
     numbers = B * N, N, prefix, D, grid_w, rows_per_split, row_stride(rows), *strides
     constants |= {"BLOCK_M": cfg.block_k, "BLOCK_D": cfg.block_m, "BLOCK_K": cfg.block_n, **_options(cfg)}
     programs = splits * cdiv(D, cfg.block_m) * cdiv(K, cfg.block_n)
@@ -143,8 +148,8 @@ def _image_launch(shape: torch.Size, rows: Tensor, weight: Tensor, dimage: Tenso
     B, N, D = shape
     K = weight[0].numel()
     cfg = _config(B * N, K, D, weight)
-    (grid_w, *strides), constants = _image_arguments(dimage, weight)
-    prefix = N - math.prod(patch_grid(weight, *dimage.shape[2:]))
+    grid_w, strides, constants = _image_arguments(dimage, weight)
+    prefix = N - math.prod(patch_grid(weight, dimage.shape[2:]))
     constants |= {"BLOCK_M": cfg.block_m, "BLOCK_K": cfg.block_n, "BLOCK_D": cfg.block_k, **_options(cfg)}
     programs = cdiv(B * N, cfg.block_m) * cdiv(K, cfg.block_n)
     numbers = B * N, N, prefix, D, grid_w, row_stride(rows), *strides

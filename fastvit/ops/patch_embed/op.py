@@ -21,7 +21,7 @@ from fastvit.ops.runtime.registry import register
 
 
 def _gemm_flops(image: Any, weight: Any) -> int:
-    """Count FLOPs for image [B, C, H, W], weight [D, C, ph, pw]: every pixel meets every feature once."""
+    """Count FLOPs for image [B, C, H, W], weight [D, C, ph, pw], or a video's: every pixel meets every feature once."""
     return 2 * math.prod(image) * weight[0]
 
 
@@ -42,7 +42,7 @@ patch_embed_bwd_weight = register(
     flops=lambda dout, image, weight, *_, out_shape=None, **__: _gemm_flops(image, weight),
 )
 patch_embed_bwd_image = register(
-    "patch_embed_bwd_image(Tensor dout, Tensor weight, SymInt height, SymInt width, ScalarType dtype) -> Tensor",
+    "patch_embed_bwd_image(Tensor dout, Tensor weight, SymInt[] size, ScalarType dtype) -> Tensor",
     aten=aten.patch_embed_bwd_image,
     launch="patch_embed.launch",
     fake=aten.new_image,
@@ -78,7 +78,7 @@ class _PatchEmbed(FusedNode):
 
     @staticmethod
     def sizes(t: Any) -> tuple[int, ...]:
-        return t.image.shape[2], t.image.shape[3]
+        return tuple(t.image.shape[2:])
 
     @staticmethod
     def gradients(s: dict[str, Any], douts: Any, o: _Options, wants: Any, call: Call) -> dict[str, Any]:
@@ -86,14 +86,14 @@ class _PatchEmbed(FusedNode):
         dtypes = dict(zip(("image", "weight", "bias", "pos_embed", "prefix"), o.dtypes, strict=True))
         found: dict[str, Tensor] = {}
         if wants.image:
-            found["image"] = patch_embed_bwd_image(dout, weight, *s["sizes"], dtypes["image"], call=call)
+            found["image"] = patch_embed_bwd_image(dout, weight, s["sizes"], dtypes["image"], call=call)
         if wants.weight:
             found["weight"] = patch_embed_bwd_weight(dout, s["image"], weight, s["normalize"], call=call)
         if wants.bias or wants.pos_embed or wants.prefix:
             # one pass over dout serves all three; plain sums are ATen's. A single image needs no sum over images
             wide = torch.promote_types(dout.dtype, torch.float32)
             sums = dout[0] if dout.shape[0] == 1 else dout.sum(0, dtype=wide)
-            n = math.prod(aten.patch_grid(weight, *s["sizes"]))
+            n = math.prod(aten.patch_grid(weight, s["sizes"]))
             prefix, patches = sums.split([sums.shape[0] - n, n])
             if wants.bias:
                 found["bias"] = patches.sum(0, dtype=wide)
@@ -108,17 +108,19 @@ def _check(
     image: Tensor, weight: Tensor, bias: Tensor | None, pos_embed: Tensor | None, prefix: Tensor | None, cast: bool
 ) -> None:
     """Check the arguments. cast: under autocast, where dtypes may differ."""
-    if weight.dim() != 4 or 0 in weight.shape:
-        raise ValueError(f"weight must have shape (D, C, ph, pw), none of them 0, got {tuple(weight.shape)}")
-    check_image(image, weight.shape[1])
+    if weight.dim() not in (4, 5) or 0 in weight.shape:
+        shapes = "(D, C, ph, pw), or (D, C, pt, ph, pw) for a video"
+        raise ValueError(f"weight must have shape {shapes}, none of them 0, got {tuple(weight.shape)}")
+    check_image(image, weight.shape[1], video=weight.dim() == 5)
     check_like("image", image, ("weight", weight, None, ""), dtype=not cast and image.dtype is not torch.uint8)
-    (H, W), (D, _, ph, pw) = image.shape[2:], weight.shape
-    if H % ph or W % pw or H == 0 or W == 0:
-        raise ValueError(f"image size (H, W) must be a positive multiple of the patch {(ph, pw)}, got {(H, W)}")
+    D, size, patch = weight.shape[0], tuple(image.shape[2:]), tuple(weight.shape[2:])
+    if 0 in size or any([n % step for n, step in zip(size, patch, strict=True)]):
+        axes = "(H, W)" if len(size) == 2 else "(T, H, W)"
+        raise ValueError(f"image size {axes} must be a positive multiple of the patch {patch}, got {size}")
     if bias is not None:
         check_like("weight", weight, ("bias", bias, (D,), "(D,)"), dtype=not cast)
     if pos_embed is not None:
-        n = (H // ph) * (W // pw)
+        n = math.prod(aten.patch_grid(weight, size))
         check_like("weight", weight, ("pos_embed", pos_embed, (n, D), "(patches, D)"), dtype=not cast)
     if prefix is not None:
         check_like("weight", weight, ("prefix", prefix, None, ""), dtype=not cast)
@@ -160,8 +162,7 @@ def _normalization(image: Tensor, mean: Statistics | None, std: Statistics | Non
 
 
 def normalized(image: Tensor, mean: Statistics | None, std: Statistics | None, dtype: torch.dtype) -> Tensor:
-    """Return a uint8 image (B, C, H, W) as (x / 255 - mean) / std in dtype, for callers that cannot pass it to the
-    op."""
+    """Return a uint8 image (B, C, ...) as (x / 255 - mean) / std in dtype, for callers that cannot pass it to the op."""
     constants = _normalization(image, mean, std, torch.promote_types(dtype, torch.float32))
     assert constants is not None
     return aten.normalized(image, constants).to(dtype)
@@ -172,15 +173,18 @@ def patch_embed(
     prefix: Tensor | None = None, mean: Statistics | None = None, std: Statistics | None = None,
 ) -> Tensor:  # fmt: skip
     """Compute the tokens of a ViT from its image, in one pass (Dosovitskiy et al. 2021, equation 1): the prefix tokens,
-    then the convolution with stride = kernel size, flattened row by row, plus position.
+    then the convolution with stride = kernel size, flattened row by row, plus position. For videos, whose patches are
+    tubelets of pt frames (Arnab et al. 2021, arXiv:2103.15691), it is a 3-D convolution, flattened frame by frame.
 
     Args:
-        image: (B, C, H, W), any strides; float32, float16, bfloat16 or float64, taken as it is, or uint8, taken as
-            (image / 255 - mean) / std without a float copy. On a GPU rows of contiguous pixels are read in place;
-            another layout, such as channels_last, is copied first.
-        weight: (D, C, ph, pw) as `nn.Conv2d`'s, image's dtype if that is a float. ph divides H and pw divides W.
+        image: (B, C, H, W), or a video (B, C, T, H, W), any strides; float32, float16, bfloat16 or float64, taken as it
+            is, or uint8, taken as (image / 255 - mean) / std without a float copy. On a GPU rows of contiguous pixels
+            are read in place, so that video.transpose(1, 2) of frames (B, T, C, H, W) copies nothing; another layout,
+            such as channels_last, is copied first.
+        weight: (D, C, ph, pw) as `nn.Conv2d`'s, or (D, C, pt, ph, pw) as `nn.Conv3d`'s for a video, image's dtype if
+            that is a float. ph divides H, pw divides W, and pt divides T.
         bias: (D,), weight's dtype, or None.
-        pos_embed: (n, D), weight's dtype: added to the n = H/ph * W/pw patches; or None.
+        pos_embed: (n, D), weight's dtype: added to the n = H/ph * W/pw patches, T/pt times as many of a video; or None.
         prefix: (P, D), weight's dtype: CLS and register tokens, their position already added; or None.
         mean, std: C values each, for uint8 images only. They are for pixels divided by 255, so in [0, 1] and in (0, 1];
             None means 0 and 1. Sequences of floats, or tensors, whose values are not checked. Not differentiated.

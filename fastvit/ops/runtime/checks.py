@@ -26,14 +26,15 @@ def check_float(name: str, x: Tensor) -> None:
         raise TypeError(f"{name} must be float32, float16, bfloat16 or float64, got {x.dtype}")
 
 
-def check_image(image: Tensor, channels: int) -> None:
-    """Check that image is (B, C, H, W), of any size."""
+def check_image(image: Tensor, channels: int, *, video: bool = False) -> None:
+    """Check that image is (B, C, H, W), or a video (B, C, T, H, W), of any size."""
     if not isinstance(image, Tensor):
         raise _no_tensor("image", image)
     if image.dtype is not torch.uint8 and image.dtype not in FLOATS:
         raise TypeError(f"image must be uint8, float32, float16, bfloat16 or float64, got {image.dtype}")
-    if image.dim() != 4 or image.shape[1] != channels:
-        raise ValueError(f"image must have shape (B, C, H, W) with C = {channels}, got {tuple(image.shape)}")
+    if image.dim() != 4 + video or image.shape[1] != channels:
+        axes = "(B, C, T, H, W)" if video else "(B, C, H, W)"
+        raise ValueError(f"image must have shape {axes} with C = {channels}, got {tuple(image.shape)}")
 
 
 # (name, tensor, its shape or None for any, that shape in words such as "(D,)")

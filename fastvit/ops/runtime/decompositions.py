@@ -172,10 +172,11 @@ def patch_embed_fwd(
     pos_embed: Tensor | None, prefix: Tensor | None, normalize: Tensor | None,
 ) -> Tensor:  # fmt: skip
     if normalize is not None:
-        scale, shift = normalize[:, :, None, None]
+        scale, shift = normalize.view(2, -1, *[1] * (image.dim() - 2))
         image = image.to(normalize.dtype) * scale + shift
     bias = None if bias is None else bias.to(weight.dtype)
-    tokens = F.conv2d(image.to(weight.dtype), weight, bias, weight.shape[2:]).flatten(2).transpose(1, 2)
+    convolution = F.conv2d if weight.dim() == 4 else F.conv3d
+    tokens = convolution(image.to(weight.dtype), weight, bias, weight.shape[2:]).flatten(2).transpose(1, 2)
     if pos_embed is not None:
         tokens = tokens + pos_embed
     dtype = promoted_dtype(weight, pos_embed, prefix)

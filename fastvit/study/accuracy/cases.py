@@ -43,6 +43,8 @@ FIXED_TABLES: Shapes = {"fixed_sin": ("T", "d"), "fixed_cos": ("T", "d")}  # wit
 QK_WEIGHTS: Shapes = {"q_weight": ("d",), "k_weight": ("d",)}
 PATCHES: Shapes = {"weight": ("D", 3, "patch", "patch"), "bias": ("D",), "pos_embed": ("P", "D"), "prefix": (1, "D")}
 _IMAGE = ("B", 3, "height", "width")
+TUBELETS: Shapes = {**PATCHES, "weight": ("D", 3, 2, "patch", "patch"), "pos_embed": ("2P", "D")}  # of four frames
+_VIDEO = ("B", 3, 4, "height", "width")
 
 
 def sizes(
@@ -54,7 +56,7 @@ def sizes(
     gh = next(i for i in range(math.isqrt(N), 0, -1) if N % i == 0)
     given = {"B": B, "N": N, "D": D, "H": H, "d": d, "hidden": hidden, "gated": gated, "patch": patch}
     given |= {"height": height, "width": width, "P": height * width // patch**2}
-    given |= {"gh": gh, "gw": N // gh}
+    given |= {"gh": gh, "gw": N // gh, "2P": 2 * given["P"]}
     return given | {"BN": B * N, "T": N - 1, "Hd": H * d, "3Hd": 3 * H * d, "2gated": 2 * gated}
 
 
@@ -199,6 +201,7 @@ OF_TOKENS = {
     "layer_norm_mlp swiglu": OpCase("layer_norm_mlp", {**X, **NORM, **GATED_FC, **SCALES}, {"activation": "swiglu"}),
     "patch_embed": OpCase("patch_embed", {"image": _IMAGE, **PATCHES}),
     "patch_embed uint8": OpCase("patch_embed", {"pixels": _IMAGE, **PATCHES}, _BYTES),
+    "patch_embed video": OpCase("patch_embed", {"image": _VIDEO, **TUBELETS}),
 }
 
 

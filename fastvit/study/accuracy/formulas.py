@@ -223,15 +223,17 @@ def patch_embed(
     image: Tensor, weight: Tensor, bias: Tensor | None = None, *, pos_embed: Tensor | None = None,
     prefix: Tensor | None = None, mean: Sequence[float] | None = None, std: Sequence[float] | None = None,
 ) -> Tensor:  # fmt: skip
-    """(B, C, H, W) -> (B, P + n, D). mean, std: for an image of bytes, which is normalised in float32, as torchvision
-    does, and cast for the matmul."""
+    """(B, C, H, W) or (B, C, T, H, W) -> (B, P + n, D). mean, std: for an image of bytes, which is normalised in
+    float32, as torchvision does, and cast for the matmul."""
     if mean is not None and std is not None:
         wide = torch.promote_types(weight.dtype, torch.float32)
-        m, s = (torch.tensor(values, dtype=wide, device=image.device)[:, None, None] for values in (mean, std))
+        ones = [1] * (image.dim() - 2)
+        m, s = (torch.tensor(values, dtype=wide, device=image.device).view(-1, *ones) for values in (mean, std))
         image = ((image.to(wide) / 255 - m) / s).to(weight.dtype)
-    (B, C, height, width), (ph, pw) = image.shape, weight.shape[2:]
-    grid = image.reshape(B, C, height // ph, ph, width // pw, pw).permute(0, 2, 4, 1, 3, 5)
-    patches = F.linear(grid.flatten(3).flatten(1, 2), weight.flatten(1), bias)
+    B, patch = image.shape[0], weight.shape[2:]
+    for axis, step in enumerate(patch, 1):  # (B, C, ...) -> (B, grid, C, ..., patch)
+        image = image.unflatten(2 * axis, (-1, step)).movedim(2 * axis, axis)
+    patches = F.linear(image.flatten(len(patch) + 1).flatten(1, -2), weight.flatten(1), bias)
     if pos_embed is not None:
         patches = patches + pos_embed
     return patches if prefix is None else torch.cat([prefix.expand(B, -1, -1), patches], dim=1)
