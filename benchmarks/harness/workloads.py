@@ -369,7 +369,7 @@ def _patch_embed() -> Iterator[Workload]:
     yield from rows("quick", B=1, px=64, patch=16, D=192)
     for B, px, patch, D in ((1, 224, 16, 768), (8, 224, 16, 768), (1, 224, 14, 768), (32, 32, 4, 192)):
         yield from rows("cpu", B=B, px=px, patch=patch, D=D)
-    yield from rows("cpu", B=1, px=224, patch=16, D=768, frames=16)
+    yield from rows("cpu", B=1, px=256, patch=16, D=1024, frames=16)
     yield from rows("gpu", B=[1, 8], px=[224, 256], patch=16, D=[768, 1024], frames=16)
     grid = {(224, 16): [1, 32, 256], (224, 14): [1, 32, 256], (518, 14): [1, 16, 64], (1024, 16): [1, 4, 16]}
     for (px, patch), batches in grid.items():

@@ -162,7 +162,7 @@ def _normalization(image: Tensor, mean: Statistics | None, std: Statistics | Non
 
 
 def normalized(image: Tensor, mean: Statistics | None, std: Statistics | None, dtype: torch.dtype) -> Tensor:
-    """Return a uint8 image (B, C, ...) as (x / 255 - mean) / std in dtype, for callers that cannot pass it to the op."""
+    """Return a uint8 image or video as (x / 255 - mean) / std in dtype, for callers that cannot pass it to the op."""
     constants = _normalization(image, mean, std, torch.promote_types(dtype, torch.float32))
     assert constants is not None
     return aten.normalized(image, constants).to(dtype)
