@@ -37,10 +37,11 @@ class Backbone(nn.Module):
         self.grad_checkpointing = False
 
     def forward_features(self, x: Tensor | Images, attn_mask: Tensor | None = None, is_causal: bool = False) -> Any:
-        """Map an image (B, C, H, W) to the tokens after the last block and `norm`, (B, P + n, D).
+        """Map an image (B, C, H, W) or a video (B, C, T, H, W) to the tokens (B, P + n, D) after the last block and
+        `norm`.
 
         Args:
-            x: image; or a list of images of any sizes that the patch divides, also with dynamic_img_size=False, of one
+            x: image or video; or a list of images of any sizes that the patch divides, also with dynamic_img_size=False, of one
                 dtype and device. An entry is an image (C, H, W) or a batch (B, C, H, W). The tokens of all images run
                 together, without padding (Dehghani et al. 2023, arXiv:2307.06304); each image has the results that it
                 has alone.
@@ -81,7 +82,7 @@ class Backbone(nn.Module):
             return_prefix_tokens: return pairs with the prefix tokens, (B, P, D), if the model has any.
             norm: apply `norm` to each of them.
             stop_early: run no block after the last one that is wanted.
-            output_fmt: "NCHW" for (B, D, h, w), contiguous; "NLC" for (B, n, D).
+            output_fmt: "NCHW" for (B, D, h, w), or of a video (B, D, t, h, w), contiguous; "NLC" for (B, n, D).
             intermediates_only: leave out the final tokens.
             output_dict: return a dict of "image_intermediates", "image_intermediates_prefix" and "image_features".
             attn_mask, is_causal: as in `forward_features`.
@@ -202,8 +203,8 @@ class Backbone(nn.Module):
         """Return the first block's tokens of a list of images, and further arguments that all blocks take."""
         raise NotImplementedError
 
-    def _grid_of(self, x: Tensor) -> tuple[int, int]:
-        """Return the patch grid (h, w) of an image."""
+    def _grid_of(self, x: Tensor) -> tuple[int, ...]:
+        """Return the patch grid of an image, (h, w), or of a video, (t, h, w)."""
         raise NotImplementedError
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:

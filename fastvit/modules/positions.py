@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -41,8 +42,8 @@ def antialiased(image: Tensor, grid: tuple[int, int]) -> Tensor:
     return F.interpolate(image, size=grid, mode="bicubic", antialias=True)
 
 
-def fixed_positions(kind: str, dim: int, grid: tuple[int, int], num_prefix_tokens: int, device: torch.device) -> Tensor:
-    """Compute a table of sines and cosines for P prefix tokens and the patches of a grid, row by row: (1, P + h*w, D).
+def fixed_positions(kind: str, dim: int, grid: tuple[int, ...], num_prefix_tokens: int, device: torch.device) -> Tensor:
+    """Compute a table of sines and cosines for P prefix tokens and the n patches of a grid, row by row: (1, P + n, D).
 
     It is in float64, because the angles of distant patches lose digits in float32, which MPS alone uses. Of F
     frequencies the i-th, from 0, is 10000^(-i / F).
@@ -53,7 +54,7 @@ def fixed_positions(kind: str, dim: int, grid: tuple[int, int], num_prefix_token
             "sincos2d" (He et al. 2021, arXiv:2111.06377, in MAE's order): D/4 frequencies for each axis. The first half
             of the channels has the sines and then the cosines of the column, the second half those of the row; prefix
             tokens have zeros. `timm.layers.build_sincos2d_pos_embed` has the same numbers in the order sine of the
-            row, sine of the column, cosine of the row, cosine of the column.
+            row, sine of the column, cosine of the row, cosine of the column. Of images only.
         dim: D, a multiple of 2 for "sincos" and of 4 for "sincos2d".
     """
     # MPS has no float64
@@ -64,10 +65,11 @@ def fixed_positions(kind: str, dim: int, grid: tuple[int, int], num_prefix_token
         frequencies = 10000.0 ** (-torch.arange(count, **where) / count)
         return torch.arange(steps, **where)[:, None] * frequencies
 
-    (h, w), P = grid, num_prefix_tokens
+    P = num_prefix_tokens
     if kind == "sincos":
-        along = angles(P + h * w, dim // 2)
+        along = angles(P + math.prod(grid), dim // 2)
         return torch.stack((along.sin(), along.cos()), dim=-1).flatten(1)[None]
+    h, w = grid
     row, column = (torch.cat((a.sin(), a.cos()), dim=1) for a in (angles(h, dim // 4), angles(w, dim // 4)))
     patches = torch.cat((column.repeat(h, 1), row.repeat_interleave(w, dim=0)), dim=1)
     return F.pad(patches, (0, 0, P, 0))[None]
@@ -75,27 +77,31 @@ def fixed_positions(kind: str, dim: int, grid: tuple[int, int], num_prefix_token
 
 def resample_abs_pos_embed(
     pos_embed: Tensor,
-    grid: tuple[int, int],
-    old_grid: tuple[int, int],
+    grid: tuple[int, ...],
+    old_grid: tuple[int, ...],
     num_prefix_tokens: int = 1,
     resize: Resize = antialiased,
 ) -> Tensor:
     """Interpolate positions (1, P + h*w, D) to another patch grid, (1, P + h'*w', D), as timm and Dosovitskiy et al.
-    (2021, section 3.2): in float32, by default bicubic and antialiased, the P prefix rows unchanged. Differentiable."""
+    (2021, section 3.2): in float32, by default bicubic and antialiased, the P prefix rows unchanged. Differentiable.
+    Raises ValueError for another grid of a video."""
     if grid == old_grid:
         return pos_embed
+    if len(grid) != 2:
+        raise ValueError(f"learnt positions of videos are not interpolated: the grid must be {old_grid}, got {grid}")
+    rows, columns = grid
     prefix, patches = pos_embed[:, :num_prefix_tokens], pos_embed[:, num_prefix_tokens:]
-    image = resize(patches.float().unflatten(1, old_grid).permute(0, 3, 1, 2), grid)
+    image = resize(patches.float().unflatten(1, old_grid).permute(0, 3, 1, 2), (rows, columns))
     return torch.cat([prefix, image.flatten(2).transpose(1, 2).to(pos_embed.dtype)], dim=1)
 
 
 def resample_patch_embed(weight: Tensor, patch_size: tuple[int, int]) -> Tensor:
-    """Resample weights (D, C, h, w) to another patch size, (D, C, h', w'), in float32 or wider.
+    """Resample weights (..., h, w) to another patch size, (..., h', w'), in float32 or wider.
 
     The new weights' products with a resized patch equal the old weights' products with the original patch (Beyer et al.
     2022, arXiv:2212.08013, section 3.4); for smaller patches they are the closest possible."""
-    h, w = weight.shape[2:]
+    h, w = weight.shape[-2:]
     wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
     pixels = torch.eye(h * w, dtype=wide.dtype, device=wide.device).view(1, h * w, h, w)
     resized = antialiased(pixels, patch_size)[0].flatten(1)  # (h * w, h' * w')
-    return (wide.flatten(2) @ torch.linalg.pinv(resized).T).unflatten(2, patch_size).to(weight.dtype)
+    return (wide.flatten(-2) @ torch.linalg.pinv(resized).T).unflatten(-1, patch_size).to(weight.dtype)

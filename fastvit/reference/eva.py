@@ -184,6 +184,25 @@ class Rope(nn.Module):
         return torch.cat([angles.sin(), angles.cos()], dim=1)
 
 
+class VJepa2Rope(nn.Module):
+    """float32 sin and cos, (t*h*w, 2 d), of the angles coordinate * frequency: the frequencies twice for frames, then
+    twice for rows, then twice for columns, and angles of 0 for the rest of a head."""
+
+    def __init__(self, dim: int, temperature: float) -> None:
+        super().__init__()
+        self.dim, self.temperature = dim, temperature
+
+    def forward(self, grid: tuple[int, ...], device: torch.device) -> Tensor:
+        axes = [torch.arange(length, dtype=torch.float32, device=device) for length in grid]
+        places = torch.cartesian_prod(*axes)  # (t*h*w, 3)
+        half = self.dim // 3 // 2
+        frequencies = 1 / self.temperature ** (torch.arange(half, dtype=torch.float32, device=device) / half)
+        angles = [place[:, None] * frequencies for place in places.unbind(1)]  # each (t*h*w, half)
+        rest = angles[0].new_zeros(len(places), self.dim - 6 * half)
+        table = torch.cat([angles[0], angles[0], angles[1], angles[1], angles[2], angles[2], rest], dim=1)
+        return torch.cat([table.sin(), table.cos()], dim=1)
+
+
 class Eva(VisionTransformer):
     """Image (B, C, H, W) -> logits (B, num_classes). For the arguments see `fastvit.eva.Eva`."""
 
@@ -218,8 +237,10 @@ class Eva(VisionTransformer):
             pos_embed="learn" if use_abs_pos_emb else "none", pre_norm=use_pre_transformer_norm,
             final_norm=fc_norm or final_norm, fc_norm=fc_norm, block_fn=block, **options,
         )  # fmt: skip
-        self.rope: Rope | None = None
-        if use_rot_pos_emb:
+        self.rope: Rope | VJepa2Rope | None = None
+        if use_rot_pos_emb and rope_type == "vjepa2":
+            self.rope = VJepa2Rope(embed_dim // num_heads, rope_temperature)
+        elif use_rot_pos_emb:
             self.rope = Rope(
                 embed_dim // num_heads, rope_type, rope_temperature, rope_grid_offset, rope_grid_indexing,
                 rope_rotate_half, ref_feat_shape,

@@ -1,4 +1,4 @@
-"""Models by name, under timm's names and with timm's defaults. `vit.py` and `eva.py` list the names."""
+"""Models by name, under timm's names and with timm's defaults. `vit.py`, `eva.py` and `video.py` list the names."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from fastvit.vit import VisionTransformer
 from fastvit.weights.files import SUFFIXES, locate, one_state_dict
 from fastvit.weights.hub import repository_of_tag
 from fastvit.weights.load import Weights
-from fastvit.zoo import eva, vit
+from fastvit.zoo import eva, video, vit
 
 Config = dict[str, Any]
 
-CONFIGS: dict[str, Config] = {**vit.CONFIGS, **vit.DISTILLED, **eva.CONFIGS}
+CONFIGS: dict[str, Config] = {**vit.CONFIGS, **vit.DISTILLED, **eva.CONFIGS, **video.VIDEOMAE, **video.VJEPA2}
 
 
 def config(name: str) -> Config:
@@ -42,7 +42,7 @@ def config(name: str) -> Config:
 
 def model_class(name: str) -> type[VisionTransformer]:
     """Return the class of the model of a known name."""
-    if name in eva.CONFIGS:
+    if name in eva.CONFIGS or name in video.VJEPA2:
         return Eva
     return VisionTransformerDistilled if name in vit.DISTILLED else VisionTransformer
 
@@ -68,7 +68,8 @@ def create_model(
         drop_head: leave out the file's head (classifier, pooler, attention pooling unless the model has it too); the
             model's own head stays untrained.
         overrides: any argument of `VisionTransformer`, of `VisionTransformerDistilled` for names with "_distilled", or
-            of `fastvit.eva.Eva` for the names of EVA's, DINOv3's, Perception Encoder's and ROPE-ViT's models. A file
+            of `fastvit.eva.Eva` for the names of EVA's, DINOv3's, Perception Encoder's, ROPE-ViT's and V-JEPA 2's
+            models. A file
             does not contain the activation and the norms' eps: if the weights need others than the name's, give them
             here (see `fastvit.checkpoints`).
 

@@ -24,6 +24,7 @@ TINY: dict[str, Any] = {
     "img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 1, "num_heads": 2, "num_classes": 5, "mlp_ratio": 2.0,
 }  # fmt: skip
 STATISTICS = {"mean": (0.5, 0.4, 0.3), "std": (0.2, 0.3, 0.4)}
+FRAMES = {"num_frames": 4, "tubelet_size": 2}
 WITHOUT_CLS = {"class_token": False, "global_pool": "avg"}
 
 
@@ -48,6 +49,14 @@ MODEL: list[Mistake] = [
     (ValueError, "patch_size must be a positive integer or (height, width), got 0", {"patch_size": 0}),
     (ValueError, "patch_size must be a positive integer", {"patch_size": (4, -4)}),
     (ValueError, "patch_size (4, 4) must divide the image size, got (18, 18)", {"img_size": 18}),
+    (ValueError, "num_frames and tubelet_size must both be given or both be None, got num_frames=4 and tubelet_size=N",
+     {"num_frames": 4}),
+    (ValueError, "num_frames and tubelet_size must both be given", {"tubelet_size": 2}),
+    (ValueError, "tubelet_size 2 must divide the number of frames, got 5", {"num_frames": 5, "tubelet_size": 2}),
+    (TypeError, "num_frames must be an integer of at least 1, got 4.0", {"num_frames": 4.0, "tubelet_size": 2}),
+    (ValueError, "tubelet_size must be at least 1, got 0", {"num_frames": 4, "tubelet_size": 0}),
+    (ValueError, "pos_embed must not be 'sincos2d' for videos",
+     {"pos_embed": "sincos2d", **FRAMES}),
     # counts
     (ValueError, "depth must be at least 0, got -1", {"depth": -1}),
     (TypeError, "depth must be an integer of at least 0, got 2.5", {"depth": 2.5}),
@@ -162,7 +171,12 @@ MODULES: dict[Callable[..., nn.Module], list[Mistake]] = {
         (ValueError, head_dim("embed_dim", 768, 1), {"num_heads": 1}),
     ],
     Eva: [
-        (ValueError, "rope_type must be one of ('cat', 'dinov3'), got 'base'", {"rope_type": "base"}),
+        (ValueError, "rope_type must be one of ('cat', 'dinov3', 'vjepa2'), got 'base'", {"rope_type": "base"}),
+        (ValueError, "rope_type must be 'vjepa2' for videos, and for them only, got 'cat'",
+         {"use_rot_pos_emb": True, **FRAMES}),
+        (ValueError, "rope_type must be 'vjepa2' for videos", {"use_rot_pos_emb": True, "rope_type": "vjepa2"}),
+        (ValueError, "rope_rotate_half must be False for rope_type='vjepa2'",
+         {"use_rot_pos_emb": True, "rope_type": "vjepa2", "rope_rotate_half": True, **FRAMES}),
         (ValueError, "attn_type must be one of", {"attn_type": "rel"}),
         (TypeError, "Eva takes no qk_norm: EVA's blocks fix it", {"qk_norm": True}),
         (TypeError, "Eva takes no block_fn: EVA's blocks fix it", {"block_fn": "postnorm"}),

@@ -15,6 +15,7 @@ from fastvit.eva import Eva
 from fastvit.study import models
 from fastvit.study.sources.from_zoo import reference_model
 from fastvit.zoo.eva import CONFIGS as EVAS
+from fastvit.zoo.video import VIDEOMAE, VJEPA2
 from fastvit.zoo.vit import DISTILLED
 
 PARAMETERS = {
@@ -30,8 +31,13 @@ PARAMETERS = {
     "vit_small_patch16_dinov3": 21_586_944,
     "vit_7b_patch16_dinov3": 6_716_030_976,
     "vit_pe_core_base_patch16_224": 93_673_984,
+    # as transformers counts its encoders, with a bias of zeros for k in VideoMAE
+    "videomae_base_patch16_224": 86_227_200 + 12 * 768,
+    "videomae_large_patch16_224": 303_860_736 + 24 * 1024,
+    "vjepa2_giant_patch16_384": 1_012_173_952,
 }
-SHARED = [name for name in fastvit.list_models() if "cifar" not in name]
+OURS = [*fastvit.list_models("vit_cifar_*"), *VIDEOMAE, *VJEPA2]
+SHARED = [name for name in fastvit.list_models() if name not in OURS]
 SIZES = {"img_size", "patch_size", "num_classes", "embed_dim", "depth", "num_heads", "mlp_ratio"}
 POOLS = ["token", "avg", "max", "avgmax", "map", ""]
 RESET: list[tuple[str, dict[str, Any]]] = [

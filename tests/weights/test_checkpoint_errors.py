@@ -269,6 +269,7 @@ def test_positions_that_are_not_the_model_s_fixed_table() -> None:
 def test_foreign_names_are_reported_as_the_file_has_them() -> None:
     shapes = {
         "embeddings.cls_token": (1, 1, 32), "embeddings.patch_embeddings.projection.weight": (32, 3, 4, 4),
+        "embeddings.position_embeddings": (1, 17, 32),
         "layers.0.attention.q_proj.weight": (32, 32), "layers.0.mlp.fc1.bias": (64,),
         "layernorm.gain": (32,), "layernorm.weight": (31,),
     }  # fmt: skip

@@ -13,7 +13,7 @@ from fastvit.modules.arguments import Pair
 from fastvit.study.memory.allocations import Allocations, as_on
 from fastvit.study.memory.plan import without_data
 from fastvit.study.sources.find import find
-from fastvit.study.sources.model_source import DTYPES, PROVIDERS, blocks, channels, images, output_of
+from fastvit.study.sources.model_source import DTYPES, PROVIDERS, blocks, images_for, output_of
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def block(
     without_data(built, fakes)
     with fakes, as_on(gpu=True), torch.enable_grad():
         seen = _Steps(gpu=True)
-        pixels = images(B, size, DTYPES[dtype], channels(built))
+        pixels = images_for(built, B, size, DTYPES[dtype])
         given = set(seen.see([*built.parameters(), *built.buffers(), pixels]))
         marks, widths, outside = list[int](), list[int](), set[int]()
         one.register_forward_pre_hook(lambda *_: marks.append(len(seen.steps)))

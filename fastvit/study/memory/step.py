@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
 from fastvit.study.sources import model_source
-from fastvit.study.sources.model_source import channels, images, output_of
+from fastvit.study.sources.model_source import images_for, output_of
 
 MODES = ("train", "infer")
 OPTIMIZERS = ("adamw", "sgd", "none")
@@ -55,10 +55,9 @@ def images_of(
     model: nn.Module, batch: int, image_size: tuple[int, int], dtype: torch.dtype, together: Together
 ) -> Tensor | list[Tensor]:
     """Return random images for a step of a model: a batch, or with `together` a list with a batch of each size."""
-    count = channels(model)
     if not together:
-        return images(batch, image_size, dtype, count)
-    return [images(batch, size, dtype, count) for size in together]
+        return images_for(model, batch, image_size, dtype)
+    return [images_for(model, batch, size, dtype) for size in together]
 
 
 class Step:

@@ -21,7 +21,7 @@ from fastvit.study.models.parameter_counts import Parameters
 from fastvit.study.models.published import Top1
 from fastvit.study.sources.baselines import NoFusedForm
 from fastvit.study.sources.find import find
-from fastvit.study.sources.model_source import ModelSource, channels, images, output_of
+from fastvit.study.sources.model_source import ModelSource, images_for, output_of
 
 _DTYPE = torch.bfloat16
 Sizes = Pair | Sequence[tuple[int, int]]
@@ -163,7 +163,8 @@ def matching(names: str | Sequence[str]) -> list[tuple[str, bool]]:
     found: dict[str, bool] = {}
     for name in [names] if isinstance(names, str) else names:
         if any(c in name for c in "*?["):
-            matched = fnmatch.filter(zoo.CONFIGS, name)
+            of_images = [known for known, config in zoo.CONFIGS.items() if "num_frames" not in config]
+            matched = fnmatch.filter(of_images, name)
             if not matched:
                 raise ValueError(f"no model of the zoo is called {name!r}; `fastvit models` lists them")
             found.update(dict.fromkeys(sorted(matched), True))
@@ -189,7 +190,7 @@ def _cost(
         model, fused = source.on_meta("sdpa", image_size, patch), False
     model = model.to(_DTYPE).train()
     with torch.device("meta"):
-        pixels = images(batch, image_size, _DTYPE, channels(model))
+        pixels = images_for(model, batch, image_size, _DTYPE)
     parameters = parameter_counts.by_part(model)
     has_attention = parameters.attention + parameters.other > 0  # unnamed parameters may be attention
     prefix = source.prefix_tokens(model, image_size, patch) if patch is not None and has_attention else None

@@ -148,7 +148,7 @@ class ModelSource(ABC):
         """Return how many tokens (B, N, D) the first block reads; 0 if it reads something else."""
         model = self.on_meta("sdpa", image_size, patch_size)
         with torch.device("meta"):
-            pixel_values = images(1, image_size, torch.float32, channels(model))
+            pixel_values = images_for(model, 1, image_size, torch.float32)
         seen: list[int] = []
         for first in blocks(model)[:1]:
             first.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[1] if args[0].dim() == 3 else 0))
@@ -185,23 +185,31 @@ def images(count: int, size: tuple[int, int], dtype: torch.dtype, channels: int 
     return torch.randn(count, channels, *size).to(dtype)
 
 
+def images_for(model: nn.Module, count: int, size: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """Return random normal images with the model's channels, or, for our models of videos, (count, C, T, H, W)."""
+    frames = getattr(getattr(model, "patch_embed", None), "num_frames", None)
+    if frames is None:
+        return images(count, size, dtype, channels(model))
+    return torch.randn(count, channels(model), frames, *size).to(dtype)
+
+
 def embeds_patches(module: nn.Module) -> bool:
     """Tell whether a module is a convolution whose stride equals its kernel, as in patch embeddings."""
-    return isinstance(module, nn.Conv2d) and module.stride == module.kernel_size and module.stride[0] > 1
+    return isinstance(module, nn.Conv2d | nn.Conv3d) and module.stride == module.kernel_size and module.stride[-1] > 1
 
 
 def patch_size_of(model: nn.Module) -> tuple[int, int] | None:
-    """Return the stride of the first convolution that embeds patches, or None if there is none."""
+    """Return the stride of the first convolution that embeds patches, (height, width), or None if there is none."""
     for module in model.modules():
-        if isinstance(module, nn.Conv2d) and embeds_patches(module):
-            return module.stride[0], module.stride[1]
+        if isinstance(module, nn.Conv2d | nn.Conv3d) and embeds_patches(module):
+            return module.stride[-2], module.stride[-1]
     return None
 
 
 def channels(model: nn.Module) -> int:
     """Return how many channels the model's images have, read from its first convolution."""
     for module in model.modules():
-        if isinstance(module, nn.Conv2d):
+        if isinstance(module, nn.Conv2d | nn.Conv3d):
             return module.in_channels
     raise ValueError(f"{type(model).__name__} has no convolution that embeds patches")
 
