@@ -48,7 +48,9 @@ class Architecture:
         return model
 
     def image(self, model: nn.Module, batch: int) -> Tensor:
-        return torch.randn(batch, 3, *image_size(model), generator=torch.Generator().manual_seed(1))
+        """Draw images (B, C, H, W), or videos (B, T, C, H, W) as transformers' models take them."""
+        shape = (*frames(model), 3, *image_size(model))
+        return torch.randn(batch, *shape, generator=torch.Generator().manual_seed(1))
 
 
 def image_size(model: Any) -> tuple[int, int]:
@@ -56,8 +58,16 @@ def image_size(model: Any) -> tuple[int, int]:
     if hasattr(model, "patch_embed"):
         H, W = model.patch_embed.img_size
         return H, W
-    size = model.config.image_size if hasattr(model, "config") else model.image_size
+    config = getattr(model, "config", model)
+    size = config.crop_size if hasattr(config, "crop_size") else config.image_size
     return (size, size) if isinstance(size, int) else (size[0], size[1])
+
+
+def frames(model: Any) -> tuple[int, ...]:
+    """Return (T,) for a model of videos, () for one of images."""
+    config = getattr(model, "config", None)
+    found = (getattr(config, name, None) for name in ("num_frames", "frames_per_clip"))
+    return tuple(count for count in found if count is not None)
 
 
 def output(result: Any) -> Tensor:
@@ -96,6 +106,13 @@ def _hugging_face(name: str, **whole: Any) -> Architecture:
         small["mlp_ratio"] = 2
     if "DINOv3" in name:
         small["num_register_tokens"] = 4
+    if name.startswith("VideoMAE"):
+        small["num_frames"] = 4
+    elif name.startswith("VJEPA2"):
+        of_layers = {
+            key: small[key] for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "patch_size")
+        }
+        small = {**whole, **of_layers, "crop_size": small["image_size"], "frames_per_clip": 4}
     return Architecture("transformers", name, _transformers, small, whole)
 
 
@@ -142,6 +159,9 @@ ARCHITECTURES = [
     _hugging_face("SiglipVisionModel"),
     _hugging_face("Aimv2VisionModel"),
     _hugging_face("InternVLVisionModel"),
+    _hugging_face("VideoMAEModel", use_mean_pooling=False),
+    # a few frames, and without the predictor's layers, which are the encoder's
+    _hugging_face("VJEPA2Model", frames_per_clip=8, pred_num_hidden_layers=0),
     _small_torchvision("vit_b_16", 16, 192, 3),
     _small_torchvision("vit_b_32", 32, 128, 2),
     _small_torchvision("vit_h_14", 14, 160, 2),

@@ -200,7 +200,7 @@ def _decide(
             return
     inside: list[_Decision] = []
     for child_name, child in module.named_children():
-        is_patches = EMBEDDINGS.get(qualified_name(module)) == child_name and type(child) is nn.Conv2d
+        is_patches = EMBEDDINGS.get(qualified_name(module)) == child_name and type(child) in (nn.Conv2d, nn.Conv3d)
         child_name = f"{name}.{child_name}" if name else child_name
         inside += _decide(child, child_name, (*ancestors, module), seen, patches, patches if is_patches else None)
     left = {id(decision.module) for decision in inside if decision.status == "as it was"}

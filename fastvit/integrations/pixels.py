@@ -1,4 +1,5 @@
-"""uint8 images in accelerated models, normalised by the patch embedding, or before by a module that would cast them."""
+"""uint8 images and videos in accelerated models, normalised by the patch embedding, or before by a module that would
+cast them."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from fastvit.ops.patch_embed.op import normalized
 
-_ARGUMENT = "pixel_values"  # images in transformers, whose modules may cast them to a float dtype
+_ARGUMENTS = ("pixel_values", "pixel_values_videos")  # in transformers, whose modules may cast them to a float dtype
 
 
 def check(model: nn.Module, embeddings: list[str], channels: int) -> None:
@@ -31,14 +32,14 @@ def check(model: nn.Module, embeddings: list[str], channels: int) -> None:
 
 
 def put_on(model: nn.Module, embeddings: list[str], mean: tuple[float, ...], std: tuple[float, ...]) -> None:
-    """Normalise uint8 `pixel_values` in every module around these convolutions that takes them. The outermost module of
-    a call does it; the modules in it see floats."""
+    """Normalise uint8 `pixel_values` and `pixel_values_videos` in every module around these convolutions that takes
+    them. The outermost module of a call does it; the modules in it see floats."""
     for name in embeddings:
         conv = cast(nn.Conv2d, model.get_submodule(name))
         for module in _around(model, name):
             parameters = list(inspect.signature(module.forward).parameters)
-            if _ARGUMENT in parameters:
-                hook = partial(_normalize, conv, parameters.index(_ARGUMENT), mean, std)
+            for argument in {*_ARGUMENTS} & {*parameters}:
+                hook = partial(_normalize, conv, argument, parameters.index(argument), mean, std)
                 module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
@@ -58,15 +59,16 @@ def _around(model: nn.Module, name: str) -> Iterator[nn.Module]:
 
 
 def _normalize(
-    conv: nn.Conv2d, position: int, mean: tuple[float, ...], std: tuple[float, ...],
+    conv: nn.Conv2d, argument: str, position: int, mean: tuple[float, ...], std: tuple[float, ...],
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:  # fmt: skip
-    """Normalise a call's uint8 image (B, C, H, W), as a forward pre-hook. position: of `pixel_values` among the
-    arguments. Images with more dimensions (several crops) are left to the modules inside."""
-    image = args[position] if position < len(args) else kwargs.get(_ARGUMENT)
-    if not isinstance(image, Tensor) or image.dtype is not torch.uint8 or image.dim() != 4:
+    """Normalise a call's uint8 image (B, C, H, W), or video (B, T, C, H, W), as a forward pre-hook. position: of the
+    argument. Images with more dimensions (several crops) are left to the modules inside."""
+    image = args[position] if position < len(args) else kwargs.get(argument)
+    if not isinstance(image, Tensor) or image.dtype is not torch.uint8 or image.dim() != conv.weight.dim():
         return None
-    image = normalized(image, mean, std, conv.weight.dtype)
+    frames = image.flatten(0, -4)  # (..., C, H, W)
+    image = normalized(frames, mean, std, conv.weight.dtype).view(image.shape)
     if position < len(args):
         return (*args[:position], image, *args[position + 1 :]), kwargs
-    return args, {**kwargs, _ARGUMENT: image}
+    return args, {**kwargs, argument: image}

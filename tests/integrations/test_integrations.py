@@ -44,7 +44,7 @@ BLOCKS = some(
     "vit_tiny_patch16_224", "vit_small_patch16_rope_224", "vit_small_patch16_dinov3", "eva02_base_patch14_224",
     "beit3_base_patch16_224", "aimv2_large_patch14_224", "ViTForImageClassification", "DeiTForImageClassification",
     "Dinov2Model", "Dinov2WithRegistersModel", "DINOv3ViTModel", "CLIPVisionModel", "SiglipVisionModel",
-    "Aimv2VisionModel", "InternVLVisionModel", "vit_b_16",
+    "Aimv2VisionModel", "InternVLVisionModel", "VJEPA2Model", "vit_b_16",
 )  # fmt: skip
 LIBRARIES = some("vit_tiny_patch16_224", "ViTForImageClassification", "vit_b_16")
 
@@ -94,7 +94,7 @@ def test_outputs_and_gradients_in_float32(architecture: Architecture, device: to
     assert all(torch.equal(restored_gradients[name], gradients[name]) for name in gradients)
 
 
-@pytest.mark.parametrize("architecture", BLOCKS, ids=str)
+@pytest.mark.parametrize("architecture", [*BLOCKS, *some("VideoMAEModel")], ids=str)
 def test_bfloat16_is_as_close_to_float64_as_the_library(architecture: Architecture, device: torch.device) -> None:
     model, image = build(architecture, device)
     model, image = model.bfloat16(), image.bfloat16()
@@ -109,7 +109,7 @@ def assert_fused_throughout(model: nn.Module, report: Report) -> None:
     """Every block, norm and patch embedding is accelerated."""
     assert {entry.kind for entry in report.skipped} <= UNKNOWN
     kinds = [entry.kind for entry in report.accelerated]
-    assert kinds.count("Conv2d") == 1
+    assert kinds.count("Conv2d") + kinds.count("Conv3d") == 1
     assert [e.detail for e in report.accelerated].count("layer_norm_attention, layer_norm_mlp") == 2
     covered = {e.name for e in report.entries if e.status == "part of"}
     for name, module in model.named_modules():

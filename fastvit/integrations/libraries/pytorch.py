@@ -1,5 +1,5 @@
-"""Modules of any model: LayerNorm and RMSNorm of torch.nn and timm, and the convolution of a patch
-embedding."""
+"""Modules of any model: LayerNorm and RMSNorm of torch.nn and timm, and the convolution of a patch embedding of images
+or videos."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from fastvit.ops import Norm
 
 
 class Patches(NamedTuple):
-    """A patch embedding. weight (D, C, ph, pw); bias (D,) or None; mean, std: C values for uint8 images, or None."""
+    """A patch embedding. weight (D, C, ph, pw) or (D, C, pt, ph, pw); bias (D,) or None; mean, std: C values for uint8
+    images, or None."""
 
     weight: Tensor
     bias: Tensor | None
@@ -40,28 +41,32 @@ def read_patches(conv: Any, mean: Statistics = None, std: Statistics = None) -> 
 
 def check_image(conv: Any, *args: Any, **kwargs: Any) -> Any:
     x = only_input(conv, *args, **kwargs)
-    if isinstance(x, Tensor) and x.dim() == 4:
-        (H, W), (ph, pw) = x.shape[2:], conv.kernel_size
-        if H % ph or W % pw:
-            raise CannotFuse(f"an image of {H} x {W}, which patches of {ph} x {pw} do not cover")
+    if not isinstance(x, Tensor):
+        return x  # for the check of all inputs
+    size, patch = x.shape[2:], conv.kernel_size
+    if x.dim() != 2 + len(patch):
+        raise CannotFuse(f"its input has {x.dim()} dimensions, not {2 + len(patch)}")
+    if any([n % step for n, step in zip(size, patch, strict=True)]):
+        both = [" x ".join(map(str, numbers)) for numbers in (size, patch)]
+        raise CannotFuse(f"an image of {both[0]}, which patches of {both[1]} do not cover")
     return x
 
 
 def run_patches(x: Tensor, patches: Patches) -> Tensor:
-    """Embed (B, C, H, W) as (B, D, h, w), a view of tokens (B, h * w, D). flatten(2) and transpose(1, 2), which follow
-    in every ViT, then copy nothing."""
+    """Embed (B, C, H, W) as (B, D, h, w), or a video as (B, D, t, h, w), a view of tokens (B, n, D). flatten(2) and
+    transpose(1, 2), which follow in every ViT, then copy nothing."""
     weight, bias, mean, std = patches
-    h = x.shape[2] // weight.shape[2]
+    grid = [n // step for n, step in zip(x.shape[2:-1], weight.shape[2:-1], strict=True)]
     if x.dtype is not torch.uint8:
         mean = std = None
-    return ops.patch_embed(x, weight, bias, mean=mean, std=std).unflatten(1, (h, -1)).permute(0, 3, 1, 2)
+    return ops.patch_embed(x, weight, bias, mean=mean, std=std).unflatten(1, (*grid, -1)).movedim(-1, 1)
 
 
 def patches(mean: Statistics = None, std: Statistics = None) -> ClassHandler:
     """Return the handler of a patch embedding's convolution. With mean and std it takes uint8 images too, normalised to
     (x / 255 - mean) / std."""
     reader = partial(read_patches, mean=mean, std=std)
-    return ClassHandler(reader, run_patches, check_image, ndim=4, takes_pixels=mean is not None, op="patch_embed")
+    return ClassHandler(reader, run_patches, check_image, ndim=None, takes_pixels=mean is not None, op="patch_embed")
 
 
 HANDLERS: dict[type | str, ClassHandler] = {

@@ -37,14 +37,18 @@ MODELS = {  # by the prefix of its classes
     "Ovis2": Names("ovis2", *_AIMV2, "VisionEncoderLayer", "VisionAttention"),
     "InternVLVision": Names("internvl", "layernorm_before", "attention", "layernorm_after", "projection_layer"),
     "Pixtral": Names("pixtral", "attention_norm", "attention", "ffn_norm", "o_proj", "feed_forward", "AttentionLayer"),
+    "VideoMAE": Names("videomae", "layernorm_before", "attention", "layernorm_after", "output", mlp_classes=()),
+    "VJEPA2": Names("vjepa2", "norm1", "attention", "norm2", "proj", attention_class="RopeAttention"),
 }
 _CONVOLUTIONS = {  # of patch embeddings: class name without the prefix, and the convolution's attribute
     **dict.fromkeys(
-        ("ViT", "DeiT", "Dinov2", "Dinov2WithRegisters", "InternVLVision"), ("PatchEmbeddings", "projection")
+        ("ViT", "DeiT", "Dinov2", "Dinov2WithRegisters", "InternVLVision", "VideoMAE"),
+        ("PatchEmbeddings", "projection"),
     ),
     **dict.fromkeys(("CLIP", "Siglip", "Ovis2"), ("VisionEmbeddings", "patch_embedding")),
     "Aimv2": ("VisionEmbeddings", "patch_embed"),
     "Pixtral": ("VisionModel", "patch_conv"),
+    "VJEPA2": ("PatchEmbeddings3D", "proj"),
     **dict.fromkeys(("DINOv3ViT", "Sapiens2"), ("Embeddings", "patch_embeddings")),
 }
 ROTATES = ("DINOv3ViT", "Sapiens2", "Pixtral")  # layers with rotary positions

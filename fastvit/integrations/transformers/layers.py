@@ -1,7 +1,7 @@
 """Hugging Face transformers, versions 5.0 to 5.24: the layers of ViT, DeiT, Dinov2, Dinov2WithRegisters, DINOv3,
-Sapiens2, and of the vision towers of CLIP, SigLIP, SigLIP 2, AIMv2, Ovis2, InternVL and Pixtral, with and without a
-mask; attention (varlen.py), RMSNorm and MLPs of Qwen's and GLM's towers; and an attention implementation
-for other models: `register_attention`.
+Sapiens2, VideoMAE, V-JEPA 2, and of the vision towers of CLIP, SigLIP, SigLIP 2, AIMv2, Ovis2, InternVL and Pixtral,
+with and without a mask; attention (varlen.py), RMSNorm and MLPs of Qwen's and GLM's towers; and an attention
+implementation for other models: `register_attention`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fastvit.blocks.recompute import DEFAULT, Recompute
 from fastvit.blocks.spec import AttentionSpec, HalfSpec, MlpSpec
 from fastvit.blocks.submodules import CannotFuse, Classes, submodules
 from fastvit.integrations.forward import ClassHandler, checked_mask
-from fastvit.integrations.transformers import classes, sam, varlen
+from fastvit.integrations.transformers import classes, sam, varlen, vjepa2
 from fastvit.integrations.transformers.classes import MODELS, OTHER_MLPS, RMS_NORM, ROTATES, class_of
 from fastvit.integrations.transformers.hooks import (
     SAME_ATTENTION,
@@ -45,14 +45,16 @@ _HARMLESS = ("output_hidden_states", "return_dict", "use_cache", "num_items_in_b
 
 def read_attention(attn: Any, proj: str, dropout: read.Dropout = None) -> AttentionSpec:
     check_attention(attn)
-    q, k, v, out = submodules(attn, q_proj=LINEAR, k_proj=LINEAR, v_proj=LINEAR, **{proj: LINEAR})
+    names = ("q_proj", "k_proj", "v_proj") if "q_proj" in attn._modules else ("query", "key", "value")
+    q, k, v, out = submodules(attn, **dict.fromkeys((*names, proj), LINEAR))
     if "projection_dropout" in attn._modules:
         (own,) = submodules(attn, projection_dropout={nn.Identity, *read.DROPOUT})
         dropout = None if type(own) is nn.Identity else own
-    p = attn.attention_dropout if hasattr(attn, "attention_dropout") else attn.dropout
+    p = next(getattr(attn, name) for name in ("attention_dropout", "dropout_prob", "dropout") if hasattr(attn, name))
     scale = attn.scaling if hasattr(attn, "scaling") else attn.scale
     qkv = read.read_layer(q), read.read_layer(k), read.read_layer(v)
-    heads, kv_heads = q.out_features // attn.head_dim, k.out_features // attn.head_dim
+    head_dim = attn.head_dim if hasattr(attn, "head_dim") else attn.attention_head_size
+    heads, kv_heads = q.out_features // head_dim, k.out_features // head_dim
     if k.out_features != v.out_features or q.out_features != out.in_features:
         raise CannotFuse(f"q, k and v have {q.out_features}, {k.out_features} and {v.out_features} outputs")
     qk_norms = read.read_qk_norm(attn, _NORM, read_norm)
@@ -64,10 +66,14 @@ def read_attention_alone(prefix: str, attn: Any) -> AttentionSpec | WithoutWeigh
     check_version()
     if is_nested(attn):
         return WithoutWeights(read_nested_attention(prefix, attn))
+    _check_no_weights(attn)
+    return read_attention(attn, MODELS[prefix].projection)
+
+
+def _check_no_weights(attn: Any) -> None:
     implementation = attn.config._attn_implementation or "eager"
     if implementation in _WITH_WEIGHTS:
         raise CannotFuse(f"{implementation} attention returns its weights as well")
-    return read_attention(attn, MODELS[prefix].projection)
 
 
 def read_mlp(mlp: Any, dropout: read.Dropout = None) -> MlpSpec:
@@ -132,6 +138,12 @@ def read_layer(prefix: str, layer: Any) -> LayerSpec:
     return LayerSpec(block, checkpoint_of(layer))
 
 
+def read_layer_of_pair(prefix: str, layer: Any) -> LayerSpec:
+    """Read a layer that returns its attention's weights too."""
+    _check_no_weights(layer._modules[MODELS[prefix].attention])
+    return read_layer(prefix, layer)
+
+
 def _made_for_export(mask: Any) -> bool:
     """Return whether a mask is the one that transformers makes for "sdpa" attention under torch.export, for calls
     without a mask: one value for each query, expanded over the keys. It prefers no key to another, for any values."""
@@ -145,6 +157,10 @@ def check_call(module: Any, hidden_states: Any, attention_mask: Any = None, **kw
         if name not in _HARMLESS and value is not None and value is not False:
             raise CannotFuse(f"the argument {name}")
     return hidden_states
+
+
+def check_positioned_call(module: Any, hidden_states: Any, position_mask: Any = None, **kwargs: Any) -> Any:
+    return check_call(module, hidden_states, **kwargs)
 
 
 def mask(module: Any, hidden_states: Tensor, attention_mask: Any = None, *_: Any, **__: Any) -> dict[str, Any]:
@@ -188,6 +204,10 @@ def run_layer(
     return run.run_block(x, layer.block, rotary, attn_mask, recompute=recompute)
 
 
+def run_layer_of_pair(x: Tensor, layer: LayerSpec, rotary: Rotary, recompute: Recompute) -> tuple[Tensor, None]:
+    return run_layer(x, layer, rotary, recompute=recompute), None
+
+
 def run_attention(
     x: Tensor, attn: AttentionSpec | WithoutWeights, rotary: Rotary | None = None, attn_mask: Tensor | None = None
 ) -> Tensor | tuple[Tensor, None]:
@@ -206,8 +226,12 @@ for _prefix, _names in MODELS.items():
     _call: dict[str, Any] = {"check_call": check_call, "mask": mask}
     if _prefix in ROTATES:
         _call |= {"check_call": check_rotary_call, "rotary": rotary}
+    _layer: tuple[Any, Any] = read_layer, run_layer
+    if _prefix == "VJEPA2":
+        _call = {"check_call": check_positioned_call, "rotary": vjepa2.rotary}
+        _layer = read_layer_of_pair, run_layer_of_pair
     HANDLERS[class_of(_prefix, _names.layer_class)] = ClassHandler(
-        partial(read_layer, _prefix), run_layer, takes_recompute=True, **_call
+        partial(_layer[0], _prefix), _layer[1], takes_recompute=True, **_call
     )
     HANDLERS[class_of(_prefix, _names.attention_class)] = ClassHandler(
         partial(read_attention_alone, _prefix), run_attention, **_call
