@@ -264,6 +264,20 @@ OTHER_CONVOLUTIONS = {
 }
 
 
+VIDEO_EMBEDDINGS = {
+    "positions": lambda m, x: m.conv(x).flatten(2).transpose(1, 2) + m.pos,
+    "by reshape": lambda m, x: m.conv(x).permute(0, 2, 3, 4, 1).reshape(len(x), -1, D),
+    "rows before frames": lambda m, x: m.conv(x).transpose(2, 3).flatten(2).transpose(1, 2),  # another order: left
+}
+
+
+def test_tubelets_are_found(device):
+    conv, pos = nn.Conv3d(3, D, (2, 4, 4), (2, 4, 4)), nn.Parameter(torch.randn(1, 12, D))
+    model = FunctionModule(doubled(VIDEO_EMBEDDINGS.values()), conv=conv, pos=pos)
+    report = compile_and_check(model, torch.randn(B, 3, 4, 8, 12, device=device))
+    assert details(report, "patch embedding") == ["patch_embed"] * 2
+
+
 def test_other_convolutions_are_left(device):
     image = torch.randn(B, 3, 8, 12, device=device)
     assert not details(compile_and_check(embedding(doubled(OTHER_CONVOLUTIONS.values())), image), "patch embedding")

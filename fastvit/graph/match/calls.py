@@ -13,10 +13,10 @@ from fastvit.blocks.submodules import CannotFuse
 
 _SPACES = (torch, F, torch.Tensor, torch.special, operator)
 _NAMES = """
-    layer_norm rms_norm linear scaled_dot_product_attention softmax matmul bmm einsum conv2d dropout gelu relu silu
-    sigmoid tanh add iadd mul imul multiply div truediv true_divide divide pow square mean sqrt rsqrt neg cat concat
-    stack setitem getitem reshape flatten unflatten squeeze unsqueeze permute transpose swapaxes swapdims movedim
-    moveaxis t unbind chunk split narrow select clone expand repeat_interleave masked_fill where full tensor
+    layer_norm rms_norm linear scaled_dot_product_attention softmax matmul bmm einsum conv2d conv3d dropout gelu relu
+    silu sigmoid tanh add iadd mul imul multiply div truediv true_divide divide pow square mean sqrt rsqrt neg cat
+    concat stack setitem getitem reshape flatten unflatten squeeze unsqueeze permute transpose swapaxes swapdims
+    movedim moveaxis t unbind chunk split narrow select clone expand repeat_interleave masked_fill where full tensor
 """
 _ALIASES = {
     "bmm": "matmul", "__matmul__": "matmul", "truediv": "div", "true_divide": "div", "divide": "div", "multiply": "mul",

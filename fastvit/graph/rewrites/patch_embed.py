@@ -1,12 +1,13 @@
-"""Patch embedding, a convolution whose stride is its kernel:
+"""Patch embedding, a convolution whose stride is its kernel, of images or of videos:
 
-    conv2d -> flatten and transpose to (B, N, D) -> cat after CLS and registers -> + positions
+    conv2d or conv3d -> flatten and transpose to (B, N, D) -> cat after CLS and registers -> + positions
 
 becomes `ops.patch_embed`, which writes the token buffer in one pass. Calls in another order end the pattern.
 """
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -36,7 +37,7 @@ class _Tokens:
 
 def rewrite(rewriter: GraphRewriter) -> None:
     for node in list(rewriter.graph.nodes):
-        if name_of(node) != "conv2d" or not _is_patches(node):
+        if name_of(node) not in ("conv2d", "conv3d") or not _is_patches(node):
             continue
         try:
             tokens = _flattened(node)
@@ -66,26 +67,25 @@ def _is_patches(node: Node) -> bool:
         _, weight, _, stride, padding, dilation, groups = arguments(
             node, input=None, weight=None, bias=None, stride=1, padding=0, dilation=1, groups=1
         )
-        kernel = fake(weight).shape[2:]
+        kernel = tuple(fake(weight).shape[2:])
     except CannotFuse:
         return False
-    stride, padding, dilation = (tuple(t) if isinstance(t, tuple | list) else t for t in (stride, padding, dilation))
-    return (
-        stride in (tuple(kernel), kernel[0])
-        and padding in (0, (0, 0), "valid")
-        and dilation in (1, (1, 1))
-        and groups == 1
-        and kernel[0] > 1
+    stride, padding, dilation = (
+        tuple(t) if isinstance(t, tuple | list) else t if isinstance(t, str) else (t,) * len(kernel)
+        for t in (stride, padding, dilation)
     )
+    whole = padding == "valid" or set(padding) == {0}
+    return stride == kernel and whole and set(dilation) == {1} and groups == 1 and max(kernel) > 1
 
 
 def _flattened(node: Node) -> _Tokens:
     """Follow the views of the convolution's output to (B, N, D), row by row."""
-    if fake(node).dim() != 4:
+    if fake(node).dim() != fake(_arguments(node)[1]).dim():
         raise CannotFuse("an image without a batch")
-    B, D, H, W = fake(node).shape
-    want = Layout.of((B, H * W, D), (D * H * W, 1, H * W))
-    at, layout, matched = node, Layout.of((B, D, H, W)), frozenset[Node]()
+    B, D, *grid = fake(node).shape
+    n = math.prod(grid)
+    want = Layout.of((B, n, D), (D * n, 1, n))
+    at, layout, matched = node, Layout.of((B, D, *grid)), frozenset[Node]()
     while not layout.is_same(want):
         if len(at.users) != 1 or not is_view(user := next(iter(at.users))):
             raise CannotFuse("an image")
