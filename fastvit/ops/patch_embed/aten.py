@@ -18,7 +18,10 @@ _CHUNK = 1 << 20  # pixels of a matrix of patches: 4 MB, which stays in the cach
 
 def patch_grid(weight: Tensor, size: Sequence[int]) -> tuple[int, ...]:
     """Return the patches along each axis of an image of this size: (H, W), or (T, H, W) for a video."""
-    return tuple([n // step for n, step in zip(size, weight.shape[2:], strict=True)])
+    *frames, height, width = size
+    *_, ph, pw = patch = weight.shape
+    grid = height // ph, width // pw
+    return (frames[0] // patch[2], *grid) if frames else grid
 
 
 def new_tokens(
@@ -48,15 +51,16 @@ def _chunks(image: Tensor) -> list[tuple[Tensor, slice]]:
 
 def _as_patches(image: Tensor, weight: Tensor) -> Tensor:
     """View [B, C, H, W] as [B, h, w, C, ph, pw], and [B, C, T, H, W] as [B, t, h, w, C, pt, ph, pw]."""
-    grid, patch = patch_grid(weight, image.shape[2:]), weight.shape[2:]
-    split = image.view(*image.shape[:2], *[n for pair in zip(grid, patch, strict=True) for n in pair])
-    axes = range(2, split.dim(), 2)
-    return split.permute(0, *axes, 1, *[axis + 1 for axis in axes])
+    *frames, h, w = patch_grid(weight, image.shape[2:])
+    B, (_, C, *depth, ph, pw) = image.shape[0], weight.shape
+    if frames:
+        return image.view(B, C, *frames, *depth, h, ph, w, pw).permute(0, 2, 4, 6, 1, 3, 5, 7)
+    return image.view(B, C, h, ph, w, pw).permute(0, 2, 4, 1, 3, 5)
 
 
 def normalized(image: Tensor, normalize: Tensor) -> Tensor:
     """Normalise a uint8 image in the dtype of `normalize`."""
-    scale, shift = normalize.view(2, 1, -1, *[1] * (image.dim() - 2))
+    scale, shift = normalize.view(2, 1, -1, *(1,) * (image.dim() - 2))
     return image.to(normalize.dtype).mul_(scale).add_(shift)
 
 

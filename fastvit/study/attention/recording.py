@@ -70,7 +70,8 @@ class _Catches:
     def _catch(self, name: str, given: dict[str, Any], result: Any) -> None:
         if name == "fastvit::patch_embed_fwd":
             (*_, H, W), (*_, ph, pw) = given["image"].shape, given["weight"].shape
-            self._saw_patches((H // ph, W // pw), (ph, pw))
+            if given["weight"].dim() == 4:  # maps are drawn on images
+                self._saw_patches((H // ph, W // pw), (ph, pw))
         elif name == "aten::convolution":
             kernel, stride = list(given["weight"].shape[2:]), list(given["stride"])
             if len(kernel) == 2 and kernel == stride and max(kernel) > 1:
