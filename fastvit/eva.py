@@ -147,7 +147,7 @@ class Eva(VisionTransformer):
     def _embedded_list(self, images: Images) -> tuple[Packed, tuple[Any, ...]]:
         packed, _ = super()._embedded_list(images)
         rope, P, device = self.rope, self.num_prefix_tokens, packed.tokens.device
-        if rope is None:
+        if rope is None or isinstance(rope, RotaryEmbeddingVJepa2):  # videos come in no lists
             return packed, (None,)
         tables = [rope.of_image(entry.grid, P, device) for entry in packed.entries for _ in range(entry.batch or 1)]
         return packed, (torch.cat(tables),)

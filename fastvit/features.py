@@ -41,10 +41,10 @@ class Backbone(nn.Module):
         `norm`.
 
         Args:
-            x: image or video; or a list of images of any sizes that the patch divides, also with dynamic_img_size=False, of one
-                dtype and device. An entry is an image (C, H, W) or a batch (B, C, H, W). The tokens of all images run
-                together, without padding (Dehghani et al. 2023, arXiv:2307.06304); each image has the results that it
-                has alone.
+            x: image or video; or a list of images of any sizes that the patch divides, also with
+                dynamic_img_size=False, of one dtype and device. An entry is an image (C, H, W) or a batch (B, C, H, W).
+                The tokens of all images run together, without padding (Dehghani et al. 2023, arXiv:2307.06304); each
+                image has the results that it has alone.
             attn_mask, is_causal: of every block, as in `fastvit.Attention`; its N = P + n tokens include the prefix.
                 Not for a list.
 

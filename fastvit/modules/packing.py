@@ -79,6 +79,8 @@ def _checked(model: Any, images: Images) -> tuple[list[Tensor], list[tuple[int, 
     embed = model.patch_embed
     if not isinstance(embed, PatchEmbed):
         raise TypeError(f"a list of images needs a model whose patch_embed is a PatchEmbed, got {type(embed).__name__}")
+    if embed.tubelet_size is not None:
+        raise ValueError("a list of images needs a model of images, got one of videos")
     if not images:
         raise ValueError("images must not be an empty list")
     batches, grids = [], []
@@ -94,7 +96,8 @@ def _checked(model: Any, images: Images) -> tuple[list[Tensor], list[tuple[int, 
             )
         batch = image[None] if image.dim() == 3 else image
         try:
-            grids.append(embed.grid_of(batch, any_size=True))
+            h, w = embed.grid_of(batch, any_size=True)
+            grids.append((h, w))
         except (TypeError, ValueError) as error:
             raise type(error)(f"images[{i}]: {error}") from None
         batches.append(batch)
