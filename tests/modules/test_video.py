@@ -97,6 +97,12 @@ def test_learnt_positions_belong_to_one_size(device: torch.device) -> None:
     assert model.patch_embed.num_frames == 4
 
 
+def test_a_list_is_of_images(device: torch.device) -> None:
+    model = fastvit.create_model(NAMES[1], **SMALL, device=device)
+    with pytest.raises(ValueError, match="a list of images needs a model of images, got one of videos"):
+        model([video(model, device=device)[0]])
+
+
 def test_fit(device: torch.device) -> None:
     """The plan is that of a step on videos, and recomputing changes no gradient."""
     model = randomised(fastvit.create_model(NAMES[1], **{**SMALL, "depth": 2, "img_size": 32}, device=device))
