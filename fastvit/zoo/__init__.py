@@ -55,6 +55,7 @@ def create_model(
         create_model("vit_base_patch16_224", img_size=384, num_classes=10, drop_path_rate=0.1)
         create_model("vit_base_patch16_224", weights="model.safetensors", num_classes=10, drop_head=True)
         create_model("vit_small_patch14_dinov2", weights="facebook/dinov2-small", img_size=224)
+        create_model("vjepa2_large_patch16_256", weights="facebook/vjepa2-vitl-fpc64-256", num_frames=16)
         create_model("vit_tiny_patch16_224.augreg_in21k", weights=True)
 
     Args:
@@ -69,9 +70,8 @@ def create_model(
             model's own head stays untrained.
         overrides: any argument of `VisionTransformer`, of `VisionTransformerDistilled` for names with "_distilled", or
             of `fastvit.eva.Eva` for the names of EVA's, DINOv3's, Perception Encoder's, ROPE-ViT's and V-JEPA 2's
-            models. A file
-            does not contain the activation and the norms' eps: if the weights need others than the name's, give them
-            here (see `fastvit.checkpoints`).
+            models. A file does not contain the activation and the norms' eps: if the weights need others than the
+            name's, give them here (see `fastvit.checkpoints`).
 
     Raises:
         ValueError: an unknown name; the message has the nearest ones. A tag without weights, or weights=True without
