@@ -156,12 +156,10 @@ def test_infinities_have_to_be_in_place():
 def test_a_model_is_verified_with_the_sizes_of_its_ops(capsys):
     assert main(["verify", "vit_cifar_small", "--depth", "1", "--ops", "attention", "--dtype", "fp32", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["verdicts"]
-    assert [(row["name"], row["head_dim"], row["width"]) for row in found] == [
-        ("attention", 64, 192),
-        ("attention", 64, 192),
-        ("attention mask", 64, 192),
-        ("vit_cifar_small", 64, 192),
-    ]
+    assert {(row["head_dim"], row["width"]) for row in found} == {(64, 192)}
+    names = [row["name"] for row in found]
+    assert names[:3] == ["attention", "attention", "attention mask"]
+    assert [name for name in names[3:] if not name.startswith("attention ")] == ["vit_cifar_small"]
     assert found[-1]["worst"].startswith(("blocks.0.", "patch_embed.", "norm.", "head.", "pos_embed", "cls_token"))
 
 
