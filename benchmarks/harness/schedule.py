@@ -118,13 +118,8 @@ class Schedule:
 def selection(left_out: Sequence[Case], ran: Iterable[str]) -> str:
     """Return an expression for pytest's -k that selects these cases. An op of which no case ran is named as a whole."""
     whole = {workload.op for workload, _ in left_out} - {*ran}
-    modes = Counter(workload.id for workload, _ in left_out)
     words = (
-        f"[{workload.op.replace(', ', '-')}-"
-        if workload.op in whole
-        else f"[{workload.id}-"
-        if modes[workload.id] > 1
-        else f"[{workload.id}-{mode}]"
+        f"[{workload.op.replace(', ', '-')}-" if workload.op in whole else f"[{workload.id}-{mode}]"
         for workload, mode in left_out
     )
     return " or ".join(dict.fromkeys(words))
