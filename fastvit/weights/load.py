@@ -240,7 +240,7 @@ def _resize_positions(ours: dict[str, Tensor], model: VisionTransformer, source:
     P = 0 if model.no_embed_class else model.num_prefix_tokens
     n = positions.shape[1] - P
     side = math.isqrt(max(n, 0))
-    if n < 1 or side * side != n or grid == (side, side):
+    if n < 1 or side * side != n or grid == (side, side) or len(grid) > 2:  # a video's are not interpolated
         return []
     if n == grid[0] * grid[1] and not source.square:
         choices = f"{side} x {side} or {grid[0]} x {grid[1]} patches"

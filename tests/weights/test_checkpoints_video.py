@@ -114,6 +114,14 @@ def test_other_files_of_the_same_encoders() -> None:
     assert all(torch.equal(value, again.state_dict()[key]) for key, value in model.state_dict().items())
 
 
+def test_learnt_positions_come_back() -> None:
+    """Though their number, 4 x 8 x 8, is that of a square grid of patches."""
+    small = {**OURS, "num_frames": 8, "img_size": 64, "pos_embed": "learn"}
+    model = ours(VIDEOMAE, None, **small)
+    again = ours(VIDEOMAE, model.state_dict(), **small)
+    assert torch.equal(again.pos_embed, model.pos_embed)
+
+
 def test_k_without_its_bias_is_no_other_library_s() -> None:
     """Zeros stand for k's bias only if no block has one, and positions may be missing in VideoMAE's files only."""
     model = ours(VIDEOMAE, None)
