@@ -124,9 +124,9 @@ class PatchEmbed(nn.Module):
 
     def grid_of(self, image: Tensor, any_size: bool = False) -> tuple[int, ...]:
         """Return the patch grid of an image or a video; a TypeError or ValueError if `forward` does not accept it."""
-        video, strict = self.tubelet_size is not None, self.strict_img_size and not any_size
+        video = self.tubelet_size is not None
         check_image(image, getattr(self.proj, "in_channels", self.in_chans), video=video)
-        size = image.shape[-2], image.shape[-1]
+        size, strict = (image.shape[-2], image.shape[-1]), self.strict_img_size and not any_size
         if strict and size != self.img_size:
             raise ValueError(f"image must have the size (H, W) = {self.img_size}, got {size}")
         if strict and video and image.shape[2] != self.num_frames:
