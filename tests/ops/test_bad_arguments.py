@@ -133,7 +133,7 @@ BAD: dict[str, list[tuple[type[Exception], str, dict[str, Any]]]] = {
         (ValueError, "x must have shape (T, D) with cu_seqlens, got (2, 4, 16)", {"cu_seqlens": ENDS}),
         (ValueError, "cu_seqlens must be on x's device",
          {"x": ones(N, D), "residual": None, "row_scale": None, "cu_seqlens": ENDS.to("meta")}),
-        (ValueError, "attn_mask must be None with cu_seqlens",
+        (ValueError, "attn_mask must be None and is_causal False with cu_seqlens",
          {"x": ones(N, D), "residual": None, "row_scale": None, "cu_seqlens": ENDS, "attn_mask": ones(N, N)}),
         (ValueError, "max_seqlen must be None without cu_seqlens, got 4", {"max_seqlen": 4}),
         (TypeError, "qkv_weight must have x's dtype", {"qkv_weight": ones(96, D).half()}),
