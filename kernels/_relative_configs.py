@@ -19,7 +19,7 @@ _ROWS: dict[str, dict[str, tuple[Row, ...]]] = {
     },
     "dkdv": {
         "wgmma": (Row(64, Tile(64, 64, 4)), Row(96, Tile(64, 32, 4)), Row(128, Tile(64, 16, 4))),
-        "mma": (Row(80, Tile(64, 16, 4)), Row(96, Tile(32, 16, 4)), Row(128, Tile(32, 32, 4))),
+        "mma": (Row(80, Tile(64, 16, 4)), Row(96, Tile(16, 32, 4)), Row(128, Tile(32, 32, 4))),
     },
 }
 
@@ -48,6 +48,11 @@ def attention_relative(
     instructions = _instructions(itemsize, arch, tf32)
     found = *_ROWS[kernel].get(instructions, ()), *_PLAIN.get(instructions, _PLAIN["16-bit"])
     own, loop, num_warps, _ = next(row.tile for row in found if head_dim <= row.head_dim and m <= row.longest)
+    # outside of the first tier, where wider tiles spill
+    if arch.startswith("gfx") and itemsize > 2:
+        own, loop, num_warps = 16, 16, 4
+    elif arch not in FIRST_TIER and instructions == "mma" and kernel == "dq" and head_dim > 64:
+        loop = 16
     block_m, block_n = (loop, own) if kernel == "dkdv" else (own, loop)
     columns = grid_columns(width, block_n)
     rows = block_n // columns

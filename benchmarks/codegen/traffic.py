@@ -82,6 +82,10 @@ _TILE = {  # by kernel and argument: what is loaded once more for each ...
         "mask": _OF_MASK,
         "seed": "program",
     },
+    **dict.fromkeys(
+        ("attention_relative_fwd_kernel", "attention_relative_bwd_dq_kernel"), dict.fromkeys("kv", "query tile")
+    ),
+    "attention_relative_bwd_dkdv_kernel": dict.fromkeys(("q", "do", "statistics", "rows", "columns"), "key tile"),
     "linear_fwd_kernel": {"x": "column tile", "w": "row tile", "bias": "row tile", "layer_scale": "row tile"},
     "linear_dact_kernel": {"dy": "column tile", "w": "row tile"},
     "gated_fwd_kernel": {"x": "column tile", **dict.fromkeys(("gate", "value", "gate_bias", "value_bias"), "row tile")},
@@ -100,6 +104,10 @@ _AGAIN = {  # by kernel and argument: why one program loads an element again
     ("attention_bwd_dkdv_kernel", "mask"): "a row of all queries, by each query tile of a program",
     ("attention_bwd_dkdv_kernel", "statistics"): "by several threads of a tile, so that each loads one number",
     ("attention_bwd_mask_kernel", "mask"): "by each sample and head that share it",
+    **dict.fromkeys(
+        [(f"attention_relative_{kernel}_kernel", "columns") for kernel in ("fwd", "bwd_dq")],
+        "for each grid row of a tile",
+    ),
     ("linear_fwd_kernel", "x"): "by each column tile of a program of a persistent grid",
     ("linear_fwd_kernel", "w"): "by each row tile of a program of a persistent grid",
     ("layer_norm_bwd_kernel", "b"): "by each row tile of a program",

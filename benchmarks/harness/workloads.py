@@ -169,7 +169,6 @@ def _relative_attention() -> Iterator[Workload]:
         yield from rows(f"compile {few}", B=64, N=196, H=8, d=d)
         yield from rows(f"compile {few}", B=1, N=4096, H=8, d=d)
     yield from rows("compile", B=1, N=1600, H=8, d=64)
-    yield from rows("compile second", B=64, N=49, H=8, d=256)
 
 
 def _rotary() -> Iterator[Workload]:

@@ -64,7 +64,6 @@ def test_blocks_of_scores(flash, device, monkeypatch):
     monkeypatch.setattr(aten, "_FLASH", flash)
     runs = []
     for scores in (3 * 2 * 20 * 32, 2 * 20 * 32, 2 * 7 * 32, 32):
-        monkeypatch.setattr(aten, "_BYTES", scores * 4)
         monkeypatch.setattr(relative_aten, "_BYTES", scores * 4)
         with ops.use_backend("aten"):
             o = gathered(ops.attention)(**tensors)

@@ -218,14 +218,15 @@ def _samples_of_huge_scores(lse: Tensor) -> list[int]:
 _At = tuple[slice, slice]  # samples and heads
 
 
-def _blocks(q: Tensor, k: Tensor) -> Iterator[tuple[_At, _At, list[slice]]]:
-    """Yield samples and heads of q, samples and heads of k, and parts of the queries with few enough scores."""
+def _blocks(q: Tensor, k: Tensor, size: int | None = None) -> Iterator[tuple[_At, _At, list[slice]]]:
+    """Yield samples and heads of q, samples and heads of k, and parts of the queries with few enough scores for `size`
+    bytes."""
     if q.numel() == 0:
         return
     B, M, H, _ = q.shape
     N = max(k.shape[1], 1)
     shared = H // k.shape[2]
-    scores = _BYTES // stat_dtype(q).itemsize
+    scores = (size or _BYTES) // stat_dtype(q).itemsize
     parts = _even(M, scores // (shared * N))
     for samples in _even(B, scores // (H * M * N)):
         for heads in _even(k.shape[2], scores // (shared * M * N)):

@@ -6,20 +6,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastvit.ops.attention.aten import (
-    _VECTOR,
-    _At,
-    _blocks,
-    _even,
-    _has_flash,
-    _heads,
-    _softmax_backward,
-)
-from fastvit.ops.runtime.device import is_fake
+from fastvit.ops.attention.aten import _VECTOR, _blocks, _has_flash, _heads, _softmax_backward
 from fastvit.ops.runtime.dtypes import stat_dtype
 from fastvit.ops.runtime.torch_private import flash_attention
 
-_BYTES = 1 << 24  # size of a block of biases for PyTorch's kernel, which splits it among the cores
+_BYTES = 1 << 23  # size of a block of scores: PyTorch's kernel splits it among the cores
 
 
 def attention_relative_fwd(
@@ -28,34 +19,35 @@ def attention_relative_fwd(
     B, M, H, _ = q.shape
     o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = q.new_empty((B, H, M), dtype=stat_dtype(q))
-    if k.shape[1] < _VECTOR or not _has_flash(None, q, k, v, None, False):
-        for at, keys, parts in _blocks(q, k):
-            qb, kb, vb = _heads(q, at, q) * scale, _heads(k, keys, q), _heads(v, keys, q)
-            for part in parts:
-                scores = _add_bias(qb[:, :, part] @ kb.transpose(2, 3), rows, columns, at, part)
+    has_flash = k.shape[1] >= _VECTOR and _has_flash(None, q, k, v, None, False)
+    for at, _, parts in _blocks(q, k, _BYTES):
+        if has_flash:
+            kb, vb = (t[at[0], :, at[1]].transpose(1, 2) for t in (k, v))
+        else:
+            qb, kb, vb = _heads(q, at, q) * scale, _heads(k, at, q), _heads(v, at, q)
+        for part in parts:
+            to = at[0], part, at[1]
+            bias = _bias(rows, columns, to, lse.dtype)
+            if has_flash:
+                ob, lse[(*at, part)] = flash_attention(q[to].transpose(1, 2), kb, vb, attn_mask=bias, scale=scale)
+            else:
+                scores = _add_scores(bias, qb[:, :, part], kb)
                 lse[(*at, part)] = scores.logsumexp(-1)
-                o[at[0], part, at[1]] = (scores.softmax(-1) @ vb).transpose(1, 2)
-        return o, lse
-    most, of_query = _BYTES // stat_dtype(q).itemsize, H * k.shape[1]
-    for samples in _even(B, most // (M * of_query)):
-        kb, vb = k[samples].transpose(1, 2), v[samples].transpose(1, 2)
-        for part in _even(M, most // of_query):
-            qb = q[samples, part].transpose(1, 2)
-            bias = qb.new_zeros((*qb.shape[:3], k.shape[1]), dtype=stat_dtype(q))
-            _add_bias(bias, rows, columns, (samples, slice(H)), part)
-            ob, lse[samples, :, part] = flash_attention(qb, kb, vb, attn_mask=bias, scale=scale)
-            o[samples, part] = ob.transpose(1, 2)
-            if is_fake(q):  # one block needs the memory of all
-                return o, lse
+                ob = scores.softmax(-1) @ vb
+            o[to] = ob.transpose(1, 2)
     return o, lse
 
 
-def _add_bias(scores: Tensor, rows: Tensor, columns: Tensor, at: _At, part: slice) -> Tensor:
-    """Add the biases of a block to its scores (b, heads, queries, keys)."""
-    of_rows, of_columns = (t[at[0], part, at[1]].transpose(1, 2) for t in (rows, columns))
-    grid = scores.unflatten(3, (of_rows.shape[3], of_columns.shape[3]))
-    grid.add_(of_rows.unsqueeze(4)).add_(of_columns.unsqueeze(3))
-    return scores
+def _bias(rows: Tensor, columns: Tensor, to: tuple[slice, slice, slice], dtype: torch.dtype) -> Tensor:
+    """Return the bias of samples, queries and heads: (b, heads, queries, keys)."""
+    of_rows, of_columns = (t[to].transpose(1, 2).to(dtype).contiguous() for t in (rows, columns))
+    return (of_rows.unsqueeze(4) + of_columns.unsqueeze(3)).flatten(3)
+
+
+def _add_scores(bias: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    """Add q k^T to the bias, in place. All of it is contiguous."""
+    bias.flatten(0, 1).baddbmm_(q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2))
+    return bias
 
 
 def attention_relative_bwd(
@@ -64,16 +56,17 @@ def attention_relative_bwd(
     """Compute the gradients of q, k, v, rows and columns from weights that are computed again."""
     gradients = tuple([torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v, rows, columns)])
     dq, dk, dv, drows, dcolumns = gradients
-    for at, keys, parts in _blocks(q, k):
-        qb, kb, vb, dob = _heads(q, at, q) * scale, _heads(k, keys, q), _heads(v, keys, q), _heads(do, at, q)
+    for at, _, parts in _blocks(q, k, _BYTES):
+        qb, kb, vb, dob = _heads(q, at, q) * scale, _heads(k, at, q), _heads(v, at, q), _heads(do, at, q)
         dkb, dvb = torch.zeros_like(kb), torch.zeros_like(vb)
         for part in parts:
-            p = _add_bias(qb[:, :, part] @ kb.transpose(2, 3), rows, columns, at, part).softmax(-1)
+            to = at[0], part, at[1]
+            p = _add_scores(_bias(rows, columns, to, lse.dtype), qb[:, :, part], kb).softmax(-1)
             ds = _softmax_backward(dob[:, :, part] @ vb.transpose(2, 3), p)
-            grid, to = ds.unflatten(3, (rows.shape[3], columns.shape[3])), (at[0], part, at[1])
+            grid = ds.unflatten(3, (rows.shape[3], columns.shape[3]))
             drows[to], dcolumns[to] = grid.sum(4).transpose(1, 2), grid.sum(3).transpose(1, 2)
             dq[to] = (ds @ kb).mul_(scale).transpose(1, 2)
             dkb += ds.transpose(2, 3) @ qb[:, :, part]
             dvb += p.transpose(2, 3) @ dob[:, :, part]
-        dk[keys[0], :, keys[1]], dv[keys[0], :, keys[1]] = dkb.transpose(1, 2), dvb.transpose(1, 2)
+        dk[at[0], :, at[1]], dv[at[0], :, at[1]] = dkb.transpose(1, 2), dvb.transpose(1, 2)
     return gradients
