@@ -6,9 +6,10 @@ fastest ones on an H200, in bfloat16 without a mask (benchmarks/NOTES.md); all o
 no registers, and were not chosen by time. Everything else (float32, AMD, head dimensions over 128) takes a plain tile
 that fits everywhere.
 
-`kind` is "" for plain attention, "mask", "lengths" (packed sequences), "groups" (several heads share keys), "causal" or
-"keys" (more or fewer of them than queries). All but "" have no backward kernel for short sequences and no tables of
-measured choices. `own`: how long the side is of which a program owns a tile; 0: as long as the one it loops along.
+`kind` is "" for plain attention, "windows" (of a grid, with a mask or without), "mask", "lengths" (packed sequences),
+"groups" (several heads share keys), "causal" or "keys" (more or fewer of them than queries). All but "" have no
+backward kernel for short sequences and no tables of measured choices. `own`: how long the side is of which a program
+owns a tile; 0: as long as the one it loops along.
 """
 
 import math
@@ -35,6 +36,7 @@ class Row(NamedTuple):
 
 
 _Rows = tuple[Row, ...]
+_MASKED = "mask", "windows"  # kinds that take registers for masks
 
 _FORWARD: dict[str, _Rows] = {
     "wgmma": (
@@ -56,6 +58,10 @@ _DKDV: dict[str, _Rows] = {
 _DKDV_MASKED: dict[str, _Rows] = {
     "mma": (Row(32, Tile(128, 64, 8)), Row(96, Tile(64, 32, 4)), Row(128, Tile(32, 32, 4)))
 }
+# of windows, which are short
+_FORWARD_WINDOWS = _FORWARD | {"mma": (Row(64, Tile(64, 64, 4)), Row(128, Tile(64, 32, 4)))}
+_DQ_WINDOWS = _DQ | {"mma": (Row(128, Tile(64, 32, 4)),)}
+_DKDV_WINDOWS = _DKDV | {"mma": (Row(32, Tile(64, 32, 4)), Row(128, Tile(32, 32, 4)))}
 _DMASK: dict[str, _Rows] = {
     "wgmma": (Row(64, Tile(64, 64, 4)), Row(128, Tile(64, 32, 4))),
     "mma": (Row(96, Tile(64, 32, 4)), Row(128, Tile(64, 16, 4))),
@@ -103,7 +109,7 @@ def _tile(
     found = *rows.get(instructions, ()), *_PLAIN.get(instructions, _PLAIN["16-bit"])
     own, loop, num_warps, stages = next(row.tile for row in found if head_dim <= row.head_dim and n <= row.longest)
     wide = head_dim > 64 if instructions == "mma" else head_dim > 80
-    if kind == "mask" or (has_dropout and head_dim > 64) or (causal and wide):  # all take registers
+    if kind in _MASKED or (has_dropout and head_dim > 64) or (causal and wide):  # all take registers
         loop = max(loop // 2, 32 if instructions == "wgmma" else 16)
     length = length or n
     if (
@@ -163,11 +169,19 @@ def attention_fwd(
     """Configure attention_fwd_kernel for n keys, and `own` queries."""
     instructions = _instructions(itemsize, arch, tf32)
     block_m, block_n, num_warps, stages = _tile(
-        _FORWARD, instructions, n, head_dim, has_dropout, arch, kind, own, causal
+        _FORWARD_WINDOWS if kind == "windows" else _FORWARD,
+        instructions,
+        n,
+        head_dim,
+        has_dropout,
+        arch,
+        kind,
+        own,
+        causal,
     )
-    if kind == "mask" and instructions == "mma" and head_dim > 64:
+    if kind in _MASKED and instructions == "mma" and head_dim > 64:
         block_n = min(block_n, 32)
-    if kind == "mask" and instructions == "wgmma" and head_dim <= 64 and block_m == 128:
+    if kind in _MASKED and instructions == "wgmma" and head_dim <= 64 and block_m == 128:
         block_n = 64  # N = 1025 on an H200: padding 405 us, learnt biases 560; with 32 keys 503 and 507
     tile = None if kind else _tuned.choice(arch, "attention_fwd", n, head_dim, itemsize, has_dropout, tf32)
     tile = tile or (block_m, block_n, num_warps, stages or _stages(itemsize, arch))
@@ -201,7 +215,8 @@ def attention_bwd_dq(
 ) -> AttentionBackwardConfig:  # fmt: skip
     """Configure attention_bwd_dq_kernel, whose programs own queries and loop along the keys."""
     instructions = _instructions(itemsize, arch, tf32)
-    block_m, block_n, num_warps, stages = _tile(_DQ, instructions, n, head_dim, has_dropout, arch, kind, own, causal)
+    rows = _DQ_WINDOWS if kind == "windows" else _DQ
+    block_m, block_n, num_warps, stages = _tile(rows, instructions, n, head_dim, has_dropout, arch, kind, own, causal)
     tile = None if kind else _tuned.choice(arch, "attention_bwd_dq", n, head_dim, itemsize, has_dropout, tf32)
     tile = tile or (block_m, block_n, num_warps, stages or _stages(itemsize, arch))
     loop, tail = _loop(n, tile[1])
@@ -220,11 +235,15 @@ def attention_bwd_dkdv(
     """Configure attention_bwd_dkdv_kernel, whose programs own keys and loop along the queries."""
     instructions = _instructions(itemsize, arch, tf32)
     rows = _DKDV_MASKED if kind == "mask" and instructions in _DKDV_MASKED and head_dim <= 128 else _DKDV
+    rows = _DKDV_WINDOWS if kind == "windows" else rows
     block_n, block_m, num_warps, stages = _tile(rows, instructions, n, head_dim, has_dropout, arch, kind, own, causal)
-    if kind == "mask" and instructions == "wgmma" and head_dim > 96:
+    if kind in _MASKED and instructions == "wgmma" and head_dim > 96:
         block_m = min(block_m, 16)
-    if kind == "mask" and causal and instructions == "mma" and head_dim > 64:
+    if kind in _MASKED and causal and instructions == "mma" and head_dim > 64:
         block_n = min(block_n, 32 if head_dim <= 80 else 16)
+    if kind == "windows" and head_dim > 64:
+        block_m = min(block_m, 16)
+        block_n = min(block_n, 32 if head_dim > 96 else 64)
     if kind == "groups":  # the kernel loops over heads, around the loop over queries
         block_m = max(block_m // (2 if head_dim <= 80 and not has_dropout else 4), 16)
         if head_dim > 96:
@@ -270,6 +289,8 @@ def attention_bwd_mask(
     """Configure attention_bwd_mask_kernel, whose programs own a tile of the mask's gradient."""
     instructions = _instructions(itemsize, arch, tf32)
     block_m, block_n, num_warps, _ = _tile(_DMASK, instructions, n, head_dim, has_dropout, arch)
+    if kind == "windows":
+        block_n = min(block_n, 32 if instructions == "wgmma" else 16)
     return AttentionBackwardConfig(
         block_m, block_n, False, 0, _parts(head_dim, instructions), num_warps, _stages(itemsize, arch)
     )

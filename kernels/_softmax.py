@@ -20,12 +20,16 @@ import triton
 import triton.language as tl
 
 from fastvit.kernels._math import keep_mask
-from fastvit.kernels._tiles import Tokens, add_dot, dot, load, rows_of, scaled, store
+from fastvit.kernels._tiles import Tokens, add_dot, dot, load, regions, rows_of, scaled, store
 
 # Do not specialise on sizes and strides that are 1 or divisible by 16: batch size 1 would recompile. Alignment is
 # passed as UNIT.
 _TENSORS = "q", "k", "v", "o", "do", "dq", "dk", "dv", "mask"
-NOT_SPECIALIZED = ["N", "N_k", "H", "tokens", "tokens_k", *(f"stride_{x}{i}" for x in _TENSORS for i in "bnh")]
+_OF_WINDOWS = "grid_h", "grid_w", "window_w", "shift_h", "shift_w"
+NOT_SPECIALIZED = [
+    *("N", "N_k", "H", "tokens", "tokens_k", *_OF_WINDOWS),
+    *(f"stride_{x}{i}" for x in _TENSORS for i in "bnh"),
+]
 
 
 class Mask(NamedTuple):
@@ -42,7 +46,8 @@ class Mask(NamedTuple):
 class Softmax(NamedTuple):
     """How scores become probabilities: the scale, the mask, the dropout seed ([1] int64, or None without dropout) and
     the probability of dropping. MASK_ROWS: each query has a row of the mask of its own; otherwise one row serves all.
-    CAUSAL: query i sees keys 0 to i only. EMPTY: there may be sequences without keys.
+    CAUSAL: query i sees keys 0 to i only. EMPTY: there may be sequences without keys. REGIONS: a query sees the keys of
+    its own `regions` of a window only.
 
     MASK_ROWS is no field of Mask: in a loop or a branch, triton 3.6 takes a constexpr for None that is in a tuple in a
     tuple, unless a constexpr of the outer tuple follows. So masks were wrong where there was dropout."""
@@ -54,6 +59,7 @@ class Softmax(NamedTuple):
     EMPTY: tl.constexpr
     seed_ptr: tl.tensor
     dropout_p: tl.tensor
+    REGIONS: tl.constexpr = None
 
 
 class Tiles(NamedTuple):
@@ -115,7 +121,7 @@ def is_added(mask):
 @triton.jit
 def hides(softmax):
     """Whether a query may see no key of a tile, or none at all."""
-    return softmax.mask.ptr is not None or softmax.CAUSAL or softmax.EMPTY
+    return softmax.mask.ptr is not None or softmax.CAUSAL or softmax.EMPTY or softmax.REGIONS
 
 
 @triton.jit
@@ -158,6 +164,9 @@ def masked(s, softmax, queries, first_query, keys, first_key, at, at_keys, TAIL:
         s = s * softmax.scale
     if softmax.CAUSAL:
         s = tl.where(keys + first_key <= queries + first_query, s, float("-inf"))
+    if softmax.REGIONS:
+        same = regions(at.window, queries + first_query) == regions(at_keys.window, keys + first_key)
+        s = tl.where(same, s, float("-inf"))
     return s
 
 

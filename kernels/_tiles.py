@@ -26,11 +26,37 @@ class Tokens(NamedTuple):
     UNIT: tl.constexpr
 
 
+class Windows(NamedTuple):
+    """How a sample, a grid of tokens, is cut into windows of N / window_w x window_w tokens: rolled up and to the left
+    by the shift, then from the top left on. At the border of the grid, windows may reach beyond it."""
+
+    grid_h: tl.tensor
+    grid_w: tl.tensor
+    window_w: tl.tensor
+    shift_h: tl.tensor
+    shift_w: tl.tensor
+
+
+class Window(NamedTuple):
+    """A window: its top left corner in the rolled grid. Indices count its tokens, row by row, from `first` on."""
+
+    first: tl.tensor
+    top: tl.tensor
+    left: tl.tensor
+    grid_h: tl.tensor
+    grid_w: tl.tensor
+    window_w: tl.tensor
+    shift_h: tl.tensor
+    shift_w: tl.tensor
+
+
 class Rows(NamedTuple):
-    """Tokens of one head: pointer to the first one, and elements from one to the next."""
+    """Tokens of one head: pointer to the first one, and elements from one to the next. window: where they are instead,
+    with a pointer to the sample's first token."""
 
     ptr: tl.tensor
     stride: tl.tensor
+    window: Window | None = None
 
 
 class Place(NamedTuple):
@@ -39,7 +65,9 @@ class Place(NamedTuple):
 
     Sequences are the samples of a batch, or they are packed in one sample (variable length). Packed, `start` is the
     sequence's first token and the stride of `batch` is 0. before: tokens in all earlier sequences. rows: offset of the
-    first LSE of this sequence and head; LSE is stored sequence by sequence, [H, N] each. int64."""
+    first LSE of this sequence and head; LSE is stored sequence by sequence, [H, N] each. int64.
+
+    Or they are windows of a sample, `batch`; `window` is then the sequence's."""
 
     batch: tl.tensor
     head: tl.tensor
@@ -49,6 +77,7 @@ class Place(NamedTuple):
     start: tl.tensor
     before: tl.tensor
     rows: tl.tensor
+    window: Window | None = None
 
 
 class Head(NamedTuple):
@@ -81,6 +110,59 @@ def place(N, H, tokens, cu_seqlens_ptr, BLOCK: tl.constexpr):
         length = tl.where(length > N, 0, length)
         start = start.to(tl.int64)
         return Place(sequence, head, plane, first, length, start, start, start * H + head * length)
+
+
+@triton.jit
+def place_in_window(N, H, windows, BLOCK: tl.constexpr):
+    """Return the `Place` of this program where the sequences are `Windows` of N tokens. Grid (B * windows of a sample *
+    H * cdiv(N, BLOCK),)."""
+    tiles = tl.cdiv(N, BLOCK)
+    plane = tl.program_id(0) // tiles
+    return in_window(plane // H, plane % H, tl.program_id(0) % tiles * BLOCK, N, H, windows)
+
+
+@triton.jit
+def in_window(sequence, head, first, N, H, windows):
+    """Return the `Place` from index `first` on of a window, `sequence`, and one of H heads."""
+    window_h = N // windows.window_w
+    across = tl.cdiv(windows.grid_w, windows.window_w)
+    of_sample = tl.cdiv(windows.grid_h, window_h) * across
+    number = sequence % of_sample
+    plane = sequence * H + head
+    window = Window(
+        0, number // across * window_h, number % across * windows.window_w, windows.grid_h, windows.grid_w,
+        windows.window_w, windows.shift_h, windows.shift_w,
+    )  # fmt: skip
+    before, rows = sequence.to(tl.int64) * N, plane.to(tl.int64) * N
+    return Place(sequence // of_sample, head, plane, first, N, 0, before, rows, window)
+
+
+@triton.jit
+def _further(w, count):
+    """Return the window with indices that count from `count` tokens later on."""
+    return Window(w.first + count, w.top, w.left, w.grid_h, w.grid_w, w.window_w, w.shift_h, w.shift_w)
+
+
+@triton.jit
+def _tokens(window, index):
+    """Return which tokens of the grid have these indices in a window, and whether they exist."""
+    i = window.first + index
+    y, x = window.top + i // window.window_w, window.left + i % window.window_w
+    exists = (y < window.grid_h) & (x < window.grid_w)
+    y, x = y + window.shift_h, x + window.shift_w
+    y, x = tl.where(y >= window.grid_h, y - window.grid_h, y), tl.where(x >= window.grid_w, x - window.grid_w, x)
+    return y * window.grid_w + x, exists
+
+
+@triton.jit
+def regions(window, index):
+    """Return numbers that are equal for tokens of a window that were neighbours before the roll: int32. Tokens outside
+    of the grid have one of their own."""
+    i = window.first + index
+    y, x = window.top + i // window.window_w, window.left + i % window.window_w
+    below, right = y >= window.grid_h - window.shift_h, x >= window.grid_w - window.shift_w
+    exists = (y < window.grid_h) & (x < window.grid_w)
+    return tl.where(exists, below.to(tl.int32) * 2 + right.to(tl.int32), -1)
 
 
 @triton.jit
@@ -131,7 +213,10 @@ def across(at, head, H, N, tokens, cu_seqlens_ptr):
     queries of its keys, in one of H heads. N: how many there are, or the most in a packed sequence; None: as many as on
     this side. tokens, cu_seqlens_ptr: as in `place`, of the other side. A sequence longer than N has -1 rows."""
     if N is None:
-        return with_head(at, head, H)
+        if at.window is None:
+            return with_head(at, head, H)
+        else:  # heads of windows share no keys
+            return at
     else:
         plane = at.batch * H + head
         if cu_seqlens_ptr is None:
@@ -150,18 +235,30 @@ def rows_of(x, at, first):
     int32 within a tile."""
     offset = (at.batch.to(tl.int64) * x.batch + at.head.to(tl.int64) * x.head) * x.UNIT
     stride = x.token * x.UNIT
-    return Rows(x.ptr + offset + tl.cast(stride, tl.int64) * (at.start + first), stride)
+    if at.window is None:
+        return Rows(x.ptr + offset + tl.cast(stride, tl.int64) * (at.start + first), stride)
+    else:
+        return Rows(x.ptr + offset, stride, _further(at.window, first))
 
 
 @triton.jit
 def skip(x, count: tl.constexpr):
     """Return the `Rows` that begin `count` rows later."""
-    return Rows(x.ptr + count * x.stride, x.stride)
+    if x.window is None:
+        return Rows(x.ptr + count * x.stride, x.stride)
+    else:
+        return Rows(x.ptr, x.stride, _further(x.window, count))
 
 
 @triton.jit
 def _load_part(x, index, limit, FIRST: tl.constexpr, WIDTH: tl.constexpr, d: tl.constexpr, MASKED: tl.constexpr):
     cols = FIRST + tl.arange(0, WIDTH)
+    if x.window is not None:
+        tokens, inside = _tokens(x.window, index)
+        if MASKED:
+            inside &= index < limit
+        inside = inside[:, None] & (cols < d)[None, :] if FIRST + WIDTH > d else inside[:, None]
+        return tl.load(x.ptr + (tokens.to(tl.int64) * x.stride)[:, None] + cols[None, :], mask=inside, other=0.0)
     at = x.ptr + (index[:, None] * x.stride + cols[None, :])
     if FIRST + WIDTH > d:
         if MASKED:
@@ -190,7 +287,12 @@ def _store_part(x, value, index, limit, FIRST: tl.constexpr, WIDTH: tl.constexpr
     # The minimum does not change the mask, only the expression: otherwise the compiler reuses the mask of an earlier
     # load of the same rows, and keeps it in registers through the loop in between.
     mask = (index < tl.minimum(limit, index.shape[0]))[:, None] & (cols < d)[None, :]
-    tl.store(x.ptr + index[:, None] * x.stride + cols[None, :], value.to(x.ptr.dtype.element_ty), mask=mask)
+    if x.window is None:
+        tl.store(x.ptr + index[:, None] * x.stride + cols[None, :], value.to(x.ptr.dtype.element_ty), mask=mask)
+    else:
+        tokens, exists = _tokens(x.window, index)
+        at = x.ptr + (tokens.to(tl.int64) * x.stride)[:, None] + cols[None, :]
+        tl.store(at, value.to(x.ptr.dtype.element_ty), mask=mask & exists[:, None])
 
 
 @triton.jit

@@ -26,7 +26,20 @@ from fastvit.kernels._softmax import (
     log2e,
     scores,
 )
-from fastvit.kernels._tiles import Head, Tokens, across, fill_gaps, load, place, rows_of, scaled, skip, zeros
+from fastvit.kernels._tiles import (
+    Head,
+    Tokens,
+    Windows,
+    across,
+    fill_gaps,
+    load,
+    place,
+    place_in_window,
+    rows_of,
+    scaled,
+    skip,
+    zeros,
+)
 
 
 @triton.jit
@@ -116,8 +129,10 @@ def attention_fwd_kernel(
     # outputs
     o_ptr,  # [B, N, H, d] T, contiguous
     lse_ptr,  # [B, H, N] f32, or [H, N] per packed sequence; [B, H, 2, N] with an additive mask
-    # sizes. N_k: None if k has as many tokens as q. tokens: of all packed sequences; tokens_k: the same of k, or None
+    # sizes. N_k: None if k has as many tokens as q. tokens: of all packed sequences, or of a grid; tokens_k: the same
+    # of k, or None
     N, N_k, H, tokens, tokens_k,
+    grid_h, grid_w, window_w, shift_h, shift_w,  # `Windows`; None: samples are sequences
     # strides in UNITs of elements, the last dimension is contiguous
     stride_qb, stride_qn, stride_qh,
     stride_kb, stride_kn, stride_kh,
@@ -125,13 +140,17 @@ def attention_fwd_kernel(
     stride_maskb, stride_maskn, stride_maskh,  # in units of 16 elements
     scale: tl.float32,  # > 0
     dropout_p: tl.float32,
-    UNIT: tl.constexpr, MASK_ROWS: tl.constexpr, GROUP: tl.constexpr, CAUSAL: tl.constexpr,
+    UNIT: tl.constexpr, MASK_ROWS: tl.constexpr, GROUP: tl.constexpr, CAUSAL: tl.constexpr, REGIONS: tl.constexpr,
     HEAD_DIM: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LOOP: tl.constexpr, TAIL_0: tl.constexpr, TAIL_1: tl.constexpr,
 ):  # fmt: skip
     """Grid: as in `place`, with blocks of BLOCK_M queries. LOOP, TAIL_0, TAIL_1: `Tiles` along the keys."""
-    at = place(N, H, tokens, cu_seqlens_ptr, BLOCK_M)
-    stride_ob = tl.cast(N, tl.int64) * H * HEAD_DIM if cu_seqlens_ptr is None else 0
+    if grid_h is None:
+        at = place(N, H, tokens, cu_seqlens_ptr, BLOCK_M)
+    else:
+        at = place_in_window(N, H, Windows(grid_h, grid_w, window_w, shift_h, shift_w), BLOCK_M)
+    in_sample = N if grid_h is None else tokens
+    stride_ob = tl.cast(in_sample, tl.int64) * H * HEAD_DIM if cu_seqlens_ptr is None else 0
     if cu_seqlens_ptr is not None:
         fill_gaps(
             Tokens(o_ptr, stride_ob, H * HEAD_DIM, HEAD_DIM, 1),
@@ -155,6 +174,7 @@ def attention_fwd_kernel(
             cu_seqlens_k_ptr is not None,
             seed_ptr,
             dropout_p,
+            REGIONS,
         ),
         Head(HEAD_DIM, D0, D1, PRECISION),
         Tiles(BLOCK_M, BLOCK_N, LOOP, TAIL_0, TAIL_1, cu_seqlens_ptr is None and not CAUSAL),

@@ -28,12 +28,14 @@ from fastvit.kernels._tiles import (
     Head,
     Rows,
     Tokens,
+    Windows,
     across,
     add_dot,
     dot,
     fill_gaps,
     load,
     place,
+    place_in_window,
     rows_of,
     scaled,
     skip,
@@ -180,8 +182,10 @@ def attention_bwd_dkdv_kernel(
     seed_ptr,  # [1] int64, or None: no dropout
     # outputs
     dk_ptr, dv_ptr,  # [B, N_k, H / GROUP, d] T by stride
-    # sizes. N_k: None if k has as many tokens as q. tokens: of all packed sequences; tokens_k: the same of k, or None
+    # sizes. N_k: None if k has as many tokens as q. tokens: of all packed sequences, or of a grid; tokens_k: the same
+    # of k, or None
     N, N_k, H, tokens, tokens_k,
+    grid_h, grid_w, window_w, shift_h, shift_w,  # `Windows`; None: samples are sequences
     # strides in UNITs of elements, the last dimension is contiguous
     stride_qb, stride_qn, stride_qh,
     stride_kb, stride_kn, stride_kh,
@@ -192,7 +196,7 @@ def attention_bwd_dkdv_kernel(
     stride_maskb, stride_maskn, stride_maskh,  # in units of 16 elements
     scale: tl.float32,  # > 0
     dropout_p: tl.float32,
-    UNIT: tl.constexpr, MASK_ROWS: tl.constexpr, GROUP: tl.constexpr, CAUSAL: tl.constexpr,
+    UNIT: tl.constexpr, MASK_ROWS: tl.constexpr, GROUP: tl.constexpr, CAUSAL: tl.constexpr, REGIONS: tl.constexpr,
     HEAD_DIM: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LOOP: tl.constexpr, TAIL: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -203,7 +207,10 @@ def attention_bwd_dkdv_kernel(
         keys, tokens_of_keys, ends = N, tokens, cu_seqlens_ptr
     else:
         keys, tokens_of_keys, ends = N_k, tokens_k, cu_seqlens_k_ptr
-    at = place(keys, H // GROUP, tokens_of_keys, ends, BLOCK_N)
+    if grid_h is None:
+        at = place(keys, H // GROUP, tokens_of_keys, ends, BLOCK_N)
+    else:
+        at = place_in_window(N, H, Windows(grid_h, grid_w, window_w, shift_h, shift_w), BLOCK_N)
     if cu_seqlens_ptr is not None:
         fill_gaps(
             Tokens(dk_ptr, stride_dkb, stride_dkn, stride_dkh, UNIT),
@@ -235,6 +242,7 @@ def attention_bwd_dkdv_kernel(
             cu_seqlens_k_ptr is not None,
             seed_ptr,
             dropout_p,
+            REGIONS,
         ),
         Head(HEAD_DIM, D0, D1, PRECISION),
         Tiles(BLOCK_M, BLOCK_N, LOOP, TAIL, 0, cu_seqlens_ptr is None and not CAUSAL),

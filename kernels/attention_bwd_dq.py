@@ -34,12 +34,14 @@ from fastvit.kernels._softmax import (
 from fastvit.kernels._tiles import (
     Head,
     Tokens,
+    Windows,
     across,
     add_dot,
     dot,
     fill_gaps,
     load,
     place,
+    place_in_window,
     rows_of,
     scaled,
     skip,
@@ -101,8 +103,10 @@ def attention_bwd_dq_kernel(
     # outputs
     dq_ptr,  # [B, N, H, d] T by stride
     statistics_ptr,  # [B, H, 2 or 3, N] f32, or [H, 2 or 3, N] per packed sequence: `statistics_of`
-    # sizes. N_k: None if k has as many tokens as q. tokens: of all packed sequences; tokens_k: the same of k, or None
+    # sizes. N_k: None if k has as many tokens as q. tokens: of all packed sequences, or of a grid; tokens_k: the same
+    # of k, or None
     N, N_k, H, tokens, tokens_k,
+    grid_h, grid_w, window_w, shift_h, shift_w,  # `Windows`; None: samples are sequences
     # strides in UNITs of elements, the last dimension is contiguous
     stride_qb, stride_qn, stride_qh,
     stride_kb, stride_kn, stride_kh,
@@ -113,12 +117,15 @@ def attention_bwd_dq_kernel(
     stride_maskb, stride_maskn, stride_maskh,  # in units of 16 elements
     scale: tl.float32,  # > 0
     dropout_p: tl.float32,
-    UNIT: tl.constexpr, MASK_ROWS: tl.constexpr, GROUP: tl.constexpr, CAUSAL: tl.constexpr,
+    UNIT: tl.constexpr, MASK_ROWS: tl.constexpr, GROUP: tl.constexpr, CAUSAL: tl.constexpr, REGIONS: tl.constexpr,
     HEAD_DIM: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LOOP: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
     """Grid: as in `place`, with blocks of BLOCK_M queries. LOOP, TAIL: `Tiles` along the keys."""
-    at = place(N, H, tokens, cu_seqlens_ptr, BLOCK_M)
+    if grid_h is None:
+        at = place(N, H, tokens, cu_seqlens_ptr, BLOCK_M)
+    else:
+        at = place_in_window(N, H, Windows(grid_h, grid_w, window_w, shift_h, shift_w), BLOCK_M)
     if cu_seqlens_ptr is not None:
         fill_gaps(
             Tokens(dq_ptr, stride_dqb, stride_dqn, stride_dqh, UNIT),
@@ -147,6 +154,7 @@ def attention_bwd_dq_kernel(
             cu_seqlens_k_ptr is not None,
             seed_ptr,
             dropout_p,
+            REGIONS,
         ),
         Head(HEAD_DIM, D0, D1, PRECISION),
         Tiles(BLOCK_M, BLOCK_N, LOOP, TAIL, 0, cu_seqlens_ptr is None and not CAUSAL),

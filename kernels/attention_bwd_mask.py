@@ -20,7 +20,7 @@ from fastvit.kernels._softmax import (
     probabilities,
     statistics_of,
 )
-from fastvit.kernels._tiles import Head, Place, Tokens, across, dot, load, rows_of
+from fastvit.kernels._tiles import Head, Place, Tokens, Windows, across, dot, in_window, load, rows_of
 
 
 @triton.jit
@@ -44,7 +44,7 @@ def _ds(q, k, v, do, statistics_ptr, at, at_keys, first, softmax, head, BLOCK_M:
 
 @triton.jit
 def _dmask(
-    q, k, v, do, statistics_ptr, dmask_ptr, N, N_k, H, samples, mask_heads, planes, share, softmax, head,
+    q, k, v, do, statistics_ptr, dmask_ptr, N, N_k, H, samples, mask_heads, planes, share, windows, softmax, head,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Compute a tile of the gradient, or of one of the partial sums."""
@@ -59,9 +59,12 @@ def _dmask(
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for i in range(start, tl.minimum(start + share, samples * sharing)):
         sample, of_sample = plane // mask_heads + i // sharing, plane % mask_heads + i % sharing
-        in_batch = sample * H + of_sample
-        before, rows_before = sample.to(tl.int64) * N, in_batch.to(tl.int64) * N
-        at = Place(sample, of_sample, in_batch, first_query, N, 0, before, rows_before)
+        if windows.grid_h is None:
+            in_batch = sample * H + of_sample
+            before, rows_before = sample.to(tl.int64) * N, in_batch.to(tl.int64) * N
+            at = Place(sample, of_sample, in_batch, first_query, N, 0, before, rows_before)
+        else:
+            at = in_window(sample, of_sample, first_query, N, H, windows)
         at_keys = across(at, of_sample // GROUP, H // GROUP, N_k, 0, None)
         total += _ds(q, k, v, do, statistics_ptr, at, at_keys, first_key, softmax, head, BLOCK_M, BLOCK_N)
     queries = tl.arange(0, BLOCK_M)[:, None]
@@ -87,8 +90,10 @@ def attention_bwd_mask_kernel(
     # output
     dmask_ptr,  # [cdiv(samples * H / mask_heads, share), planes, N, cdiv(N_k, 16) * 16]: rows are padded as a mask's
     # sizes. N_k: None if k has as many tokens as q; samples: how many share a mask, B or 1; mask_heads: H or 1; planes:
-    # B / samples * mask_heads; share: how many of the samples * H / mask_heads that share a plane one program adds up
+    # B / samples * mask_heads; share: how many of the samples * H / mask_heads that share a plane one program adds up.
+    # Windows count as samples
     N, N_k, H, samples, mask_heads, planes, share,
+    grid_h, grid_w, window_w, shift_h, shift_w,  # `Windows`; None: samples are sequences
     # strides in UNITs of elements, the last dimension is contiguous
     stride_qb, stride_qn, stride_qh,
     stride_kb, stride_kn, stride_kh,
@@ -97,7 +102,7 @@ def attention_bwd_mask_kernel(
     stride_maskb, stride_maskn, stride_maskh,  # in units of 16 elements
     scale: tl.float32,  # > 0
     dropout_p: tl.float32,
-    UNIT: tl.constexpr, MASK_ROWS: tl.constexpr, GROUP: tl.constexpr, CAUSAL: tl.constexpr,
+    UNIT: tl.constexpr, MASK_ROWS: tl.constexpr, GROUP: tl.constexpr, CAUSAL: tl.constexpr, REGIONS: tl.constexpr,
     HEAD_DIM: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -111,9 +116,10 @@ def attention_bwd_mask_kernel(
         statistics_ptr,
         dmask_ptr,
         N, N_k, H, samples, mask_heads, planes, share,
+        Windows(grid_h, grid_w, window_w, shift_h, shift_w),
         Softmax(
             scale, Mask(mask_ptr, stride_maskb, stride_maskn, stride_maskh), MASK_ROWS, CAUSAL, False,
-            seed_ptr, dropout_p,
+            seed_ptr, dropout_p, REGIONS,
         ),
         Head(HEAD_DIM, D0, D1, PRECISION),
         GROUP, BLOCK_M, BLOCK_N,

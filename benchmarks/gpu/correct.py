@@ -29,6 +29,7 @@ from fastvit.study.accuracy.rule import GRADIENT, OUTPUT, Compared, poisoned, po
 SEED = 7
 _GROUPS = {  # of ops that share a process with others
     "attention_varlen": "attention masks",
+    "attention_windows": "attention masks",
     "add_layer_norm": "layer_norm",
     "layer_norm_linear": "linear",
     "layer_norm_attention": "linear",

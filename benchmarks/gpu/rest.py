@@ -22,7 +22,7 @@ REHEARSED = 120.0  # seconds, the limit of every step of a rehearsal
 TESTS_AT_ONCE = 14
 PACKAGES = ("pytest", "pytest_benchmark")  # that only these steps import
 BENCHES = {
-    "attention": ("attention", "attention_varlen", "layer_norm_attention"),
+    "attention": ("attention", "attention_varlen", "attention_windows", "layer_norm_attention"),
     "block": ("block",),
     "model": ("model", "image list"),
     "mlp": ("linear", "layer_norm_linear", "mlp", "layer_norm_mlp"),

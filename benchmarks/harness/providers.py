@@ -81,6 +81,20 @@ def attention_varlen(
     return _runner(provider, draw, "attention_varlen", shapes, **options)
 
 
+def attention_windows(
+    provider: str, draw: Draw, B: int, grid: int, window: int, H: int, d: int, shift: int = 0, bias: bool = True,
+    dropout_p: float = 0.0,
+) -> Runner:  # fmt: skip
+    """Windows of a square grid with a relative position bias, as in Swin. eager and sdpa: with copies into windows and
+    back, and the masks as Swin makes them."""
+    shapes: Shapes = {"qkv": (B, grid, grid, 3, H, d)}
+    if bias:
+        shapes["attn_mask"] = (H, window**2, window**2)
+    options: dict[str, Any] = {"dropout_p": dropout_p} if provider == "fused" else {"sdpa": provider == "sdpa"}
+    options |= {"window": (window, window), "shift": (shift, shift)}
+    return _runner(provider, draw, "attention_windows", shapes, **options)
+
+
 def rotary(
     provider: str, draw: Draw, B: int, N: int, H: int, d: int, spelling: str = "halves", tables: str = ""
 ) -> Runner:
@@ -283,6 +297,7 @@ class Op:
 OPS = {
     "attention": Op(attention, _OF_ATTENTION, _few_scores),
     "attention_varlen": Op(attention_varlen, _OF_ATTENTION, _few_scores),
+    "attention_windows": Op(attention_windows, _OF_ATTENTION, lambda sizes: {"B": min(sizes["B"], 2)}),
     "rotary": Op(rotary),
     "qk_norm": Op(qk_norm),
     "dropout": Op(dropout, ("fused",)),

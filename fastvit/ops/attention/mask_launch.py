@@ -10,13 +10,14 @@ from torch import Tensor
 
 from fastvit.kernels import _attention_configs, _tuned
 from fastvit.kernels.attention_bwd_mask import attention_bwd_mask_kernel
-from fastvit.ops.attention.launch import (
-    Gradients,
+from fastvit.ops.attention.launch import Gradients, launch_backward
+from fastvit.ops.attention.workload import (
+    Within,
     Workload,
     configured,
     described,
     general,
-    launch_backward,
+    numbers_of_windows,
     sizes_of,
 )
 from fastvit.ops.runtime import device
@@ -32,7 +33,9 @@ def attention_bwd_with_mask(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Return dq, dk, dv and the gradient of a float mask, contiguous. out: three tensors for the first three."""
     gradients = Gradients(*out) if out is not None else Gradients(empty_like(q), empty_like(k), empty_like(v))
-    return *gradients, _launch(do, q, k, v, mask, o, lse, seed, scale, dropout_p, causal, gradients, call)
+    return *gradients, launch_with_mask(
+        do, q, k, v, mask, o, lse, seed, scale, dropout_p, causal, gradients, None, call
+    )
 
 
 def attention_qkvpacked_bwd_with_mask(
@@ -42,48 +45,47 @@ def attention_qkvpacked_bwd_with_mask(
     dqkv = empty_like(qkv)
     q, k, v = qkv.unbind(2)
     gradients = Gradients(*dqkv.unbind(2))
-    return dqkv, _launch(do, q, k, v, mask, o, lse, seed, scale, dropout_p, causal, gradients, call)
+    return dqkv, launch_with_mask(do, q, k, v, mask, o, lse, seed, scale, dropout_p, causal, gradients, None, call)
 
 
-def _launch(
+def launch_with_mask(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, o: Tensor, lse: Tensor, seed: Tensor | None,
-    scale: float, dropout_p: float, causal: bool, gradients: Gradients, call: Call,
+    scale: float, dropout_p: float, causal: bool, gradients: Gradients, within: Within, call: Call,
 ) -> Tensor:  # fmt: skip
     """Write dq, dk and dv; return the mask's gradient."""
-    read = launch_backward(do, q, k, v, mask, o, lse, seed, scale, dropout_p, causal, gradients, None, call)
+    read = launch_backward(do, q, k, v, mask, o, lse, seed, scale, dropout_p, causal, gradients, within, call)
     assert read is not None
     if q.numel() == 0:
         return torch.zeros_like(mask, memory_format=torch.contiguous_format)
     strided = read.q, read.k, read.v, read.do
     launch, shape, dtype, sums = call.once(
-        "attention_bwd_mask", _mask_launch, strided, mask, read.mask, seed, scale, dropout_p, causal
+        "attention_bwd_mask", _mask_launch, strided, mask, read.mask, seed, scale, dropout_p, causal, within
     )
     parts = mask.new_empty(shape, dtype=dtype if sums is None else torch.float32)
     launch(*strided, read.statistics, read.mask, seed, parts)
     if sums is not None:
         (parts,) = sums(parts.view(1, shape[0], -1))
-    found = parts.view(*mask.shape[:2], *shape[2:])[..., : k.shape[1]]
-    return found.contiguous() if mask.shape[2] == q.shape[1] else found.sum(2, keepdim=True).to(mask.dtype)
+    found = parts.view(*mask.shape[:2], *shape[2:])[..., : mask.shape[3]]
+    return found.contiguous() if mask.shape[2] == shape[2] else found.sum(2, keepdim=True).to(mask.dtype)
 
 
 def _mask_launch(
     strided: tuple[Tensor, ...], mask: Tensor, read_mask: Tensor, seed: Tensor | None, scale: float, dropout_p: float,
-    causal: bool,
+    causal: bool, within: Within,
 ) -> tuple[Launch, tuple[int, ...], torch.dtype, ColumnSums | None]:  # fmt: skip
     """Return the launch; the shape of its results, of which there may be several to be summed; the sum's dtype; and the
     launch of the sum. strided: q, k, v, do. read_mask: the mask as it is read."""
-    _, strides, of_mask, workload = described(strided, read_mask, seed, scale, causal, None)
+    heads, strides, of_mask, workload = described(strided, read_mask, seed, scale, causal, within)
     q, k = strided[:2]
-    B, M, H, _ = q.shape
-    N = k.shape[1]
-    samples, mask_heads = B // mask.shape[0], mask.shape[1]
+    M, N, H = workload.queries, workload.keys, q.shape[2]
+    samples, mask_heads = heads // H // mask.shape[0], mask.shape[1]
     sharing, planes = samples * (H // mask_heads), mask.shape[0] * mask_heads
     rows, columns, constants = _config(workload)
     tiles = planes * cdiv(M, rows) * cdiv(N, columns)
     share = _attention_configs.mask_share(tiles, sharing, device.multiprocessors(q.device.index))
     splits = cdiv(sharing, share)
     sizes = *sizes_of(q, k, workload)[:3], samples, mask_heads, planes, share
-    numbers: Any = *sizes, *strides, *of_mask, scale, dropout_p
+    numbers: Any = *sizes, *numbers_of_windows(within), *strides, *of_mask, scale, dropout_p
     padded = cdiv(N, 16) * 16
     # a mask of one row has the sum of all rows for its gradient
     dtype = mask.dtype if mask.shape[2] == M else torch.float32

@@ -12,7 +12,8 @@ from fastvit.kernels.attention_relative_bwd import (
     attention_relative_bwd_dkdv_kernel,
     attention_relative_bwd_dq_kernel,
 )
-from fastvit.ops.attention.launch import DTYPES, readable
+from fastvit.ops.attention.launch import readable
+from fastvit.ops.attention.workload import DTYPES
 from fastvit.ops.runtime import device
 from fastvit.ops.runtime.backend import KernelUnsupported
 from fastvit.ops.runtime.call import Call

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from fastvit.kernels import _configs, _tuned
 from fastvit.kernels.qk_norm import qk_norm_bwd_kernel, qk_norm_fwd_kernel
-from fastvit.ops.attention.launch import in_units, readable
+from fastvit.ops.attention.launch import readable
+from fastvit.ops.attention.workload import in_units
 from fastvit.ops.rotary.launch import Tables, readable_tables, tables_as_read
 from fastvit.ops.runtime import device
 from fastvit.ops.runtime.backend import KernelUnsupported

@@ -147,6 +147,32 @@ def attention_varlen_qkvpacked_fwd(
     return attention_varlen_fwd(q, k, v, cu_seqlens, None, seed, max_seqlen, max_seqlen, scale, dropout_p)
 
 
+def attention_windows_fwd(
+    qkv: Tensor, mask: Tensor | None, seed: Tensor | None, window: list[int], shift: list[int], scale: float,
+    dropout_p: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Gather the tokens of all windows, and mask the scores between those that do not see each other."""
+    (B, gh, gw), (wh, ww) = qkv.shape[:3], window
+    down, across, (sh, sw) = -(-gh // wh), -(-gw // ww), (shift[0] % gh, shift[1] % gw)
+    y, x = torch.arange(down * wh, device=qkv.device), torch.arange(across * ww, device=qkv.device)
+    tokens = _in_windows((y + sh)[:, None] % gh * gw + (x + sw) % gw, window)  # [windows, tokens of one]
+    region = _in_windows(((y >= gh - sh).long() + (y >= gh))[:, None] * 3 + (x >= gw - sw).long() + (x >= gw), window)
+    seen = (region[:, :, None] == region[:, None])[:, None]
+    if mask is not None:
+        seen = mask & seen if mask.dtype is torch.bool else torch.where(seen, mask, -torch.inf)
+    q, k, v = qkv.flatten(1, 2)[:, tokens].flatten(0, 1).unbind(2)
+    o, lse = attention_fwd(q, k, v, seen.repeat(B, 1, 1, 1), seed, scale, dropout_p)
+    y, x = torch.arange(gh, device=qkv.device), torch.arange(gw, device=qkv.device)
+    y, x = ((y - sh) % gh)[:, None], (x - sw) % gw
+    place = (y // wh * across + x // ww) * (wh * ww) + y % wh * ww + x % ww
+    return o.unflatten(0, (B, -1)).flatten(1, 2)[:, place], lse
+
+
+def _in_windows(x: Tensor, window: list[int]) -> Tensor:
+    """Return the windows of x (rows, columns), which it is a multiple of: (windows, tokens of one)."""
+    return x.unflatten(1, (-1, window[1])).unflatten(0, (-1, window[0])).transpose(1, 2).flatten(2).flatten(0, 1)
+
+
 def rotary(x: Tensor, sin: Tensor, cos: Tensor, rotated: int, interleaved: bool, transposed: bool) -> Tensor:
     P = x.shape[1] - sin.shape[2]
     turned = rotated_part(x, sin, rotated).to(torch.promote_types(promoted_dtype(x, sin, cos), torch.float32))

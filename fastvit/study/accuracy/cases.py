@@ -171,6 +171,11 @@ OF_HEADS = {
     "attention_varlen_qkvpacked": OpCase(
         "attention_varlen_qkvpacked", {"qkv": ("BN", 3, "H", "d"), "cu_seqlens": (4,)}
     ),
+    "attention_windows": OpCase(
+        "attention_windows",
+        {"qkv": ("B", "N", 6, 3, "H", "d"), "attn_mask": ("H", 16, 16)},
+        {"window": (4, 4), "shift": (1, 2)},
+    ),
     "rotary halves": OpCase("rotary", {"x": HEAD, **TABLES}),
     "rotary interleaved": OpCase("rotary", {"x": HEAD, **TABLES}, {"interleaved": True}),
     "rotary_qkvpacked": OpCase("rotary_qkvpacked", {"qkv": ("B", "N", 3, "H", "d"), **TABLES}),

@@ -90,6 +90,44 @@ def attention_varlen_qkvpacked(qkv: Tensor, *lengths: Any, **options: Any) -> Te
     return attention_varlen(q, k, v, *lengths, **options)
 
 
+def attention_windows(
+    qkv: Tensor, window: tuple[int, int], *, shift: tuple[int, int] = (0, 0), attn_mask: Tensor | None = None,
+    factors: Tensor | None = None, sdpa: bool = False, **options: Any,
+) -> Tensor:  # fmt: skip
+    """(B, gh, gw, 3, H, d) -> (B, gh, gw, H, d), as Swin writes it: roll, cut into windows, mask what the roll has made
+    neighbours, and back. Where the grid is no multiple of the window, what is added is masked too. factors: (B *
+    windows, H, n, n), what dropout multiplies the weights by."""
+    B, gh, gw = qkv.shape[:3]
+    (wh, ww), (sh, sw) = window, (by % size for by, size in zip(shift, (gh, gw), strict=True))
+    more = -gh % wh, -gw % ww
+    x = torch.roll(qkv, (-sh, -sw), (1, 2)) if sh or sw else qkv
+    if any(more):
+        x = F.pad(x, (0,) * 7 + (more[1], 0, more[0]))
+    q, k, v = _windows(x, wh, ww).flatten(0, 1).unbind(2)
+    mask = None if attn_mask is None else attn_mask.expand(1, qkv.shape[4], wh * ww, wh * ww)
+    if sh or sw or any(more):
+        part_of = torch.zeros(1, gh + more[0], gw + more[1], dtype=torch.long, device=qkv.device)
+        for axis, (size, by) in enumerate(((gh, sh), (gw, sw)), 1):
+            part_of.narrow(axis, size - by, by).add_(3**axis)
+            part_of.narrow(axis, size, part_of.shape[axis] - size).add_(2 * 3**axis)
+        part_of = _windows(part_of, wh, ww)[0]
+        seen = (part_of[:, :, None] == part_of[:, None])[:, None]
+        if mask is None:
+            mask = seen
+        else:
+            mask = mask & seen if mask.dtype is torch.bool else torch.where(seen, mask, -torch.inf)
+        mask = mask.repeat(B, 1, 1, 1)
+    o = attention(q, k, v, attn_mask=mask, factors=factors, sdpa=sdpa, **options)
+    o = o.unflatten(1, (wh, ww)).unflatten(0, (B, -1, (gw + more[1]) // ww))
+    o = o.transpose(2, 3).flatten(3, 4).flatten(1, 2)[:, :gh, :gw]
+    return torch.roll(o, (sh, sw), (1, 2)).contiguous() if sh or sw else o.contiguous()
+
+
+def _windows(x: Tensor, wh: int, ww: int) -> Tensor:
+    """(B, rows, columns, ...) -> (B, windows, wh * ww, ...)"""
+    return x.unflatten(2, (-1, ww)).unflatten(1, (-1, wh)).transpose(2, 3).flatten(3, 4).flatten(1, 2)
+
+
 def rotary(x: Tensor, rotary: Rotary) -> Tensor:
     """(B, N, H, d) -> the same. Prefix tokens are turned by no angle, which is faster than to take them out."""
     sin, cos, P, interleaved = rotary

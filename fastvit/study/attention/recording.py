@@ -20,6 +20,7 @@ _CAUGHT = (
     "fastvit::attention_fwd",
     "fastvit::attention_qkvpacked_fwd",
     *_OF_LENGTHS,
+    "fastvit::attention_windows_fwd",
     "aten::convolution",
 )
 
@@ -87,6 +88,8 @@ class _Catches:
         elif name in _OF_LENGTHS:
             if given.get("cu_seqlens_k") is None:
                 self._attends(result[0], result[0], {}, "it is within sequences of several lengths")
+        elif name == "fastvit::attention_windows_fwd":
+            self._attends(result[0], result[0], {}, "it is within windows")
         elif name in _SOFTMAX and result.dim() > 2 and result.shape[-1] == result.shape[-2] > 1:
             N = result.shape[-1]
             seen = "only fastvit's ops and PyTorch's fused scaled_dot_product_attention are"

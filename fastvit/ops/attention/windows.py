@@ -1,0 +1,160 @@
+"""Softmax attention within the windows of a grid of tokens: registration, gradient, checks, public function."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastvit.ops.attention import windows_aten as aten
+from fastvit.ops.attention.op import broadcast_mask, check_mask, checked_scale
+from fastvit.ops.attention.windows_aten import lse_shape, windows_of
+from fastvit.ops.dropout.op import draw_seeds
+from fastvit.ops.runtime import decompositions
+from fastvit.ops.runtime.autograd import Computed, FusedNode, inputs, needs_autograd, run
+from fastvit.ops.runtime.call import Call, begin
+from fastvit.ops.runtime.checks import check_float
+from fastvit.ops.runtime.dtypes import autocast_dtype, stat_dtype
+from fastvit.ops.runtime.registry import register
+
+
+def _fwd_fake(
+    qkv: Tensor, mask: Tensor | None, seed: Tensor | None, window: list[int], shift: list[int], *_: Any
+) -> tuple[Tensor, Tensor]:
+    o = qkv.new_empty((*qkv.shape[:3], *qkv.shape[4:]))
+    return o, qkv.new_empty(lse_shape(qkv, mask, windows_of(qkv, window, shift)), dtype=stat_dtype(qkv))
+
+
+def _flops(qkv: Any, window: Any) -> int:
+    """Count forward. Windows at the border of the grid, and pairs that a shift hides, count in full."""
+    B, gh, gw, _, H, d = qkv
+    n = window[0] * window[1]
+    return 4 * B * -(-gh // window[0]) * -(-gw // window[1]) * H * n * n * d
+
+
+# qkv (B, gh, gw, 3, H, d), `mask` (1, H or 1, n or 1, n) for windows of n tokens; `lse` (B * windows of a sample, H, n)
+# or, with a float mask, (..., 2, n), as attention's. Windows go row by row through the rolled grid. Where a window lies
+# outside of the grid, lse is any number.
+attention_windows_fwd = register(
+    "attention_windows_fwd(Tensor qkv, Tensor? mask, Tensor? seed, int[] window, int[] shift, float scale,"
+    " float dropout_p) -> (Tensor o, Tensor lse)",
+    aten=aten.attention_windows_fwd,
+    launch="attention.windows_launch",
+    fake=_fwd_fake,
+    flops=lambda qkv, mask, seed, window, *_, **__: _flops(qkv, window),
+    decomposition=decompositions.attention_windows_fwd,
+)
+attention_windows_bwd = register(
+    "attention_windows_bwd(Tensor do, Tensor qkv, Tensor? mask, Tensor o, Tensor lse, Tensor? seed, int[] window,"
+    " int[] shift, float scale, float dropout_p) -> Tensor",
+    aten=aten.attention_windows_bwd,
+    launch="attention.windows_launch",
+    fake=lambda do, qkv, *_: qkv.new_empty(qkv.shape),
+    flops=lambda do, qkv, mask, o, lse, seed, window, *_, **__: _flops(qkv, window) * 5 // 2,
+)
+attention_windows_bwd_with_mask = register(
+    "attention_windows_bwd_with_mask(Tensor do, Tensor qkv, Tensor mask, Tensor o, Tensor lse, Tensor? seed,"
+    " int[] window, int[] shift, float scale, float dropout_p) -> (Tensor dqkv, Tensor dmask)",
+    aten=aten.attention_windows_bwd_with_mask,
+    launch="attention.windows_launch",
+    fake=lambda do, qkv, mask, *_: (qkv.new_empty(qkv.shape), mask.new_empty(mask.shape)),
+    flops=lambda do, qkv, mask, o, lse, seed, window, *_, **__: _flops(qkv, window) * 5 // 2,
+)
+
+
+class _Options(NamedTuple):
+    op: str
+    window: tuple[int, int]
+    shift: tuple[int, int]
+    scale: float
+    dropout_p: float
+    cast: torch.dtype | None  # autocast's dtype
+
+
+_Inputs = inputs("qkv", "mask", "seed")
+
+
+class _AttentionWindows(FusedNode):
+    Inputs = _Inputs
+    casts = ("qkv",)
+    keeps = ("lse",)
+    saves = ("qkv", "mask", "seed", "result", "lse")
+
+    @staticmethod
+    def compute(t: Any) -> Computed:
+        *tensors, o, call = t
+        out, lse = attention_windows_fwd(*tensors, o.window, o.shift, o.scale, o.dropout_p, call=call)
+        return (out,), {"lse": lse}
+
+    @staticmethod
+    def gradients(s: dict[str, Any], douts: Any, o: _Options, wants: Any, call: Call) -> dict[str, Any]:
+        qkv, mask, seed, out, lse = s.values()
+        arguments = *douts, qkv, mask, out, lse, seed, o.window, o.shift, o.scale, o.dropout_p
+        if wants.mask:
+            dqkv, dmask = attention_windows_bwd_with_mask(*arguments, call=call)
+            return {"qkv": dqkv, "mask": dmask}
+        return {"qkv": attention_windows_bwd(*arguments, call=call)}
+
+
+def attention_windows(
+    qkv: Tensor, window: tuple[int, int], *, shift: tuple[int, int] = (0, 0), attn_mask: Tensor | None = None,
+    scale: float | None = None, dropout_p: float = 0.0,
+) -> Tensor:  # fmt: skip
+    """Compute `attention` within the windows of a grid of tokens, with a cyclic shift (Liu et al. 2021,
+    arXiv:2103.14030, section 3.2). The tokens stay where they are: there is no copy into windows and back, and neither
+    the mask of the shift nor attn_mask is repeated over the windows.
+
+    The grid is rolled up and to the left by `shift`, then cut into windows from the top left on. Tokens of a window see
+    each other unless the roll has made them neighbours: Swin's mask of -100 hides these up to rounding, here they have
+    no weight. Where the grid is not a multiple of the window, the last windows are smaller: what lies outside does not
+    exist. Libraries pad the grid with zeros instead and attend to the padding; for their results, pad qkv's input.
+
+    Args:
+        qkv: (B, gh, gw, 3, H, d), as a qkv projection leaves it for a grid; dtypes and d as in `attention`, any
+            strides, read in place if rows of the grid follow each other.
+        window: rows and columns of a window, (wh, ww), at least 1.
+        shift: how many rows and columns the grid is rolled by, each from 0 to less than the window's.
+        attn_mask: broadcastable to (1, H, n, n) for n = wh * ww, or None; bool or float as in `attention`. All windows
+            share it, as they do a relative position bias. It may require a gradient.
+        scale, dropout_p: as in `attention`.
+
+    Returns:
+        (B, gh, gw, H, d), contiguous, qkv's dtype; under autocast autocast's. The gradient of qkv is one packed tensor.
+
+    Raises:
+        TypeError, ValueError: naming the argument, for dtypes, devices, shapes and values that do not fit.
+    """
+    window, shift = _pair("window", window), _pair("shift", shift)
+    call = begin("attention_windows", (qkv, attn_mask), (window, shift, scale, dropout_p))
+    autograd, options = call.once("checked", _checked, qkv, window, shift, attn_mask, scale, dropout_p)
+    mask = None if attn_mask is None else broadcast_mask(attn_mask, window[0] * window[1])
+    seed = draw_seeds(1, qkv.device) if dropout_p > 0.0 else None
+    out: Tensor = run(_AttentionWindows, autograd, _Inputs(qkv, mask, seed, options, call))
+    return out
+
+
+def _pair(name: str, value: Any) -> tuple[int, int]:
+    """Return two integers as a tuple."""
+    found = tuple(value) if isinstance(value, tuple | list) else ()
+    if len(found) != 2 or not all(isinstance(i, int | torch.SymInt) and not isinstance(i, bool) for i in found):
+        raise TypeError(f"{name} must be two integers, got {value!r}")
+    return found
+
+
+def _checked(
+    qkv: Tensor, window: tuple[int, int], shift: tuple[int, int], attn_mask: Any, scale: float | None, dropout_p: float
+) -> tuple[bool, _Options]:
+    """Check a call; return whether it needs autograd."""
+    check_float("qkv", qkv)
+    if qkv.dim() != 6 or qkv.shape[3] != 3:
+        raise ValueError(f"qkv must have shape (B, gh, gw, 3, H, d), got {tuple(qkv.shape)}")
+    if min(window) < 1:
+        raise ValueError(f"window must be at least (1, 1), got {window}")
+    if not all(0 <= by < side for by, side in zip(shift, window, strict=True)):
+        raise ValueError(f"shift must be from (0, 0) to less than the window {window}, got {shift}")
+    scale = checked_scale(qkv.shape[5], scale, dropout_p)
+    if attn_mask is not None:
+        check_mask(attn_mask, "qkv", qkv, 1, window[0] * window[1], qkv.shape[4])
+    options = _Options("attention_windows", window, shift, scale, dropout_p, autocast_dtype(qkv))
+    return needs_autograd("attention_windows", qkv, attn_mask), options

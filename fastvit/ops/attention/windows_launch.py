@@ -1,0 +1,51 @@
+"""Launch the kernels of attention within the windows of a grid."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from fastvit.ops.attention.launch import Gradients, forward, launch_backward
+from fastvit.ops.attention.mask_launch import launch_with_mask
+from fastvit.ops.attention.windows_aten import windows_of
+from fastvit.ops.runtime.call import Call
+from fastvit.ops.runtime.rows import empty_like
+
+
+def attention_windows_fwd(
+    qkv: Tensor, mask: Tensor | None, seed: Tensor | None, window: list[int], shift: list[int], scale: float,
+    dropout_p: float, *, call: Call,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Run the forward kernel on the windows of qkv (B, gh, gw, 3, H, d). Its tokens are read by one stride; grids whose
+    rows do not follow each other are copied.
+
+    Return o (B, gh, gw, H, d), and LSE as of attention, with windows for samples.
+    """
+    q, k, v = qkv.flatten(1, 2).unbind(2)
+    windows = windows_of(qkv, window, shift)
+    o, lse, launch, tensors = forward(q, k, v, mask, seed, scale, dropout_p, False, windows, call)
+    launch(*tensors)
+    return o.view(*qkv.shape[:3], *o.shape[2:]).detach(), lse  # no view, as in aten.linear
+
+
+def attention_windows_bwd(
+    do: Tensor, qkv: Tensor, mask: Tensor | None, o: Tensor, lse: Tensor, seed: Tensor | None, window: list[int],
+    shift: list[int], scale: float, dropout_p: float, *, call: Call,
+) -> Tensor:  # fmt: skip
+    dqkv, windows = empty_like(qkv), windows_of(qkv, window, shift)
+    q, k, v = qkv.flatten(1, 2).unbind(2)
+    gradients = Gradients(*dqkv.flatten(1, 2).unbind(2))
+    do, o = do.flatten(1, 2), o.flatten(1, 2)
+    launch_backward(do, q, k, v, mask, o, lse, seed, scale, dropout_p, False, gradients, windows, call)
+    return dqkv
+
+
+def attention_windows_bwd_with_mask(
+    do: Tensor, qkv: Tensor, mask: Tensor, o: Tensor, lse: Tensor, seed: Tensor | None, window: list[int],
+    shift: list[int], scale: float, dropout_p: float, *, call: Call,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    dqkv, windows = empty_like(qkv), windows_of(qkv, window, shift)
+    q, k, v = qkv.flatten(1, 2).unbind(2)
+    gradients = Gradients(*dqkv.flatten(1, 2).unbind(2))
+    do, o = do.flatten(1, 2), o.flatten(1, 2)
+    tensors = do, q, k, v, mask, o, lse, seed
+    return dqkv, launch_with_mask(*tensors, scale, dropout_p, False, gradients, windows, call)

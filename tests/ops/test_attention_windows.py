@@ -1,0 +1,130 @@
+"""ops.attention_windows against float64 and eager PyTorch, which rolls, cuts and masks as Swin, on both backends."""
+
+import pytest
+import torch
+from attention_inputs import DTYPES, seeded
+from op_cases import assert_layout_does_not_matter, tensors_of
+from oracle import assert_op_as_accurate, inputs
+from torch.utils.flop_counter import FlopCounterMode
+
+from fastvit import ops
+from fastvit.study.accuracy.formulas import attention_windows as eager
+
+# (grid, window, shift): whole windows, with and without a shift; windows that the border cuts, also where the roll has
+# made neighbours in the last but one; one row; a window larger than the grid; one window
+CUTS = {
+    "whole": ((6, 8), (3, 4), (0, 0)),
+    "shifted": ((6, 8), (3, 4), (1, 2)),
+    "shifted one way": ((4, 8), (4, 4), (0, 2)),
+    "cut": ((7, 9), (3, 4), (0, 0)),
+    "cut and shifted": ((7, 9), (3, 4), (2, 3)),
+    "a row": ((1, 10), (1, 4), (0, 3)),
+    "larger": ((3, 5), (4, 7), (2, 6)),
+    "one": ((4, 5), (4, 5), (0, 0)),
+}
+
+
+def draw(grid, window, *, H=2, d=24, mask=(), dtype=torch.float32, device, B=2):
+    """mask: of attn_mask's shape, the part before (n, n), or None without a mask."""
+    n = window[0] * window[1]
+    shapes = {"qkv": (B, *grid, 3, H, d)} | ({} if mask is None else {"attn_mask": (*mask, n, n)})
+    return tensors_of(shapes, dtype, device)
+
+
+@pytest.mark.parametrize(
+    ("cut", "mask"), [*((cut, "bias") for cut in CUTS), ("whole", None), ("cut and shifted", None)]
+)
+def test_as_accurate_as_eager(cut, mask, backend, device):
+    """A bias of each head, with a gradient, or none."""
+    grid, window, shift = CUTS[cut]
+    assert_op_as_accurate(
+        lambda **t: ops.attention_windows(**t, window=window, shift=shift),
+        lambda **t: eager(**t, window=window, shift=shift),
+        draw(grid, window, mask=(2,) if mask else None, device=device, B=1 if mask else 2),
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_dtypes_and_several_tiles(dtype, backend, device):
+    """Windows of 72 tokens, which the border cuts. The heads share the bias, whose gradient sums over all."""
+    run = {"window": (6, 12), "shift": (3, 6), "scale": 0.3}
+    assert_op_as_accurate(
+        lambda **t: ops.attention_windows(**t, **run),
+        lambda **t: eager(**t, **run),
+        draw((6, 18), (6, 12), d=16, mask=(), dtype=dtype, device=device, B=1),
+    )
+
+
+@pytest.mark.parametrize("kind", ["bool", "a row of numbers"])
+def test_masks(kind, backend, device):
+    """Next to the shift's. Queries that see no key are zero."""
+    grid, window, shift = CUTS["cut and shifted"]
+    tensors = draw(grid, window, mask=None, device=device, B=1)
+    more = {}
+    if kind == "bool":
+        more["attn_mask"] = inputs("normal", 2, 12, 12, dtype=torch.float32, device=device, seed=3) > 0.5
+    else:
+        tensors["attn_mask"] = inputs("normal", 1, 12, dtype=torch.float32, device=device, seed=3).requires_grad_()
+    assert_op_as_accurate(
+        lambda **t: ops.attention_windows(**t, **more, window=window, shift=shift),
+        lambda **t: eager(**t, **more, window=window, shift=shift, empty_rows=True),
+        tensors,
+    )
+
+
+def test_dropout(backend, device):
+    """The backward pass applies the forward's mask, and no two windows or heads have one. v is an identity matrix in
+    the first call, which shows it."""
+    p, window, shift = 0.3, (4, 4), (0, 2)
+    tensors = draw((8, 8), window, d=16, mask=None, device=device)
+    fused = seeded(ops.attention_windows, window=window, shift=shift, dropout_p=p)
+    identity = torch.eye(16, device=device).view(4, 4, 1, 16).repeat(2, 2, 1, 1).roll((0, 2), (0, 1))
+    shown = tensors["qkv"].detach().clone()
+    shown[:, :, :, 2] = identity
+    weights = eager(shown, window, shift=shift)
+    kept = (fused(qkv=shown) != 0) | (weights == 0)
+    kept = kept.roll((0, -2), (1, 2)).unflatten(2, (2, 4)).unflatten(1, (2, 4)).transpose(2, 3)
+    kept = kept.flatten(3, 4).flatten(0, 2).transpose(1, 2)  # (B * windows, H, n, n)
+    planes = kept.flatten(0, 1)
+    assert not any(torch.equal(a, b) for i, a in enumerate(planes) for b in planes[:i])
+    more = {"window": window, "shift": shift, "factors": kept / (1 - p)}
+    assert_op_as_accurate(fused, lambda **t: eager(**t, **more), tensors)
+
+
+LAYOUTS = {
+    "gaps between rows": lambda t: torch.cat([t, torch.full_like(t[:, :, :2], torch.nan)], 2)[:, :, : t.shape[2]],
+    "gaps between tokens": lambda t: torch.cat([t, torch.full_like(t[..., :4], torch.nan)], -1)[..., : t.shape[-1]],
+    "columns first": lambda t: t.transpose(1, 2).contiguous().transpose(1, 2),
+    "expanded": lambda t: t[:1].expand_as(t),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(layout, backend, device):
+    arrange = LAYOUTS[layout]
+    tensors = {"qkv": arrange(draw((5, 6), (4, 4), mask=None, device=device)["qkv"].detach()).requires_grad_()}
+    tensors["attn_mask"] = inputs("normal", 2, 16, 16, dtype=torch.float32, device=device, seed=3).requires_grad_()
+    assert_layout_does_not_matter("attention_windows", tensors, arrange, backend == "triton")
+
+
+def test_what_a_query_does_not_see_has_no_influence(backend, device):
+    """A NaN reaches the tokens of its window that were its neighbours before the roll, and no others."""
+    window, shift = (4, 4), (2, 2)
+    qkv = draw((8, 8), window, mask=None, device=device)["qkv"].detach()
+    clean = ops.attention_windows(qkv, window, shift=shift)
+    qkv[:, 0, 7] = torch.nan  # rolled to the bottom, and not to the right: with rows 0 and 1, columns 6 and 7
+    dirty = ops.attention_windows(qkv, window, shift=shift)
+    assert dirty[:, :2, 6:].isnan().all()
+    if backend == "triton":  # PyTorch's kernel multiplies hidden NaN by zero
+        dirty[:, :2, 6:] = clean[:, :2, 6:]
+    others = torch.ones(8, 8, dtype=torch.bool, device=device)
+    others[[0, 1, 6, 7]] = False
+    assert torch.equal(dirty[:, others], clean[:, others])
+
+
+def test_flops(device):
+    """Windows count in full."""
+    tensors = draw((7, 9), (3, 4), mask=(2,), device=device)
+    with FlopCounterMode(display=False) as counter:
+        ops.attention_windows(**tensors, window=(3, 4), shift=(1, 2)).sum().backward()
+    assert counter.get_total_flops() == (4 + 10) * 2 * 9 * 2 * 12 * 12 * 24
