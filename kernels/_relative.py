@@ -16,20 +16,22 @@ from fastvit.kernels._tiles import Rows, rows_of
 
 
 class Grid(NamedTuple):
-    """The keys' grid, and the part of it that a tile has; both are powers of two. EVEN: no tile reaches beyond it."""
+    """The keys' grid, and the part of it that a tile has, rows, columns and keys: powers of two. EVEN: no tile reaches
+    beyond it."""
 
     height: tl.tensor
     width: tl.tensor
     GRID_ROWS: tl.constexpr
     GRID_COLUMNS: tl.constexpr
+    KEYS: tl.constexpr
     EVEN: tl.constexpr
 
 
 @triton.jit
 def tile_keys(grid, row, column):
     """Return the keys of the tile that begins at (row, column), counted from its first one, and their limit: from there
-    on they are outside of the grid. [GRID_ROWS * GRID_COLUMNS]"""
-    index = tl.arange(0, grid.GRID_ROWS * grid.GRID_COLUMNS)
+    on they are outside of the grid. [KEYS]"""
+    index = tl.arange(0, grid.KEYS)
     r, c = index // grid.GRID_COLUMNS, index % grid.GRID_COLUMNS
     keys = r * grid.width + c
     limit = grid.GRID_ROWS * grid.width
@@ -51,11 +53,11 @@ def below(x, grid):
 
 
 @triton.jit
-def grid_of(height, width, GRID_ROWS: tl.constexpr, GRID_COLUMNS: tl.constexpr, EVEN: tl.constexpr):
-    """Return the `Grid`. If it is even, the compiler is told that tiles divide it."""
+def width_of(width, GRID_COLUMNS: tl.constexpr, EVEN: tl.constexpr):
+    """Return the width of the grid. If it is even, the compiler is told that tiles divide it."""
     if EVEN:
         width = width // GRID_COLUMNS * GRID_COLUMNS
-    return Grid(height, width, GRID_ROWS, GRID_COLUMNS, EVEN)
+    return width
 
 
 @triton.jit

@@ -57,9 +57,9 @@ class Softmax(NamedTuple):
     MASK_ROWS: tl.constexpr
     CAUSAL: tl.constexpr
     EMPTY: tl.constexpr
+    REGIONS: tl.constexpr
     seed_ptr: tl.tensor
     dropout_p: tl.tensor
-    REGIONS: tl.constexpr = None
 
 
 class Tiles(NamedTuple):

@@ -51,12 +51,19 @@ class Window(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Tokens of one head: pointer to the first one, and elements from one to the next. window: where they are instead,
-    with a pointer to the sample's first token."""
+    """Tokens of one head: pointer to the first one, and elements from one to the next."""
 
     ptr: tl.tensor
     stride: tl.tensor
-    window: Window | None = None
+
+
+class WindowRows(NamedTuple):
+    """Tokens of a window and one head: pointer to the sample's first one. Functions tell it from `Rows` by its length,
+    because triton 3.6 cannot return None in a tuple."""
+
+    ptr: tl.tensor
+    stride: tl.tensor
+    window: Window
 
 
 class Place(NamedTuple):
@@ -65,9 +72,7 @@ class Place(NamedTuple):
 
     Sequences are the samples of a batch, or they are packed in one sample (variable length). Packed, `start` is the
     sequence's first token and the stride of `batch` is 0. before: tokens in all earlier sequences. rows: offset of the
-    first LSE of this sequence and head; LSE is stored sequence by sequence, [H, N] each. int64.
-
-    Or they are windows of a sample, `batch`; `window` is then the sequence's."""
+    first LSE of this sequence and head; LSE is stored sequence by sequence, [H, N] each. int64."""
 
     batch: tl.tensor
     head: tl.tensor
@@ -77,7 +82,21 @@ class Place(NamedTuple):
     start: tl.tensor
     before: tl.tensor
     rows: tl.tensor
-    window: Window | None = None
+
+
+class WindowPlace(NamedTuple):
+    """The rows that a program owns where sequences are windows of a sample, `batch`: a `Place`, from which functions
+    tell it by its length, and the `window`."""
+
+    batch: tl.tensor
+    head: tl.tensor
+    plane: tl.tensor
+    first: tl.tensor
+    N: tl.tensor
+    start: tl.tensor
+    before: tl.tensor
+    rows: tl.tensor
+    window: Window
 
 
 class Head(NamedTuple):
@@ -134,7 +153,7 @@ def in_window(sequence, head, first, N, H, windows):
         windows.window_w, windows.shift_h, windows.shift_w,
     )  # fmt: skip
     before, rows = sequence.to(tl.int64) * N, plane.to(tl.int64) * N
-    return Place(sequence // of_sample, head, plane, first, N, 0, before, rows, window)
+    return WindowPlace(sequence // of_sample, head, plane, first, N, 0, before, rows, window)
 
 
 @triton.jit
@@ -204,7 +223,8 @@ def _fill(x, at, first, last, tiles, BLOCK: tl.constexpr, head):
 @triton.jit
 def with_head(at, head, H):
     """Return the same rows of another one of H heads."""
-    return Place(at.batch, head, at.batch * H + head, at.first, at.N, at.start, at.before, at.before * H + head * at.N)
+    rows = at.before * H + head * at.N
+    return Place(at.batch, head, at.batch * H + head, at.first, at.N, at.start, at.before, rows)
 
 
 @triton.jit
@@ -213,7 +233,7 @@ def across(at, head, H, N, tokens, cu_seqlens_ptr):
     queries of its keys, in one of H heads. N: how many there are, or the most in a packed sequence; None: as many as on
     this side. tokens, cu_seqlens_ptr: as in `place`, of the other side. A sequence longer than N has -1 rows."""
     if N is None:
-        if at.window is None:
+        if len(at) == 8:
             return with_head(at, head, H)
         else:  # heads of windows share no keys
             return at
@@ -235,25 +255,25 @@ def rows_of(x, at, first):
     int32 within a tile."""
     offset = (at.batch.to(tl.int64) * x.batch + at.head.to(tl.int64) * x.head) * x.UNIT
     stride = x.token * x.UNIT
-    if at.window is None:
+    if len(at) == 8:
         return Rows(x.ptr + offset + tl.cast(stride, tl.int64) * (at.start + first), stride)
     else:
-        return Rows(x.ptr + offset, stride, _further(at.window, first))
+        return WindowRows(x.ptr + offset, stride, _further(at.window, first))
 
 
 @triton.jit
 def skip(x, count: tl.constexpr):
     """Return the `Rows` that begin `count` rows later."""
-    if x.window is None:
+    if len(x) == 2:
         return Rows(x.ptr + count * x.stride, x.stride)
     else:
-        return Rows(x.ptr, x.stride, _further(x.window, count))
+        return WindowRows(x.ptr, x.stride, _further(x.window, count))
 
 
 @triton.jit
 def _load_part(x, index, limit, FIRST: tl.constexpr, WIDTH: tl.constexpr, d: tl.constexpr, MASKED: tl.constexpr):
     cols = FIRST + tl.arange(0, WIDTH)
-    if x.window is not None:
+    if len(x) == 3:
         tokens, inside = _tokens(x.window, index)
         if MASKED:
             inside &= index < limit
@@ -287,7 +307,7 @@ def _store_part(x, value, index, limit, FIRST: tl.constexpr, WIDTH: tl.constexpr
     # The minimum does not change the mask, only the expression: otherwise the compiler reuses the mask of an earlier
     # load of the same rows, and keeps it in registers through the loop in between.
     mask = (index < tl.minimum(limit, index.shape[0]))[:, None] & (cols < d)[None, :]
-    if x.window is None:
+    if len(x) == 2:
         tl.store(x.ptr + index[:, None] * x.stride + cols[None, :], value.to(x.ptr.dtype.element_ty), mask=mask)
     else:
         tokens, exists = _tokens(x.window, index)

@@ -118,8 +118,8 @@ def attention_bwd_mask_kernel(
         N, N_k, H, samples, mask_heads, planes, share,
         Windows(grid_h, grid_w, window_w, shift_h, shift_w),
         Softmax(
-            scale, Mask(mask_ptr, stride_maskb, stride_maskn, stride_maskh), MASK_ROWS, CAUSAL, False,
-            seed_ptr, dropout_p, REGIONS,
+            scale, Mask(mask_ptr, stride_maskb, stride_maskn, stride_maskh), MASK_ROWS, CAUSAL, False, REGIONS,
+            seed_ptr, dropout_p,
         ),
         Head(HEAD_DIM, D0, D1, PRECISION),
         GROUP, BLOCK_M, BLOCK_N,

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from fastvit.kernels import _profiling
-from fastvit.kernels._relative import add_rows, below, column_bias, grid_of, keys_from, row_bias, tile_keys
+from fastvit.kernels._relative import Grid, add_rows, below, column_bias, keys_from, row_bias, tile_keys, width_of
 from fastvit.kernels._softmax import exponential, ln2, log_unit
 from fastvit.kernels._tiles import Head, Tokens, add_dot, dot, load, place, rows_of, scaled, store, zeros
 
@@ -58,7 +58,7 @@ def _attend(q, k, v, rows, columns, o, lse_ptr, at, scale, grid, head, BLOCK_M: 
     state = zeros(BLOCK_M, head), tl.full([BLOCK_M], -1e38, tl.float32), tl.zeros([BLOCK_M], tl.float32)
     tl.assume(grid.height > 0)
     for column in range(0, grid.width, grid.GRID_COLUMNS):
-        keys = tl.arange(0, grid.GRID_ROWS * grid.GRID_COLUMNS)
+        keys = tl.arange(0, grid.KEYS)
         column_part = column_bias(columns, index, left, keys, grid, column) * log_unit(T)
         at_k, at_v = keys_from(k, at, grid, 0, column), keys_from(v, at, grid, 0, column)
         for row in range(0, grid.height, grid.GRID_ROWS):
@@ -107,7 +107,7 @@ def attention_relative_fwd_kernel(
         lse_ptr,
         at,
         scale,
-        grid_of(height, width, GRID_ROWS, GRID_COLUMNS, EVEN),
+        Grid(height, width_of(width, GRID_COLUMNS, EVEN), GRID_ROWS, GRID_COLUMNS, GRID_ROWS * GRID_COLUMNS, EVEN),
         Head(HEAD_DIM, D0, D1, PRECISION),
         BLOCK_M,
     )

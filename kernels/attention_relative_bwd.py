@@ -17,10 +17,10 @@ import triton.language as tl
 
 from fastvit.kernels import _profiling
 from fastvit.kernels._relative import (
+    Grid,
     add_rows,
     below,
     column_bias,
-    grid_of,
     keys_from,
     load_bias,
     on_grid,
@@ -28,6 +28,7 @@ from fastvit.kernels._relative import (
     row_bias,
     store_keys,
     tile_keys,
+    width_of,
 )
 from fastvit.kernels._softmax import Inputs, Mask, Softmax, exponential, load_queries, log_unit
 from fastvit.kernels._tiles import (
@@ -84,7 +85,7 @@ def _dq(
 ):  # fmt: skip
     """Compute the gradients that BLOCK_M queries of one head own, and store their statistics."""
     T: tl.constexpr = x.q.ptr.dtype.element_ty
-    softmax = Softmax(scale, Mask(None, 0, 0, 0), False, False, False, None, 0.0)
+    softmax = Softmax(scale, Mask(None, 0, 0, 0), False, False, False, False, None, 0.0)
     queries = load_queries(x, lse_ptr, at, softmax, head, BLOCK_M)
     index = tl.arange(0, BLOCK_M)
     left = at.N - at.first
@@ -97,9 +98,9 @@ def _dq(
     total = zeros(BLOCK_M, head)
     tl.assume(grid.height > 0)
     for column in range(0, grid.width, grid.GRID_COLUMNS):
-        keys = tl.arange(0, grid.GRID_ROWS * grid.GRID_COLUMNS)
+        keys = tl.arange(0, grid.KEYS)
         column_part = column_bias(columns, index, left, keys, grid, column) * log_unit(T)
-        of_columns = tl.zeros([BLOCK_M, grid.GRID_ROWS * grid.GRID_COLUMNS], tl.float32)
+        of_columns = tl.zeros([BLOCK_M, grid.KEYS], tl.float32)
         k, v = keys_from(x.k, at, grid, 0, column), keys_from(x.v, at, grid, 0, column)
         for row in range(0, grid.height, grid.GRID_ROWS):
             total, of_columns = _dq_step(
@@ -163,7 +164,7 @@ def attention_relative_bwd_dq_kernel(
         B,
         H,
         scale,
-        grid_of(height, width, GRID_ROWS, GRID_COLUMNS, EVEN),
+        Grid(height, width_of(width, GRID_COLUMNS, EVEN), GRID_ROWS, GRID_COLUMNS, GRID_ROWS * GRID_COLUMNS, EVEN),
         Head(HEAD_DIM, D0, D1, PRECISION),
         BLOCK_M,
     )
@@ -243,7 +244,7 @@ def _dkdv(
     its_k = load(keys_from(k, at, grid, row, column), keys, limit, head, not grid.EVEN)
     its_v = load(keys_from(v, at, grid, row, column), keys, limit, head, not grid.EVEN)
     T: tl.constexpr = k.ptr.dtype.element_ty
-    tile = tl.arange(0, grid.GRID_ROWS * grid.GRID_COLUMNS)
+    tile = tl.arange(0, grid.KEYS)
     where = OneHot(
         one_hot(tile // grid.GRID_COLUMNS, max(grid.GRID_ROWS, 16), T),
         one_hot(tile % grid.GRID_COLUMNS, max(grid.GRID_COLUMNS, 16), T),
@@ -329,7 +330,9 @@ def attention_relative_bwd_dkdv_kernel(
         tile // across * GRID_ROWS,
         tile % across * GRID_COLUMNS,
         scale,
-        grid_of(height, width, GRID_ROWS, GRID_COLUMNS, EVEN),
+        Grid(
+            height, width_of(width, GRID_COLUMNS, EVEN), GRID_ROWS, GRID_COLUMNS, GRID_ROWS * GRID_COLUMNS, EVEN
+        ),
         Head(HEAD_DIM, D0, D1, PRECISION),
         BLOCK_M, LOOP, TAIL,
     )  # fmt: skip
