@@ -1,7 +1,7 @@
 """Hugging Face transformers, versions 5.0 to 5.24: the layers of ViT, DeiT, Dinov2, Dinov2WithRegisters, DINOv3,
 Sapiens2, VideoMAE, V-JEPA 2, and of the vision towers of CLIP, SigLIP, SigLIP 2, AIMv2, Ovis2, InternVL and Pixtral,
-with and without a mask; layers over a grid (sam.py); attention (varlen.py), RMSNorm and MLPs of Qwen's and GLM's towers; and an attention
-implementation for other models: `register_attention`.
+with and without a mask; layers over a grid (sam.py); attention (varlen.py), RMSNorm and MLPs of Qwen's and GLM's
+towers; and an attention implementation for other models: `register_attention`.
 """
 
 from __future__ import annotations
