@@ -87,11 +87,6 @@ RELATIVE, WINDOW = "relative position bias", "window attention"
         ("beit_base_patch16_224", {}, f"{RELATIVE}, in timm.models.beit.Attention"),
         ("vit_relpos_small_patch16_224", {}, f"{RELATIVE}, in timm.models.vision_transformer_relpos.RelPosAttention"),
         (
-            "samvit_base_patch16",
-            {"window_size": 2, "img_size": 64, "depth": 1},
-            f"{WINDOW} and {RELATIVE}, in timm.models.vision_transformer_sam.Attention",
-        ),
-        (
             "vit_relpos_small_patch16_224",
             {"qk_norm": True},
             f"{RELATIVE} and qk-norm, in timm.models.vision_transformer_relpos.RelPosAttention",
@@ -107,6 +102,14 @@ def test_what_is_special_about_an_attention_is_the_reason(name: str, options: di
     assert {e.detail for e in report.entries if e.part == "attention"} == {reason}
     assert report.fused("attention") == (0, depth)
     assert f"fused: attention in 0 of {depth}, MLP in " in str(report)
+
+
+def test_windows_of_an_unknown_attention_are_a_reason() -> None:
+    model = vit("samvit_base_patch16", window_size=2, img_size=64, depth=1)
+    attn = model.blocks[0].attn
+    attn.__class__ = type("OtherAttention", (type(attn),), {})
+    (reason,) = {e.detail for e in fastvit.accelerate(model).entries if e.part == "attention"}
+    assert reason.startswith(f"{WINDOW} and {RELATIVE}, in ")
 
 
 class EvaAttention(nn.Module):
