@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fastvit import ops
-from fastvit.kernels import _attention_configs, _configs, _tuned
+from fastvit.kernels import _attention_configs, _configs, _relative_configs, _tuned
 from fastvit.ops.runtime import backend as backends
 from fastvit.ops.runtime import device as devices
 from fastvit.ops.runtime import registry
@@ -74,6 +74,12 @@ def test_at_most_thirty_rows_of_tiles():
     tables = _attention_configs
     rows = [row for table in (tables._FORWARD, tables._DQ, tables._DKDV, tables._PLAIN) for row in table.values()]
     assert sum(map(len, [*rows, tables._SHORT_BACKWARD])) <= 30
+
+
+def test_tiles_of_a_grid_pad_little():
+    found = {width: _relative_configs.grid_columns(width, 64) for width in (1, 5, 14, 24, 32, 40, 64, 80, 96, 128)}
+    assert found == {1: 1, 5: 8, 14: 16, 24: 8, 32: 32, 40: 16, 64: 64, 80: 32, 96: 32, 128: 64}
+    assert _relative_configs.grid_columns(64, 32) == 32
 
 
 @pytest.mark.parametrize("arch", SHARED_MEMORY)
