@@ -243,7 +243,8 @@ def attention_bwd_dkdv(
         block_n = min(block_n, 32 if head_dim <= 80 else 16)
     if kind == "windows" and head_dim > 64:
         block_m = min(block_m, 16)
-        block_n = min(block_n, 32 if head_dim > 96 else 64)
+        if instructions == "wgmma" and head_dim > 96:
+            num_warps = 8
     if kind == "groups":  # the kernel loops over heads, around the loop over queries
         block_m = max(block_m // (2 if head_dim <= 80 and not has_dropout else 4), 16)
         if head_dim > 96:

@@ -65,6 +65,9 @@ OTHERS = {
         {**X, **RMS_NORM, **PAIR, **SCALES},
         {"activation": "swiglu", "recompute": "all", "norm": "rms"},
     ),
+    "attention_windows dropout": OpCase(
+        "attention_windows", {"qkv": ("B", "N", 6, 3, "H", "d")}, {"window": (4, 4), "shift": (1, 2), "dropout_p": 0.4}
+    ),
     "attention_qkvpacked dropout": OpCase("attention_qkvpacked", {"qkv": QKV_PACKED}, {"dropout_p": 0.4}),
     "attention_varlen": OpCase(
         "attention_varlen", {"q": ("BN", "H", "d"), **dict.fromkeys("kv", ("BN", 1, "d")), "cu_seqlens": (4,)}

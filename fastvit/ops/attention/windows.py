@@ -35,7 +35,7 @@ def _flops(qkv: Any, window: Any) -> int:
 
 # qkv (B, gh, gw, 3, H, d), `mask` (1, H or 1, n or 1, n) for windows of n tokens; `lse` (B * windows of a sample, H, n)
 # or, with a float mask, (..., 2, n), as attention's. Windows go row by row through the rolled grid. Where a window lies
-# outside of the grid, lse is any number.
+# outside of the grid, lse is that of zeros, or inf.
 attention_windows_fwd = register(
     "attention_windows_fwd(Tensor qkv, Tensor? mask, Tensor? seed, int[] window, int[] shift, float scale,"
     " float dropout_p) -> (Tensor o, Tensor lse)",

@@ -163,7 +163,7 @@ def attention_windows_fwd(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     windows, of_tokens = windows_of(qkv, window, shift), qkv.flatten(1, 2)
     o = torch.empty((*qkv.shape[:3], *qkv.shape[4:]), dtype=qkv.dtype, device=qkv.device)
-    lse = torch.zeros(lse_shape(qkv, mask, windows), dtype=stat_dtype(qkv), device=qkv.device)
+    lse = torch.full(lse_shape(qkv, mask, windows), torch.inf, dtype=stat_dtype(qkv), device=qkv.device)
     if qkv.numel() == 0:
         return o, lse
     of_windows = lse.unflatten(0, (qkv.shape[0], -1)).unflatten(-1, windows.window)
