@@ -14,12 +14,12 @@ from fastvit.blocks.recompute import is_fitted
 from fastvit.blocks.submodules import CannotFuse, qualified_name
 from fastvit.integrations import pixels, recognise
 from fastvit.integrations.forward import ClassHandler, calls, check_forward, fused_forward, ops_that_run, reason_of
-from fastvit.integrations.libraries import dinov2, dinov3, pytorch, timm, timm_eva, timm_sam, torchvision
+from fastvit.integrations.libraries import dinov2, dinov3, pytorch, timm, timm_eva, timm_sam, timm_swin, torchvision
 from fastvit.integrations.transformers import layers as transformers
 from fastvit.modules.arguments import checked_statistics
 from fastvit.report import FUSED_ALREADY, Entry, Report, Status
 
-_FAMILIES = (timm, timm_eva, timm_sam, transformers, torchvision, dinov2, dinov3)
+_FAMILIES = (timm, timm_eva, timm_sam, timm_swin, transformers, torchvision, dinov2, dinov3)
 HANDLERS: dict[type | str, ClassHandler] = {
     name: handler for family in (pytorch, *_FAMILIES) for name, handler in family.HANDLERS.items()
 }
@@ -34,8 +34,8 @@ def accelerate(
     The model keeps its modules, parameters (the same tensors), state_dict keys, hooks, dtype, device and mode. Only the
     `forward` of modules of known classes is replaced, by an attribute of the instance; subclasses of known classes are
     left alone. Known are the Vision Transformers of timm, Hugging Face transformers 5, torchvision and Meta's DINOv2
-    and DINOv3, SAM and VitDet of timm and transformers, and LayerNorm and RMSNorm of PyTorch and timm in any model.
-    Call it before torch.compile. A second call replaces the first.
+    and DINOv3, SAM, VitDet and Swin of timm and transformers, and LayerNorm and RMSNorm of PyTorch and timm in any
+    model. Call it before torch.compile. A second call replaces the first.
 
     Each accelerated module refers to itself through its forward, so the memory of a deleted model is freed at the next
     garbage collection, or at once after `restore`. nn.DataParallel and torch.jit.script need the model restored;

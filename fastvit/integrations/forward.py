@@ -17,6 +17,7 @@ from fastvit.blocks.recompute import recompute_of
 from fastvit.blocks.run import runs_in_steps
 from fastvit.blocks.spec import AdaptedLinear, AttentionSpec, HalfSpec, MlpSpec, PlainLinear
 from fastvit.blocks.submodules import CannotFuse, class_name, has_own_forward
+from fastvit.blocks.windows import WindowBlock
 from fastvit.ops import Norm
 
 
@@ -44,8 +45,8 @@ class ClassHandler:
         takes_pixels: whether the input may be uint8 for parameters of any dtype.
         rotary: function (module, *args, **kwargs) that returns a call's rotary positions or None; None if the class
             has none.
-        mask: function (module, *args, **kwargs) that returns attn_mask, and perhaps is_causal, of a call by name; None
-            if the class has neither.
+        mask: function (module, *args, **kwargs) that returns attn_mask, is_causal or whatever else of a call `run`
+            takes by name; None if it takes nothing more.
         takes_lists: whether the input, and with it the rotary positions, may be a list.
         takes_recompute: whether the module is a block that can compute again what its backward pass needs, as
             `blocks/recompute.py` describes.
@@ -158,6 +159,14 @@ def _kind(layer: nn.Module) -> str:
 
 
 def _ops(description: Any) -> Iterator[str]:
+    if isinstance(description, WindowBlock):
+        attn = description.attention.branch
+        yield f"{description.attention.norm.kind}_norm" if attn.adapted else "layer_norm_linear"
+        yield "attention_windows"
+        if isinstance(attn.proj, PlainLinear):
+            yield "linear"
+        yield from _ops(description.mlp)
+        return
     if isinstance(description, GridBlock):
         norm, attn = description.attention.norm, description.attention.branch
         yield f"{norm.kind}_norm" if description.window or attn.adapted else "layer_norm_linear"

@@ -130,11 +130,14 @@ def test_rotary_positions_are_the_reason_where_they_are(rotary: bool, reason: st
 
 
 def test_windows_of_swin() -> None:
+    """Of blocks that are not fused, because of hooks on their parts."""
     timm = import_library("timm")
     model = timm.create_model("swin_tiny_patch4_window7_224", img_size=56, depths=(1, 1), num_classes=0)
+    for block in (layer.blocks[0] for layer in model.layers):
+        block.norm1.register_forward_hook(print)
     report = fastvit.accelerate(model)
-    (reason,) = {e.detail for e in report.skipped}
-    assert reason == f"{WINDOW} and {RELATIVE}, in timm.models.swin_transformer.WindowAttention"
+    reasons = {e.detail for e in report.skipped if "Attention" in e.kind}
+    assert reasons == {f"{WINDOW} and {RELATIVE}, in timm.models.swin_transformer.WindowAttention"}
     assert report.fused("MLP") == (2, 2)
 
 

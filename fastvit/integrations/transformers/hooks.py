@@ -14,7 +14,7 @@ from fastvit.blocks.submodules import CannotFuse, has_own_forward, qualified_nam
 SAME_ATTENTION = (None, "eager", "sdpa", "flex_attention", "fastvit")
 
 
-def _captures_attentions() -> bool:
+def captures_attentions() -> bool:
     """Return whether transformers' hooks collect attention weights in this call. Once a model has been asked for hidden
     states or attentions the hooks stay, and do nothing in other calls."""
     capturing: Any = sys.modules.get("transformers.utils.output_capturing")
@@ -34,7 +34,7 @@ def attention_of(layer: Any, name: str, kind: str) -> Any:
     attn = layer._modules[name]
     if qualified_name(attn) != kind or not _own_hooks_only(attn):
         (attn,) = submodules(layer, **{name: {kind}})
-    elif _captures_attentions():
+    elif captures_attentions():
         raise CannotFuse("attention weights are collected")
     elif not has_own_forward(type(attn), type(attn).forward):
         raise CannotFuse(f"{name} is {kind}, whose forward was replaced")

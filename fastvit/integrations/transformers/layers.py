@@ -1,7 +1,7 @@
 """Hugging Face transformers, versions 5.0 to 5.24: the layers of ViT, DeiT, Dinov2, Dinov2WithRegisters, DINOv3,
 Sapiens2, VideoMAE, V-JEPA 2, and of the vision towers of CLIP, SigLIP, SigLIP 2, AIMv2, Ovis2, InternVL and Pixtral,
-with and without a mask; layers over a grid (sam.py); attention (varlen.py), RMSNorm and MLPs of Qwen's and GLM's
-towers; and an attention implementation for other models: `register_attention`.
+with and without a mask; layers over a grid (sam.py, swin.py); attention (varlen.py), RMSNorm and MLPs of Qwen's and
+GLM's towers; and an attention implementation for other models: `register_attention`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fastvit.blocks.recompute import DEFAULT, Recompute
 from fastvit.blocks.spec import AttentionSpec, HalfSpec, MlpSpec
 from fastvit.blocks.submodules import CannotFuse, Classes, submodules
 from fastvit.integrations.forward import ClassHandler, checked_mask
-from fastvit.integrations.transformers import classes, sam, varlen, vjepa2
+from fastvit.integrations.transformers import classes, sam, swin, varlen, vjepa2
 from fastvit.integrations.transformers.classes import MODELS, OTHER_MLPS, RMS_NORM, ROTATES, class_of
 from fastvit.integrations.transformers.hooks import (
     SAME_ATTENTION,
@@ -241,7 +241,8 @@ HANDLERS |= dict.fromkeys(OTHER_MLPS, ClassHandler(read_mlp, run.run_mlp, ndim=N
 HANDLERS |= dict.fromkeys(RMS_NORM, ClassHandler(read_norm, run_rms_norm, ndim=None, op="rms_norm"))
 HANDLERS |= varlen.HANDLERS
 HANDLERS |= sam.HANDLERS
-EMBEDDINGS = classes.EMBEDDINGS | sam.EMBEDDINGS
+HANDLERS |= swin.HANDLERS
+EMBEDDINGS = classes.EMBEDDINGS | sam.EMBEDDINGS | swin.EMBEDDINGS
 
 
 def register_attention(name: str = "fastvit") -> None:
