@@ -46,7 +46,7 @@ def fused(q, k, v, do, scale):
     B, N, H, d = q.shape
     frame = torch.full((B * N * 3 * H * d + 2 * MARGIN,), torch.nan, dtype=q.dtype, device=q.device)
     packed = frame[MARGIN:-MARGIN].view(B, N, 3, H, d)
-    launch_backward(do, q, k, v, None, o, lse, None, scale, 0.0, Gradients(*packed.unbind(2)), None, call)
+    launch_backward(do, q, k, v, None, o, lse, None, scale, 0.0, False, Gradients(*packed.unbind(2)), None, call)
     assert frame[:MARGIN].isnan().all(), "written before the gradients"
     assert frame[-MARGIN:].isnan().all(), "written after the gradients"
     return packed.unbind(2)
