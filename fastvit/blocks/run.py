@@ -39,11 +39,16 @@ def run_block(
     return run_mlp_half(x, mlp, recompute=of_mlp)
 
 
-def of_sequences(half: HalfSpec[Any], x: Tensor, cu_seqlens: Tensor, max_seqlen: int | None) -> HalfSpec[Any]:
-    """Return a half of a block for x (T, D), the tokens of several sequences: attention stays within each, and
-    stochastic depth is drawn once a sequence."""
-    if isinstance(half.branch, AttentionSpec):
-        half = half._replace(branch=half.branch._replace(cu_seqlens=cu_seqlens, max_seqlen=max_seqlen))
+def of_sequences(described: Any, x: Tensor, cu_seqlens: Tensor, max_seqlen: int | None) -> Any:
+    """Return a branch, a half of a block or a block for x (T, D), the tokens of several sequences: attention stays
+    within each, and stochastic depth is drawn once a sequence."""
+    if type(described) is tuple:
+        return tuple([of_sequences(half, x, cu_seqlens, max_seqlen) for half in described])
+    if isinstance(described, AttentionSpec):
+        return described._replace(cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
+    if not isinstance(described, HalfSpec):
+        return described
+    half: HalfSpec[Any] = described._replace(branch=of_sequences(described.branch, x, cu_seqlens, max_seqlen))
     if half.drop_path:
         drawn = draw_drop_path(x, half.drop_path, half.scale_by_keep, cu_seqlens)
         half = half._replace(drop_path=0.0, row_scale=drawn)

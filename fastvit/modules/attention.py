@@ -20,7 +20,8 @@ from fastvit.modules.arguments import (
     check_rates,
 )
 from fastvit.modules.norms import NormLayer, checked_norm_layer
-from fastvit.modules.parts import attend, check_sequences, mask_arguments
+from fastvit.modules.parts import attend, mask_arguments, of_call
+from fastvit.ops.runtime.checks import check_float
 
 
 class Attention(nn.Module):
@@ -78,10 +79,9 @@ class Attention(nn.Module):
                 within each, as in `fastvit.ops.attention_varlen`. They take neither a mask nor is_causal.
         """
         attention = read_or_none(read_timm.read_attention, self)
+        if cu_seqlens is not None or max_seqlen is not None:
+            attention = of_call(attention, x, cu_seqlens, max_seqlen, attn_mask, is_causal)
         if attention is not None:
-            if cu_seqlens is not None:
-                check_sequences(x, attn_mask, is_causal)
-                attention = attention._replace(cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
             return run.run_attention(x, attention, None, attn_mask, is_causal)
         qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, self.head_dim))
         if "q_norm" in self._modules:
@@ -90,7 +90,7 @@ class Attention(nn.Module):
         is_one_op = read_or_none(submodules, self, attn_drop=read.DROPOUT)
         if is_one_op and cu_seqlens is None:
             p = self.attn_drop.p if self.attn_drop.training else 0.0
-            out = ops.attention_qkvpacked(qkv, attn_mask=attn_mask, is_causal=is_causal, dropout_p=p)
+            out = ops.attention_qkvpacked(qkv, attn_mask=attn_mask, is_causal=is_causal, scale=self.scale, dropout_p=p)
         else:
             q, k, v = qkv.unbind(-3)
             out = attend(self, q, k, v, **mask_arguments(attn_mask, is_causal, cu_seqlens, max_seqlen))
@@ -152,18 +152,23 @@ class CrossAttention(nn.Module):
                 (B, N), True for tokens, is passed as `mask[:, None, None, :]`.
 
         Raises:
-            ValueError: a shape of x or context that does not fit.
+            TypeError, ValueError: naming the argument, for dtypes and shapes that do not fit.
         """
         return self.proj_drop(self.proj(cross_attend(self, x, context, attn_mask)))
 
 
 def cross_attend(attn: Any, x: Tensor, context: Tensor, attn_mask: Tensor | None) -> Tensor:
     """Attend in a module with q, kv, attn_drop, scale, num_heads and perhaps norms, up to the projection: (B, M, D)."""
-    if context.dim() != 3:
-        raise ValueError(f"context must have shape (B, N, kv_dim), got {tuple(context.shape)}")
+    check_float("x", x)
+    check_float("context", context)
+    D, kv_dim = (getattr(layer, "in_features", t.shape[-1]) for layer, t in ((attn.q, x), (attn.kv, context)))
+    if context.dim() != 3 or context.shape[2] != kv_dim:
+        raise ValueError(f"context must have shape (B, N, kv_dim) with kv_dim = {kv_dim}, got {tuple(context.shape)}")
     B = context.shape[0]
     if x.dim() != 3 or x.shape[0] not in (1, B):
         raise ValueError(f"x must have shape (B, M, D) or (1, M, D) with context's B = {B}, got {tuple(x.shape)}")
+    if x.shape[2] != D:
+        raise ValueError(f"x must have shape (B, M, D) with D = {D}, got {tuple(x.shape)}")
     q = attn.q(x).unflatten(-1, (attn.num_heads, -1))
     k, v = attn.kv(context).unflatten(-1, (2, attn.num_heads, -1)).unbind(2)
     if "q_norm" in attn._modules:

@@ -29,9 +29,9 @@ from fastvit.modules.parts import (
     DropPath,
     LayerFactory,
     LayerScale,
-    check_sequences,
     dropped,
     mask_arguments,
+    of_call,
 )
 
 MLP_LAYERS: dict[str, LayerFactory] = {"mlp": Mlp, "glumlp": GluMlp, "swiglu": SwiGLU, "swiglupacked": SwiGLUPacked}
@@ -104,18 +104,17 @@ class Block(nn.Module):
         """
         recompute = self.fastvit_recompute
         attention = read_or_none(read_timm.read_attention_half, self)
+        if cu_seqlens is not None or max_seqlen is not None:
+            attention = of_call(attention, x, cu_seqlens, max_seqlen, attn_mask, is_causal)
         if attention is not None:
-            if cu_seqlens is not None:
-                check_sequences(x, attn_mask, is_causal)
-                attention = run.of_sequences(attention, x, cu_seqlens, max_seqlen)
             x = run.run_attention_half(x, attention, None, attn_mask, is_causal, recompute.attention)
         else:
             attended = self.attn(self.norm1(x), **mask_arguments(attn_mask, is_causal, cu_seqlens, max_seqlen))
             x = x + dropped(self.drop_path1, self.ls1(attended), cu_seqlens)
         mlp = read_or_none(read_timm.read_mlp_half, self)
+        if cu_seqlens is not None:
+            mlp = of_call(mlp, x, cu_seqlens, max_seqlen)
         if mlp is not None:
-            if cu_seqlens is not None:
-                mlp = run.of_sequences(mlp, x, cu_seqlens, max_seqlen)
             return run.run_mlp_half(x, mlp, recompute=recompute.mlp)
         return x + dropped(self.drop_path2, self.ls2(self.mlp(self.norm2(x))), cu_seqlens)
 
@@ -146,18 +145,17 @@ class PostNormBlock(Block):
             attn_mask, is_causal, cu_seqlens, max_seqlen: as in `Attention`. Stochastic depth is drawn once a sequence.
         """
         attention = read_or_none(read_timm.read_attention_half, self)
+        if cu_seqlens is not None or max_seqlen is not None:
+            attention = of_call(attention, x, cu_seqlens, max_seqlen, attn_mask, is_causal)
         if attention is not None:
-            if cu_seqlens is not None:
-                check_sequences(x, attn_mask, is_causal)
-                attention = run.of_sequences(attention, x, cu_seqlens, max_seqlen)
             x = run.run_attention_then_norm(x, attention, attn_mask, is_causal)
         else:
             attended = self.attn(x, **mask_arguments(attn_mask, is_causal, cu_seqlens, max_seqlen))
             x = self.norm1(x + dropped(self.drop_path1, self.ls1(attended), cu_seqlens))
         mlp = read_or_none(read_timm.read_mlp_half, self)
+        if cu_seqlens is not None:
+            mlp = of_call(mlp, x, cu_seqlens, max_seqlen)
         if mlp is not None:
-            if cu_seqlens is not None:
-                mlp = run.of_sequences(mlp, x, cu_seqlens, max_seqlen)
             return run.run_mlp_then_norm(x, mlp)
         return self.norm2(x + dropped(self.drop_path2, self.ls2(self.mlp(x)), cu_seqlens))
 

@@ -3,8 +3,9 @@ whose modules are called one by one."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -12,10 +13,13 @@ from torch import Tensor, nn
 
 from fastvit import ops
 from fastvit.blocks import read, run
-from fastvit.blocks.submodules import read_or_none, submodules
+from fastvit.blocks.submodules import qualified_name, read_or_none, submodules
 from fastvit.modules.arguments import Device, Dtype, check_factory, check_init_values, check_integers, check_number
-from fastvit.ops.attention.op import check_mask
+from fastvit.ops.attention.op import check_causal, check_mask
+from fastvit.ops.attention.varlen import checked_lengths
+from fastvit.ops.attention.varlen_aten import checked_ends
 from fastvit.ops.runtime.checks import check_float, takes_head_dim
+from fastvit.ops.runtime.device import is_fake
 
 ActLayer = Callable[[], nn.Module]
 LayerFactory = Callable[..., nn.Module]
@@ -104,15 +108,26 @@ def mask_arguments(
     """Return the arguments for a submodule: only those that are used, because a module in its place need not take the
     others."""
     if cu_seqlens is not None:
-        check_unmasked(attn_mask, is_causal, of="cu_seqlens")
         return {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
     return {} if attn_mask is None and not is_causal else {"attn_mask": attn_mask, "is_causal": is_causal}
 
 
-def check_sequences(x: Tensor, attn_mask: Tensor | None, is_causal: bool) -> None:
-    """Check x and the masks of a call with cu_seqlens."""
+def of_call(
+    described: Any, x: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None, attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+) -> Any:  # fmt: skip
+    """Return what a module was read as, also None, for one call: as it is, or for the sequences of x (T, D). Check the
+    arguments that say which."""
+    if cu_seqlens is None:
+        if max_seqlen is not None:
+            raise ValueError(f"max_seqlen must be None without cu_seqlens, got {max_seqlen}")
+        return described
     check_float("x", x)  # first, because torch.fx calls with a proxy for every argument
     check_unmasked(attn_mask, is_causal, of="cu_seqlens")
+    if x.dim() != 2:
+        raise ValueError(f"x must have shape (T, D) with cu_seqlens, got {tuple(x.shape)}")
+    checked_lengths("x", x, cu_seqlens, max_seqlen)
+    return None if described is None else run.of_sequences(described, x, cu_seqlens, max_seqlen)
 
 
 def check_unmasked(attn_mask: Tensor | None = None, is_causal: bool = False, *, of: str) -> None:
@@ -121,34 +136,73 @@ def check_unmasked(attn_mask: Tensor | None = None, is_causal: bool = False, *, 
         raise ValueError(f"attn_mask must be None and is_causal False with {of}")
 
 
+def check_takes(name: str, module: nn.Module, argument: str) -> None:
+    """Check that a module, which may have been put in the place of another one, takes an argument by its name."""
+    if not _takes(type(module).forward, argument):
+        raise TypeError(f"{name} must take {argument}: the forward of {qualified_name(module)} does not")
+
+
+def _takes(forward: Any, argument: str) -> bool:
+    return argument in _arguments(forward) or "**" in _arguments(forward)
+
+
+_takes._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as has_own_forward: not traced
+
+
+@cache
+def _arguments(forward: Any) -> set[str]:
+    """Return the names of a function's arguments, and "**" if it takes any."""
+    parameters = inspect.signature(forward).parameters.values()
+    return {"**" if p.kind is p.VAR_KEYWORD else p.name for p in parameters}
+
+
 def dropped(drop_path: Any, branch: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """Call the module of stochastic depth, which draws once a sequence."""
-    alone = cu_seqlens is None or type(drop_path) is nn.Identity
-    found: Tensor = drop_path(branch) if alone else drop_path(branch, cu_seqlens)
+    """Call the module of stochastic depth, which in training draws once a sequence."""
+    found: Tensor
+    if cu_seqlens is None or not drop_path.training or type(drop_path) is nn.Identity:
+        found = drop_path(branch)
+        return found
+    check_takes("a module of stochastic depth", drop_path, "cu_seqlens")
+    found = drop_path(branch, cu_seqlens=cu_seqlens)
     return found
 
 
 def attend(
     attn: Any, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False,
-    cu_seqlens: Tensor | None = None, max_seqlen: int | None = None,
+    cu_seqlens: Tensor | None = None, max_seqlen: int | None = None, cu_seqlens_k: Tensor | None = None,
+    max_seqlen_k: int | None = None,
 ) -> Tensor:  # fmt: skip
     """Attend in a module with attn_drop and scale, q (B, M, H, d), k and v (B, N, H, d) -> (B, M, H, d), or with
-    cu_seqlens (T, H, d): by one op, unless it does not take d, or attn_drop has to be called with the probabilities
-    (B, H, M, N), of sequences (1, H, T, T)."""
+    cu_seqlens (T, H, d) as `ops.attention_varlen`: by one op, unless it does not take d, or attn_drop has to be called
+    with the probabilities (B, H, M, N), of sequences (1, H, T, T_k)."""
     if takes_head_dim(q.shape[-1]) and read_or_none(submodules, attn, attn_drop=read.DROPOUT) is not None:
         p = attn.attn_drop.p if attn.attn_drop.training else 0.0
         if cu_seqlens is not None:
-            return ops.attention_varlen(q, k, v, cu_seqlens, max_seqlen, dropout_p=p)
-        return ops.attention(q, k, v, attn_mask=attn_mask, is_causal=is_causal, dropout_p=p)
+            return ops.attention_varlen(
+                q, k, v, cu_seqlens, max_seqlen, cu_seqlens_k=cu_seqlens_k, max_seqlen_k=max_seqlen_k, scale=attn.scale,
+                dropout_p=p,
+            )  # fmt: skip
+        return ops.attention(q, k, v, attn_mask=attn_mask, is_causal=is_causal, scale=attn.scale, dropout_p=p)
     if cu_seqlens is not None:
-        sequence = run.sequence_of_tokens(q, cu_seqlens)
-        return attend(attn, q[None], k[None], v[None], sequence[:, None] == sequence)[0]
+        of_q = of_k = _sequence_of_tokens("", q, cu_seqlens, max_seqlen)
+        if cu_seqlens_k is not None:
+            of_k = _sequence_of_tokens("_k", k, cu_seqlens_k, max_seqlen_k)
+        return attend(attn, q[None], k[None], v[None], of_q[:, None] == of_k)[0]
+    check_causal(is_causal)
     if attn_mask is not None:
         B, M, H, _ = q.shape
         check_mask(attn_mask, "x", q, B, M, H, k.shape[1])
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     probabilities = _probabilities(q @ k.transpose(-2, -1) * attn.scale, attn_mask, is_causal)
     return (attn.attn_drop(probabilities) @ v).transpose(1, 2)
+
+
+def _sequence_of_tokens(which: str, x: Tensor, cu_seqlens: Tensor, max_seqlen: int | None) -> Tensor:
+    """Return the sequence of each token, after the checks of `ops.attention_varlen`: of values on the CPU only."""
+    longest = checked_lengths("x", x, cu_seqlens, max_seqlen, which)
+    if cu_seqlens.device.type == "cpu" and not (torch.compiler.is_compiling() or is_fake(cu_seqlens)):
+        checked_ends(which, cu_seqlens, longest, x.shape[0])
+    return run.sequence_of_tokens(x, cu_seqlens)
 
 
 def _probabilities(scores: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:

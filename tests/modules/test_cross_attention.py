@@ -86,6 +86,12 @@ def test_compile_fullgraph_and_dropout() -> None:
     assert not torch.equal(ours(x.float()), ours(x.float()))
 
 
+def test_a_scale_of_the_users() -> None:
+    ours, theirs, x = pair("plain")
+    ours.attn.scale = theirs.attn.scale = 1.0
+    assert_same_step(ours, theirs, x.float())
+
+
 def test_errors() -> None:
     for arguments, message in (
         ({"num_heads": 5}, "num_heads must be a divisor of dim = 48, got 5"),
@@ -99,7 +105,15 @@ def test_errors() -> None:
     x, context = torch.randn(B, M, D), torch.randn(3, N, D)
     with pytest.raises(ValueError, match=r"x must have shape \(B, M, D\) or \(1, M, D\) with context's B = 3"):
         attn(x, context)
-    with pytest.raises(ValueError, match=r"context must have shape \(B, N, kv_dim\), got \(17, 48\)"):
+    with pytest.raises(ValueError, match=r"context must have shape \(B, N, kv_dim\) with kv_dim = 48, got \(17, 48\)"):
         attn(x, context[0])
+    with pytest.raises(ValueError, match=r"x must have shape \(B, M, D\) with D = 48, got \(2, 5, 32\)"):
+        attn(x[..., :32], context[:B])
+    with pytest.raises(
+        ValueError, match=r"context must have shape \(B, N, kv_dim\) with kv_dim = 48, got \(2, 17, 32\)"
+    ):
+        attn(x, context[:B, :, :32])
+    with pytest.raises(TypeError, match="context must be a tensor, got NoneType"):
+        attn(x, None)
     with pytest.raises(ValueError, match=r"attn_mask must be broadcastable to .*, got \(17, 5\)"):
         attn(x, context[:B], torch.ones(N, M))

@@ -75,3 +75,37 @@ def test_saves_ten_token_tensors():
     saved = saved_bytes(lambda: block(x, cu_seqlens=ends, max_seqlen=16), list(block.parameters()))
     statistics = 4 * (2 * 2 * T + H * T) + ends.nbytes + 2 * 2 * T  # norms, log-sum-exp; ends; stochastic depth
     assert 9 * token < saved <= 10 * token + statistics
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_errors(kind, fused):
+    block, x, ends = BLOCKS[kind](), torch.randn(ENDS[-1], D), torch.tensor(ENDS)
+    block.drop_path1 = DropPath(0.5)
+    if not fused:
+        hook_everything(block)
+    for error, message, wrong in (
+        (ValueError, "cu_seqlens must ascend from 0 to the number of tokens 31, got", {"cu_seqlens": ends[:-1]}),
+        (ValueError, "max_seqlen must be at least the longest", {"cu_seqlens": ends, "max_seqlen": 3}),
+        (ValueError, "max_seqlen must be None without cu_seqlens, got 3", {"x": x[None], "max_seqlen": 3}),
+        (ValueError, r"x must have shape \(T, D\) with cu_seqlens", {"x": x[None], "cu_seqlens": ends}),
+        (TypeError, "cu_seqlens must be a tensor of int32 or int64, got list", {"cu_seqlens": list(ENDS)}),
+        (TypeError, "is_causal must be a bool, got 'yes'", {"x": x[None], "is_causal": "yes"}),
+    ):
+        with pytest.raises(error, match=message):
+            block(**{"x": x, **wrong})
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_a_scale_of_the_users(kind):
+    """Fused, by modules, and by modules with probabilities in memory."""
+    block, ends = randomised(BLOCKS[kind](), 0.3).double(), torch.tensor(ENDS)
+    x = torch.randn(ENDS[-1], D, dtype=torch.float64)
+    plain = block(x, cu_seqlens=ends)
+    block.attn.scale = 1.0
+    want, want_batch = block(x, cu_seqlens=ends), block(x[None])
+    assert not torch.allclose(want, plain)
+    for name in ("attn.qkv" if kind != "EvaBlock" else "attn.q_proj", "attn.attn_drop"):
+        block.get_submodule(name).register_forward_hook(lambda *_: None)
+        torch.testing.assert_close(block(x, cu_seqlens=ends), want)
+        torch.testing.assert_close(block(x[None]), want_batch)

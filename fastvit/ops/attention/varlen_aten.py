@@ -68,9 +68,9 @@ def _sequences(
         N, keys = min(max_seqlen, T), min(max_seqlen_k, of_k[0].shape[0])
         yield [t[None, :N] for t in of_q], [t[None, :keys] for t in of_k], lse[: N * H].view(1, H, N), seed
         return
-    ends = ends_k = _checked("", cu_seqlens, max_seqlen, T)
+    ends = ends_k = checked_ends("", cu_seqlens, max_seqlen, T)
     if cu_seqlens_k is not None:
-        ends_k = _checked("_k", cu_seqlens_k, max_seqlen_k, of_k[0].shape[0])
+        ends_k = checked_ends("_k", cu_seqlens_k, max_seqlen_k, of_k[0].shape[0])
     for i, ((first, end), (first_k, end_k)) in enumerate(zip(pairwise(ends), pairwise(ends_k), strict=True)):
         if first < end or first_k < end_k:
             of_sequence = lse[first * H : end * H].view(1, H, end - first)
@@ -78,7 +78,8 @@ def _sequences(
             yield *parts, of_sequence, None if seed is None else seed + i
 
 
-def _checked(which: str, cu_seqlens: Tensor, max_seqlen: int, T: int) -> list[int]:
+def checked_ends(which: str, cu_seqlens: Tensor, max_seqlen: int, T: int) -> list[int]:
+    """Check the values of cu_seqlens; return them. which: "_k" for those of k."""
     ends: list[int] = cu_seqlens.tolist()
     if ends[0] != 0 or ends[-1] != T or ends != sorted(ends):
         raise ValueError(f"cu_seqlens{which} must ascend from 0 to the number of tokens {T}, got {ends}")
