@@ -179,6 +179,8 @@ def _checked(
         q_norm, k_norm = checked_norms(("qk_norm[0]", "qk_norm[1]"), x, qk_norm, head_dim, dtype=cast is None)
     if rotary is not None:
         check_tables(rotary, "x", x, (B, N, num_heads, head_dim), "rotary_qkvpacked")
+        if cu_seqlens is not None and rotary.num_prefix_tokens:
+            raise ValueError(f"rotary.num_prefix_tokens must be 0 with cu_seqlens, got {rotary.num_prefix_tokens}")
     if attn_mask is not None:
         check_mask(attn_mask, "x", x, B, N, num_heads)
     layers = flat_layers(qkv_weight, qkv_bias)

@@ -121,11 +121,11 @@ def check_statistics(name: str, values: Any, channels: int) -> tuple[float, ...]
 
 
 def check_row_scale(name: str, x: Tensor, row_scale: Tensor | None) -> None:
-    """Check row_scale (B,), or None, for x (B, ..., D)."""
+    """Check row_scale, or None: (B,) for x (B, ..., D), (T,) for x (T, D)."""
     if row_scale is None:
         return
     if x.dim() < 2:
         raise ValueError(f"row_scale needs {name} with a batch dimension, got shape {tuple(x.shape)}")
-    check_like(name, x, ("row_scale", row_scale, x.shape[:1], "(B,)"), dtype=False)
+    check_like(name, x, ("row_scale", row_scale, x.shape[:1], "(B,)" if x.dim() > 2 else "(T,)"), dtype=False)
     if row_scale.requires_grad and torch.is_grad_enabled():
         raise ValueError("row_scale must not require a gradient: it is not differentiated; detach() it")
