@@ -68,14 +68,17 @@ class _Axial(nn.Module):
     def of_image(self, shape: tuple[int, int], num_prefix_tokens: int, device: torch.device) -> Tensor:
         """Return the table of `get_embed` after prefix tokens, which it leaves as they are: (P + H * W, 2 * dim). It is
         kept for later calls, and must not be changed."""
-        config = tuple([(k, v) for k, v in vars(self).items() if not k.startswith("_") and k != "training"])
 
         def make() -> Tensor:
             table = self.get_embed(shape, device)
             prefix = F.pad(table.new_zeros(num_prefix_tokens, self.dim), (0, self.dim), value=1.0)
             return torch.cat((prefix, table))
 
-        return remembered((type(self), config, shape, num_prefix_tokens, device), make)
+        if type(self) not in (RotaryEmbeddingCat, RotaryEmbeddingDinoV3):  # a subclass may depend on more than these
+            return make()
+        of_class = type(self), self.dim, self.temperature, self.grid_offset, self.grid_indexing, self.rotate_half
+        key = *of_class, getattr(self, "ref_feat_shape", None), shape, num_prefix_tokens, device
+        return remembered(key, device, make)
 
     def extra_repr(self) -> str:
         return f"dim={self.dim}, temperature={self.temperature:g}"

@@ -44,7 +44,7 @@ class VisionTransformer(Head):
 
         logits = model([torch.randn(3, 224, 224), torch.randn(3, 160, 448)])  # (2, num_classes)
         logits = model([global_crops, local_crops])  # (B, 3, 224, 224), (B', 3, 96, 96) -> (B + B', num_classes)
-        model.forward_packed = torch.compile(model.forward_packed, dynamic=True)  # one graph for all lists
+        model.compile_lists()  # one graph for all lists of two images or more
 
     Args:
         img_size, patch_size: int or (height, width); patch_size divides img_size.
@@ -283,8 +283,8 @@ class VisionTransformer(Head):
         computed if it is fixed."""
         if self.fixed_positions is not None and grid != old_grid:
             key = self.fixed_positions, pos_embed.shape[2], grid, pos_embed.shape[1] - math.prod(old_grid)
-            like = pos_embed.dtype, pos_embed.device
-            return remembered((*key, *like), lambda: self.fixed_table(grid).to(pos_embed))
+            device, like = pos_embed.device, pos_embed.dtype
+            return remembered((*key, like, device), device, lambda: self.fixed_table(grid).to(device, like))
         P = 0 if self.no_embed_class else self.num_prefix_tokens
         return resample_abs_pos_embed(pos_embed, grid, old_grid, num_prefix_tokens=P)
 

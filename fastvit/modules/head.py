@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from fastvit.features import Backbone
 from fastvit.modules.arguments import check_integers
 from fastvit.modules.packing import Images
-from fastvit.modules.parts import check_unmasked, mask_arguments
+from fastvit.modules.parts import check_takes, check_unmasked, mask_arguments
 from fastvit.modules.pooling import AttentionPoolLatent, check_pool, pool_sequences, pool_tokens
+
+_FOR_IMAGES = ("forward_features", "pool", "forward_head")  # methods that lists do not call
 
 
 class Head(Backbone):
@@ -23,6 +27,7 @@ class Head(Backbone):
     global_pool: str
     num_heads: int
     attn_pool: AttentionPoolLatent | None
+    _compiled_lists: Callable[..., Any] | None = None
     head_drop: nn.Module
     head: nn.Module
 
@@ -56,7 +61,9 @@ class Head(Backbone):
             return x.index_select(0, cu_seqlens[:-1])
         P = 0 if self._pools_prefix() else self.num_prefix_tokens
         if self.attn_pool is not None:
-            return self.attn_pool.pool_sequences(x, cu_seqlens, max_seqlen, P)
+            lengths: dict[str, Any] = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
+            pooled: Tensor = self.attn_pool(x, **lengths, num_prefix_tokens=P)
+            return pooled
         return pool_sequences(x, pool, cu_seqlens, max_seqlen, P, self.num_heads)
 
     def _pools_prefix(self) -> bool:
@@ -76,17 +83,24 @@ class Head(Backbone):
         x = self.head_drop(self.fc_norm(pooled))
         return x if pre_logits else self.head(x)
 
-    def forward_packed(self, tokens: Tensor, cu_seqlens: Tensor, max_seqlen: int, *rest: Any) -> Any:
-        """Map the embedded images of a list to logits: (T, D) -> (B, num_classes), for global_pool="" (T, num_classes).
-
-        `forward` calls it for a list. It is the same for all sizes of images, unlike the embedding before it; to
-        compile it once for all lists:
-
-            model.forward_packed = torch.compile(model.forward_packed, dynamic=True)
+    def compile_lists(self, **options: Any) -> None:
+        """Compile what runs for a list of images after their embedding, in place, as `nn.Module.compile` compiles what
+        runs for a batch: one graph for all lists of two images or more, and another one for a list of one image.
+        Copies and pickles are not compiled.
 
         Args:
-            tokens, cu_seqlens, max_seqlen, rest: as the embedding returns them.
+            options: of `torch.compile`; dynamic is True by default.
         """
+        self._compiled_lists = torch.compile(type(self)._forward_packed, **{"dynamic": True, **options})
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        state.pop("_compiled_lists", None)
+        return state
+
+    def _forward_packed(self, tokens: Tensor, cu_seqlens: Tensor, max_seqlen: int, *rest: Any) -> Any:
+        """Map the embedded images of a list to logits: (T, D) -> (B, num_classes), for global_pool="" (T, num_classes).
+        It is the same for all sizes of images, unlike the embedding before it."""
         x = self._blocks_packed(tokens, cu_seqlens, max_seqlen, *rest)
         return self._classify_packed(x, cu_seqlens, max_seqlen)
 
@@ -98,10 +112,20 @@ class Head(Backbone):
         (B, num_classes), in their order; with global_pool="" a list. attn_mask, is_causal: as in `forward_features`."""
         if isinstance(x, list | tuple):
             check_unmasked(attn_mask, is_causal, of="a list of images")
+            self._check_takes_lists()
             packed, rest = self._embedded_list(x)
-            out = self.forward_packed(packed.tokens, packed.cu_seqlens, packed.max_seqlen, *rest)
+            run = self._compiled_lists or type(self)._forward_packed
+            out = run(self, packed.tokens, packed.cu_seqlens, packed.max_seqlen, *rest)
             return packed.split(out) if self.global_pool == "" else out
         return self.forward_head(self.forward_features(x, **mask_arguments(attn_mask, is_causal)))
+
+    def _check_takes_lists(self) -> None:
+        """Check that a list has the results of the model's own methods: no other code for single images is ignored."""
+        name = _other_method(type(self)) or next((name for name in _FOR_IMAGES if name in self.__dict__), None)
+        if name is not None:
+            raise TypeError(f"a list of images needs the {name} of fastvit, which {type(self).__qualname__} replaces")
+        if self.attn_pool is not None:
+            check_takes("attn_pool of a model that takes lists", self.attn_pool, "cu_seqlens")
 
     def get_classifier(self) -> nn.Module:
         return self.head
@@ -129,3 +153,13 @@ class Head(Backbone):
         if self.num_classes:
             head = nn.Linear(self.embed_dim, self.num_classes, device=like.device, dtype=like.dtype)
         return head.train(self.training)
+
+
+def _other_method(kind: type) -> str | None:
+    """Return the name of a method for single images that a class has from another class than `_classify_packed`, which
+    does the same for lists, or None."""
+    own = next(base for base in kind.__mro__ if "_classify_packed" in base.__dict__)
+    return next((name for name in _FOR_IMAGES if getattr(kind, name) is not getattr(own, name)), None)
+
+
+_other_method._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as has_own_forward: not traced

@@ -8,10 +8,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fastvit.modules.parts import check_takes
 from fastvit.modules.patch_embed import PatchEmbed
 from fastvit.modules.positions import remembered
 
 Images = list[Tensor] | tuple[Tensor, ...]
+
+_made_bounds: dict[Any, Tensor] = {}
 
 
 class Entry(NamedTuple):
@@ -59,14 +62,13 @@ def embed_images(model: Any, images: Images) -> Packed:
         by_size.setdefault(tuple(batch.shape[2:]), []).append(i)
     parts: list[Tensor] = [None] * len(batches)  # type: ignore[list-item]
     for same in by_size.values():
-        if len(same) == 1:
-            parts[same[0]] = model._tokens(batches[same[0]], any_size=True)
-            continue
-        tokens = model._tokens(torch.cat([batches[i] for i in same]), any_size=True)
+        together = batches[same[0]] if len(same) == 1 else torch.cat([batches[i] for i in same])
+        tokens = model._tokens(together, any_size=True)
         for i, part in zip(same, tokens.split([len(batches[i]) for i in same]), strict=True):
             parts[i] = part
     counts = [part.shape[1] for part in parts]
-    tokens = parts[0].flatten(0, 1) if len(parts) == 1 else torch.cat([part.flatten(0, 1) for part in parts])
+    one_size = len(by_size) == 1
+    tokens = tokens.flatten(0, 1) if one_size else torch.cat([part.flatten(0, 1) for part in parts])
     entries = tuple(
         Entry(None if image.dim() == 3 else len(image), count, grid)
         for image, count, grid in zip(images, counts, grids, strict=True)
@@ -81,6 +83,9 @@ def _checked(model: Any, images: Images) -> tuple[list[Tensor], list[tuple[int, 
         raise TypeError(f"a list of images needs a model whose patch_embed is a PatchEmbed, got {type(embed).__name__}")
     if embed.tubelet_size is not None:
         raise ValueError("a list of images needs a model of images, got one of videos")
+    check_takes("patch_embed of a model that takes lists", embed, "any_size")
+    for i, block in enumerate(model.blocks):
+        check_takes(f"blocks[{i}] of a model that takes lists", block, "cu_seqlens")
     if not images:
         raise ValueError("images must not be an empty list")
     batches, grids = [], []
@@ -105,20 +110,17 @@ def _checked(model: Any, images: Images) -> tuple[list[Tensor], list[tuple[int, 
 
 
 def _bounds(entries: tuple[Entry, ...], device: torch.device) -> Tensor:
-    """Return where images begin and end, (B + 1,) int32. It is made once for all lists of the same sizes."""
+    """Return where images begin and end, (B + 1,) int32. It is kept for lists of the same sizes."""
     counts = [entry.tokens for entry in entries for _ in range(1 if entry.batch is None else entry.batch)]
     ends = (0, *itertools.accumulate(counts))
-
-    def make() -> Tensor:
-        made = torch.tensor(ends, dtype=torch.int32)
-        # from pinned memory, because another copy to a GPU would wait for it
-        return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made.to(device)
-
-    return remembered(("cu_seqlens", ends, device), make)
+    make = lambda: torch.tensor(ends, dtype=torch.int32, device="cpu").to(device)  # noqa: E731
+    return remembered((ends, device), device, make, _made_bounds)
 
 
-def patch_bounds(cu_seqlens: Tensor, num_prefix_tokens: int) -> Tensor:
-    """Return where the prefix tokens and the patches of every image begin and end: (2 * B + 1,), in cu_seqlens'
-    dtype. Sequence 2 * i has the prefix tokens of image i, sequence 2 * i + 1 its patches."""
+def patch_bounds(cu_seqlens: Tensor, num_prefix_tokens: int) -> tuple[Tensor, Tensor]:
+    """Return where 2 * B sequences of B queries and of the tokens of B images begin and end, (2 * B + 1,) each, in
+    cu_seqlens' dtype. Sequence 2 * i has the prefix tokens of image i and no query, sequence 2 * i + 1 its patches and
+    one query."""
     first = cu_seqlens[:-1]
-    return torch.cat((torch.stack((first, first + num_prefix_tokens), 1).flatten(), cu_seqlens[-1:]))
+    bounds = torch.cat((torch.stack((first, first + num_prefix_tokens), 1).flatten(), cu_seqlens[-1:]))
+    return torch.arange(bounds.shape[0], dtype=bounds.dtype, device=bounds.device) // 2, bounds

@@ -17,7 +17,7 @@ from fastvit.modules.attention import cross_attend
 from fastvit.modules.mlp import Mlp
 from fastvit.modules.norms import NORM_LAYERS, LayerNorm, NormLayer
 from fastvit.modules.packing import patch_bounds
-from fastvit.modules.parts import ACT_LAYERS, ActLayer
+from fastvit.modules.parts import ACT_LAYERS, ActLayer, attend, of_call
 
 POOLS = ("", "avg", "avgmax", "max", "token", "map")
 
@@ -50,24 +50,18 @@ def pool_sequences(
 ) -> Tensor:
     """Pool the patches of every image of x (T, D) -> (B, D) by "avg", "max" or "avgmax". num_prefix_tokens: of every
     image; num_heads: D / num_heads is a head dimension that attention takes."""
-    bounds = patch_bounds(cu_seqlens, num_prefix_tokens)
+    ends, bounds = patch_bounds(cu_seqlens, num_prefix_tokens)
     found = []
     if global_pool != "max":  # a mean is what a query of zeros attends to; a kernel sums within images, without atomics
         heads, device = x.unflatten(-1, (num_heads, -1)), x.device.type
         query = heads.new_zeros(cu_seqlens.shape[0] - 1, *heads.shape[1:])
         # a mean keeps its dtype under autocast, which refuses meta tensors
         with contextlib.nullcontext() if device == "meta" else torch.autocast(device, enabled=False):
-            found.append(attend_to_patches(query, heads, heads, bounds, max_seqlen).flatten(1))
+            lengths: dict[str, Any] = {"cu_seqlens_k": bounds, "max_seqlen_k": max_seqlen}
+            found.append(ops.attention_varlen(query, heads, heads, ends, 1, **lengths).flatten(1))
     if global_pool != "avg":
         found.append(torch.segment_reduce(x, "max", offsets=bounds.long(), axis=0, unsafe=True)[1::2])
     return found[0] if len(found) == 1 else 0.5 * (found[0] + found[1])
-
-
-def attend_to_patches(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, max_seqlen: int) -> Tensor:
-    """Let one query of every image, q (B, H, d), attend to its patches among k and v (T, H, d). bounds: `patch_bounds`,
-    whose sequences of prefix tokens have no query."""
-    ends = torch.arange(bounds.shape[0], dtype=bounds.dtype, device=bounds.device) // 2
-    return ops.attention_varlen(q, k, v, ends, 1, cu_seqlens_k=bounds, max_seqlen_k=max_seqlen)
 
 
 class AttentionPoolLatent(nn.Module):
@@ -77,7 +71,7 @@ class AttentionPoolLatent(nn.Module):
         y = proj(softmax(q(latent) k(x)^T / sqrt(d)) v(x))
         y + mlp(norm(y))    layer_norm_mlp
 
-    A hook on `attn_drop` receives the probabilities (B, H, 1, N).
+    A hook on `attn_drop` receives the probabilities (B, H, 1, N), of sequences (1, H, B, T).
 
     Args:
         in_features: D.
@@ -118,20 +112,27 @@ class AttentionPoolLatent(nn.Module):
 
     reset_parameters = init_weights
 
-    def forward(self, x: Tensor, attn_mask: Tensor | None = None) -> Tensor:
-        """Pool x (B, N, D). attn_mask: broadcastable to (B, H, 1, N), or None, as in `fastvit.Attention`; a mask of
-        padding (B, N) is passed as `mask[:, None, None, :]`."""
-        return self._finish(cross_attend(self, self.latent, x, attn_mask))[:, 0]
+    def forward(
+        self, x: Tensor, attn_mask: Tensor | None = None,
+        *, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None, num_prefix_tokens: int = 0,
+    ) -> Tensor:  # fmt: skip
+        """Pool.
 
-    def pool_sequences(self, x: Tensor, cu_seqlens: Tensor, max_seqlen: int, num_prefix_tokens: int) -> Tensor:
-        """Pool the tokens of every image of x (T, D), without its prefix tokens: -> (B, D)."""
-        q = self.q(self.latent[0]).unflatten(-1, (self.num_heads, -1)).expand(cu_seqlens.shape[0] - 1, -1, -1)
-        k, v = self.kv(x).unflatten(-1, (2, self.num_heads, -1)).unbind(1)
-        out = attend_to_patches(q, k, v, patch_bounds(cu_seqlens, num_prefix_tokens), max_seqlen)
-        return self._finish(out.flatten(1))
-
-    def _finish(self, attended: Tensor) -> Tensor:
-        y = self.proj(attended)
+        Args:
+            x: (B, N, D), or (T, D) with cu_seqlens.
+            attn_mask: broadcastable to (B, H, 1, N), or None, as in `fastvit.Attention`; a mask of padding (B, N) is
+                passed as `mask[:, None, None, :]`.
+            cu_seqlens, max_seqlen: x has the tokens of B sequences, as in `fastvit.Attention`.
+            num_prefix_tokens: tokens at the beginning of each sequence that are not pooled; with cu_seqlens only.
+        """
+        of_call(None, x, cu_seqlens, max_seqlen, attn_mask)
+        if cu_seqlens is None:
+            y = self.proj(cross_attend(self, self.latent, x, attn_mask))[:, 0]
+        else:
+            q = self.q(self.latent[0]).unflatten(-1, (self.num_heads, -1)).expand(cu_seqlens.shape[0] - 1, -1, -1)
+            k, v = self.kv(x).unflatten(-1, (2, self.num_heads, -1)).unbind(1)
+            ends, bounds = patch_bounds(cu_seqlens, num_prefix_tokens)
+            y = self.proj(attend(self, q, k, v, None, False, ends, 1, bounds, max_seqlen).flatten(1))
         mlp = read_or_none(_read_mlp_half, self)
         return run.run_mlp_half(y, mlp) if mlp is not None else y + self.mlp(self.norm(y))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -14,27 +15,48 @@ Resize = Callable[[Tensor, tuple[int, int]], Tensor]
 
 FIXED = ("sincos", "sincos2d")
 
-_made: dict[Any, Tensor] = {}
+_made_tables: dict[Any, Tensor] = {}
 _captured: list[Tensor] = []  # what CUDA graphs read when they are replayed
 _MOST = 128  # tables; of 1,024 tokens and 64 channels 32 MB
 
 
-def remembered(key: Any, make: Callable[[], Tensor]) -> Tensor:
-    """Return make(), made once for a key: a table that depends on no parameter. Neither trained nor edited parameters
-    make it stale."""
+def remembered(
+    key: Any, device: torch.device, make: Callable[[], Tensor], made: dict[Any, Tensor] = _made_tables
+) -> Tensor:
+    """Return make() on a device, made once for a key while that is among the last used: a table that depends on no
+    parameter. Neither trained nor edited parameters make it stale. made: what is kept, the last used last."""
     if torch.compiler.is_compiling():
         return make()
-    found = _made.get(key)
+    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    found = made.pop(key, None)
     if found is None:
+        if capturing:  # the graph makes it in every replay
+            return make()
         with torch.inference_mode(False), torch.no_grad():
-            found = make()
-        if type(found) is Tensor:  # a fake tensor must not outlive its mode
-            if len(_made) >= _MOST:
-                _made.pop(next(iter(_made)), None)  # the oldest
-            _made[key] = found
-    if found.is_cuda and torch.cuda.is_current_stream_capturing():
+            found = make() if device.type != "cuda" else _finished(device, make)
+        if type(found) is not Tensor:  # a fake tensor must not outlive its mode
+            return found
+        if len(made) >= _MOST:
+            made.pop(next(iter(made)), None)
+    made[key] = found
+    if capturing:
         _captured.append(found)
     return found
+
+
+def _finished(device: torch.device, make: Callable[[], Tensor]) -> Tensor:
+    """Return make() when the GPU has made it, so that all streams and threads may use it. It is made on a stream of its
+    own: only that is waited for, not the work of the caller's stream."""
+    stream = _stream(device)
+    with torch.cuda.stream(stream):
+        made = make()
+    stream.synchronize()
+    return made
+
+
+@functools.cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 def antialiased(image: Tensor, grid: tuple[int, int]) -> Tensor:

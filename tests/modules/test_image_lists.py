@@ -1,18 +1,25 @@
 """Lists of images of several sizes: each image has the results and the gradients that it has alone."""
 
 import copy
+import functools
+import pickle
 import random
 
 import pytest
 import torch
 from models import randomised
 from oracle import GRADIENT, assert_as_accurate
+from torch import nn
 from torch._dynamo.utils import counters
 
 import fastvit
 from fastvit import VisionTransformer
 from fastvit.distilled import VisionTransformerDistilled
 from fastvit.eva import Eva
+from fastvit.modules import positions
+from fastvit.modules.patch_embed import PatchEmbed
+from fastvit.modules.pooling import AttentionPoolLatent
+from fastvit.rope import RotaryEmbeddingCat
 
 SIZES = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 2, "num_heads": 3, "num_classes": 5}
 ROPE = {"use_rot_pos_emb": True, "num_reg_tokens": 1}
@@ -23,6 +30,9 @@ MODELS = {
     "max": lambda: VisionTransformer(**SIZES, global_pool="max", pos_embed="sincos2d"),
     "avgmax": lambda: VisionTransformer(**SIZES, global_pool="avgmax", no_embed_class=True, pre_norm=True),
     "map": lambda: VisionTransformer(**SIZES, global_pool="map", class_token=False),
+    "map, 12 channels a head, which no op takes": lambda: VisionTransformer(
+        **SIZES, global_pool="map", attn_pool_num_heads=4
+    ),
     "all tokens, bytes": lambda: VisionTransformer(**SIZES, global_pool="", **BYTES),
     "eva": lambda: Eva(**SIZES, **ROPE, swiglu_mlp=True),
     "dinov3": lambda: Eva(
@@ -158,18 +168,28 @@ def test_one_graph_for_all_lists():
     torch._dynamo.reset()
     model = model_of("avgmax").train()
     del model.blocks[1]
-    plain = model.forward_packed
-    model.forward_packed = torch.compile(plain, dynamic=True, fullgraph=True, backend="aot_eager")
+    plain = copy.deepcopy(model)
+    model.compile_lists(fullgraph=True, backend="aot_eager")
     rng = random.Random(1)
     counters.clear()
     for _ in range(3):
         images = draw_list(rng)
         got = model(images)
         got.square().sum().backward()
-        compiled, model.forward_packed = model.forward_packed, plain
-        torch.testing.assert_close(got, model(images))
-        model.forward_packed = compiled
+        torch.testing.assert_close(got, plain(images))
     assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_copies_and_pickles_of_a_compiled_model_have_their_own_weights():
+    model, images = model_of("avg"), [torch.randn(2, 3, 16, 40), torch.randn(3, 8, 8)]
+    model.compile_lists(backend="eager")
+    want = model(images)
+    copies = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+    with torch.no_grad():
+        model.head.weight.zero_()
+    assert not torch.allclose(model(images), want)
+    for other in copies:
+        torch.testing.assert_close(other(images), want)
 
 
 def test_tables_are_made_once_and_positions_always():
@@ -213,3 +233,101 @@ def test_a_list_takes_no_mask():
     for call in (model, model.forward_features, model.forward_intermediates):
         with pytest.raises(ValueError, match="attn_mask must be None and is_causal False with a list of images"):
             call(images, is_causal=True)
+
+
+class OtherPool(AttentionPoolLatent):
+    def forward(self, x, attn_mask=None):
+        return super().forward(x, attn_mask)
+
+
+class OtherEmbed(PatchEmbed):
+    def forward(self, x, pos_embed=None, prefix=None):
+        return super().forward(x, pos_embed, prefix)
+
+
+class OtherBlock(nn.Identity):
+    def __init__(self, *_, **__):
+        super().__init__()
+
+
+class OtherDropPath(nn.Module):
+    def forward(self, x):
+        return x
+
+
+def replaced(method):
+    """A model that overrides a method, and one that was given another."""
+    kind = type("Other", (VisionTransformer,), {method: lambda self, x: x})
+    given = VisionTransformer(**SIZES)
+    setattr(given, method, lambda x: x)
+    return kind(**SIZES), given
+
+
+@pytest.mark.parametrize("method", ["forward_features", "pool", "forward_head"])
+def test_a_replaced_method_is_refused(method):
+    for model, name in zip(replaced(method), ("Other", "VisionTransformer"), strict=True):
+        with pytest.raises(TypeError, match=f"a list of images needs the {method} of fastvit, which {name} replaces"):
+            model([torch.ones(3, 8, 8)])
+
+
+def test_a_part_that_takes_no_lists_is_refused():
+    images = [torch.ones(3, 8, 8)]
+    pooled, embedded = model_of("map"), model_of("token")
+    pooled.attn_pool = OtherPool(SIZES["embed_dim"], 3)
+    embedded.patch_embed = OtherEmbed(32, 8, embed_dim=SIZES["embed_dim"])
+    for model, message in (
+        (pooled, r"attn_pool .* must take cu_seqlens: the forward of .*OtherPool does not"),
+        (embedded, r"patch_embed .* must take any_size: .*OtherEmbed does not"),
+        (
+            VisionTransformer(**SIZES, block_fn=OtherBlock),
+            r"blocks\[0\] .* must take cu_seqlens: .*OtherBlock does not",
+        ),
+    ):
+        with pytest.raises(TypeError, match=message):
+            model(images)
+    dropping = model_of("token")
+    want = dropping(images)
+    dropping.blocks[0].drop_path1 = OtherDropPath().eval()
+    torch.testing.assert_close(dropping(images), want)
+    with pytest.raises(TypeError, match=r"stochastic depth must take cu_seqlens: .*OtherDropPath does not"):
+        dropping.train()(images)
+
+
+def test_hooks_and_dropout_of_attention_pooling_run():
+    model, images, seen = model_of("map"), [torch.randn(2, 3, 16, 40), torch.randn(3, 8, 8)], []
+    want = model(images)
+    model.attn_pool.register_forward_hook(lambda _, __, y: seen.append(tuple(y.shape)))
+    hook = model.attn_pool.attn_drop.register_forward_hook(lambda _, args, __: seen.append(tuple(args[0].shape)))
+    torch.testing.assert_close(model(images), want)
+    assert seen == [(1, 3, 3, 21), (3, 48)]
+    hook.remove()
+    model.attn_pool.attn_drop.train().p = 0.5
+    assert not torch.allclose(model(images), want)
+
+
+def test_a_default_device_moves_nothing():
+    model, images = model_of("avgmax"), [torch.randn(3, 16, 24), torch.randn(3, 8, 8)]
+    with torch.device("meta"):
+        got = model(images)
+    torch.testing.assert_close(got, model(images))
+
+
+def test_rotary_tables_depend_on_known_attributes():
+    rope = RotaryEmbeddingCat(16)
+    rope.notes = ["an attribute that cannot be a key"]
+    first = rope.of_image((2, 3), 1, torch.device("cpu"))
+    rope.temperature = 20.0
+    assert not torch.equal(rope.of_image((2, 3), 1, torch.device("cpu")), first)
+
+
+def test_the_last_used_tables_are_kept():
+    made, device = {}, torch.device("cpu")
+    get = functools.partial(positions.remembered, device=device, make=lambda: torch.zeros(1), made=made)
+    first = get("first")
+    for key in range(positions._MOST - 1):
+        get(key)
+    assert get("first") is first
+    get("one more")
+    assert get("first") is first
+    assert 0 not in made
+    assert len(made) == positions._MOST
