@@ -104,8 +104,8 @@ def _last_records(folder: Path) -> list[Record]:
 _OPS = [
     ("patch_embed", ("patch_embed", "B8 px224 patch16 D768"), "normalisation, convolution, positions, prefix tokens",
      "none but the image"),
-    ("attention_qkvpacked", ("attention", "B1 N1025 H12 d64"), "scores, softmax and values, without an N x N tensor",
-     "4: qkv, out"),
+    ("attention_qkvpacked", ("attention", "B1 N1025 H12 d64"),
+     "scores, softmax and values of (B, N, 3, H, d), tokens before heads, without an N x N tensor", "4: qkv, out"),
     ("layer_norm_attention", ("layer_norm_attention", "B1 N197 D768 H12"),
      "norm, q, k and v, their norms, rotary positions, attention, norm, projection, LayerScale, DropPath, residual sum",
      "5: x, qkv, out"),
