@@ -5,10 +5,13 @@ import torch
 from attention_inputs import DTYPES, seeded
 from op_cases import assert_layout_does_not_matter, tensors_of
 from oracle import assert_op_as_accurate, inputs
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from fastvit import ops
+from fastvit.ops.runtime import backend as backends
 from fastvit.study.accuracy.formulas import attention_windows as eager
+from fastvit.study.memory.allocations import Allocations, as_on
 
 # (grid, window, shift): whole windows, with and without a shift; windows that the border cuts, also where the roll has
 # made neighbours in the last but one; one row; a window larger than the grid; one window
@@ -128,3 +131,19 @@ def test_flops(device):
     with FlopCounterMode(display=False) as counter:
         ops.attention_windows(**tensors, window=(3, 4), shift=(1, 2)).sum().backward()
     assert counter.get_total_flops() == (4 + 10) * 2 * 9 * 2 * 12 * 12 * 24
+
+
+@pytest.mark.skipif(not backends.HAVE_TRITON, reason="triton is not installed")
+def test_planned_memory():
+    """A step of Swin-T's first stage, 32 images in bfloat16, as on a GPU. 55 MiB are qkv, and as much its gradient."""
+    peaks = []
+    for module in (eager, ops.attention_windows):
+        fakes, seen = FakeTensorMode(allow_non_fake_inputs=True), Allocations(gpu=True)
+        with fakes, as_on(True), seen:
+            qkv = torch.empty(32, 56, 56, 3, 3, 32, dtype=torch.bfloat16, requires_grad=True)
+            bias = torch.empty(3, 49, 49, dtype=torch.bfloat16, requires_grad=True)
+            o = module(qkv, (7, 7), shift=(3, 3), attn_mask=bias)
+            torch.autograd.grad(o, (qkv, bias), torch.empty_like(o))
+        peaks.append(seen.bytes_of(seen.held(0)) / 2**20)
+    dense, ours = peaks  # 342 and 154 MiB
+    assert ours < 160 < 300 < dense

@@ -262,6 +262,27 @@ test_attention_varlen = fuzzed(varlen_cases(), of_lengths(ops.attention_varlen),
 
 
 @st.composite
+def window_cases(draw: st.DrawFn) -> Case:
+    """Grids and windows of any size, shifts of less than a window; a mask of every head or one, every query or one, or
+    none. A token alone in its window or region has gradients of rounding alone: not wanted where there may be one."""
+    B, _, H, d = draw(SIZES)
+    grid, window = (draw(st.tuples(st.integers(1, 9), st.integers(1, 9))) for _ in range(2))
+    shift = tuple(draw(st.integers(0, side - 1)) for side in window)
+    n = window[0] * window[1]
+    mask = draw(st.sampled_from([H, 1])), draw(st.sampled_from([n, 1])), n
+    options = {"scale": SCALE, "window": st.just(window), "shift": st.just(shift)}
+    found = draw(case({"qkv": (B, *grid, 3, H, d), "attn_mask": mask}, "attn_mask", "attn_mask", **options))
+    alone = any(size * side == 1 or by or size % side for size, side, by in zip(grid, window, shift, strict=True))
+    if alone or 1 in grid or 1 in window:
+        unwanted = {name: replace(t, wanted=False) for name, t in found.tensors.items() if t is not None}
+        found = Case(unwanted, found.result, found.options)
+    return found
+
+
+test_attention_windows = fuzzed(window_cases(), ops.attention_windows, formulas.attention_windows)
+
+
+@st.composite
 def rotary_cases(draw: st.DrawFn) -> Case:
     """q, k and v, and tables of every sample or one, every head or one, of all tokens or but the first ones."""
     B, N, H, d = draw(SIZES)

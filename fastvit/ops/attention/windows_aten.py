@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -206,14 +206,15 @@ def _backward(
     for i, group in enumerate(_groups(windows, qkv.device)):
         its_qkv, its_mask = group.take(of_tokens), group.masked(mask, windows)
         its_dqkv = torch.empty(its_qkv.shape, dtype=qkv.dtype, device=qkv.device)
-        arguments: Any = (
-            group.take(do), *its_qkv.unbind(2), its_mask, group.take(o), group.of_lse(of_windows),
-            None if seed is None else seed + i, scale, dropout_p,
-        )  # fmt: skip
+        out = its_dqkv.unbind(2)
+        its_do, (q, k, v), its_seed = group.take(do), its_qkv.unbind(2), None if seed is None else seed + i
         if dmask is None or its_mask is None:
-            attention_bwd(*arguments, out=its_dqkv.unbind(2))
-        else:
-            *_, of_mask = attention_bwd_with_mask(*arguments, out=its_dqkv.unbind(2))
+            its_o, its_lse = group.take(o), group.of_lse(of_windows)
+            attention_bwd(its_do, q, k, v, its_mask, its_o, its_lse, its_seed, scale, dropout_p, out=out)
+        else:  # reads neither o nor lse
+            *_, of_mask = attention_bwd_with_mask(
+                its_do, q, k, v, its_mask, o, lse, its_seed, scale, dropout_p, out=out
+            )
             group.add_to(dmask, of_mask, windows)
         group.put(its_dqkv, dqkv.flatten(1, 2))
     return dqkv

@@ -118,7 +118,7 @@ def attention_windows(
             mask = mask & seen if mask.dtype is torch.bool else torch.where(seen, mask, -torch.inf)
         mask = mask.repeat(B, 1, 1, 1)
     o = attention(q, k, v, attn_mask=mask, factors=factors, sdpa=sdpa, **options)
-    o = o.unflatten(1, (wh, ww)).unflatten(0, (B, -1, (gw + more[1]) // ww))
+    o = o.unflatten(1, (wh, ww)).unflatten(0, (B, (gh + more[0]) // wh, (gw + more[1]) // ww))
     o = o.transpose(2, 3).flatten(3, 4).flatten(1, 2)[:, :gh, :gw]
     return torch.roll(o, (sh, sw), (1, 2)).contiguous() if sh or sw else o.contiguous()
 
