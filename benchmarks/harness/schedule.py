@@ -22,6 +22,7 @@ Case = tuple[Workload, str]  # and "inference" or "training"
 FIRST = {
     "attention": ("B1 N1025 H12 d64", "B32 N197 H16 d64"),
     "attention_varlen": ("B4 N256 H12 d64", "B32 N1024 H16 d64"),
+    "attention_windows": ("B1 grid56 window7 H3 d32 shift3", "B32 grid56 window7 H3 d32 shift3"),
     "rotary": ("B8 N197 H12 d64 halves", "B32 N197 H12 d64 halves"),
     "qk_norm": ("halves layer B8 N197 H12 d64", "halves layer B32 N197 H12 d64"),
     "layer_norm": ("B8 N197 D768", "B256 N197 D768"),
