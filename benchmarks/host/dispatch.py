@@ -69,6 +69,7 @@ def _norms_and_layers() -> dict[str, Case]:
 def _heads() -> dict[str, Case]:
     d = D // HEADS
     q, qkv = torch.randn(1, N, HEADS, d), torch.randn(1, N, 3, HEADS, d)
+    grid = qkv[:, 1:].unflatten(1, (4, 4))
     ends, angles = torch.tensor([0, 8, N]), torch.randn(N - 1, d)
     positions = ops.Rotary(angles.sin(), angles.cos(), 1)
     weight, bias = _parameters((d,), (d,))
@@ -89,6 +90,10 @@ def _heads() -> dict[str, Case]:
         "attention_varlen_qkvpacked": (
             lambda: ops.attention_varlen_qkvpacked(qkv[0], ends),
             lambda: torch.cat([_attention(*part.unbind(2)) for part in (qkv[:, :8], qkv[:, 8:])], 1)[0],
+        ),
+        "attention_windows": (  # a grid of one window
+            lambda: ops.attention_windows(grid, (4, 4)),
+            lambda: _attention(*grid.flatten(1, 2).unbind(2)).unflatten(1, (4, 4)),
         ),
         "rotary": (lambda: ops.rotary(q, positions), lambda: rotary(q)),
         "rotary_qkvpacked": (
