@@ -105,7 +105,7 @@ def the_same_binary_as_triton_and_the_same_arguments():
             assert {*range(count, len(kernel.arg_names))} <= {*kernel.constexprs}  # places that the launcher skips
 
         with launching(thrice):
-            for i in range(90):
+            for i in range(140):
                 gpu.device = i % 2  # a binary is loaded on one device
                 torch.set_float32_matmul_precision(draw.choice(("highest", "high")))
                 name, dtype = draw.choice([*ROWS]), draw.choice(DTYPES)

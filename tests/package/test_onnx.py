@@ -57,7 +57,7 @@ MODELS = {  # name -> the model, and how many of NODES it becomes
     "ours": (functools.partial(VisionTransformer, **TINY), (3, 1, 1, 0)),
     "attention pooling": (
         functools.partial(VisionTransformer, **TINY, class_token=False, global_pool="map"),
-        (4, 2, 1, 1),
+        (4, 2, 2, 0),
     ),
     "timm": (timm_vit, (3, 1, 1, 0)),
     "SwiGLU of timm": (functools.partial(timm_vit, "SwiGLU", scale_mlp_norm=True), (4, 1, 1, 0)),

@@ -22,9 +22,10 @@ from fastvit.ops.runtime import launch as runtime_launch
 
 
 def other(tensors):
-    """Return tensors with the same signature and other values."""
+    """Return tensors with the same signature and other values, where these are no lengths."""
+    numbers = {name: t for name, t in tensors.items() if t.is_floating_point()}
     with torch.no_grad():
-        return {name: (t * 0.75 + 0.125).requires_grad_(t.requires_grad) for name, t in tensors.items()}
+        return tensors | {name: (t * 0.75 + 0.125).requires_grad_(t.requires_grad) for name, t in numbers.items()}
 
 
 def strided(tensors):

@@ -15,4 +15,4 @@ def test_random_calls_launch_what_first_calls_do(calls: int) -> None:
     assert "problem" not in found, found["problem"]
     assert found["calls"] == calls
     assert found["launches"] > calls
-    assert found["remembered"] > calls / 6
+    assert found["remembered"] > calls / 8

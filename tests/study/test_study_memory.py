@@ -191,7 +191,7 @@ def test_a_model_without_attention():
 def test_a_cpu_without_memory(monkeypatch):
     """Like CUDA's own error, it leaves the point unmeasured; any other error is raised."""
 
-    def measure(*_: object) -> int:
+    def measure(*_: object, **__: object) -> int:
         raise RuntimeError(message)
 
     monkeypatch.setattr(measurement, "measure", measure)

@@ -10,7 +10,14 @@ from torch import Tensor
 
 from fastvit.ops.attention import aten
 from fastvit.ops.attention.aten import lse_shape
-from fastvit.ops.attention.relative import Relative, RelativeOptions, attend, check_alone, check_relative
+from fastvit.ops.attention.relative import (
+    AttentionRelative,
+    Relative,
+    RelativeInputs,
+    RelativeOptions,
+    check_alone,
+    check_relative,
+)
 from fastvit.ops.dropout.op import draw_seeds
 from fastvit.ops.runtime import decompositions
 from fastvit.ops.runtime.autograd import Computed, FusedNode, inputs, needs_autograd, run
@@ -252,7 +259,8 @@ def attention(
         others = attn_mask, is_causal, scale, dropout_p, layout
         call = begin("attention", (q, k, v, relative, attn_mask), others[1:])
         autograd, of_relative = call.once("checked", _checked_relative, q, k, v, relative, *others)
-        return attend(q, k, v, relative, autograd, of_relative, call)
+        found: Tensor = run(AttentionRelative, autograd, RelativeInputs(q, k, v, *relative, of_relative, call))
+        return found
     if layout != "bnhd":
         return _heads_first(layout, q, k, v, attn_mask, is_causal, scale, dropout_p)
     call = begin("attention", (q, k, v, attn_mask), (scale, dropout_p, is_causal))

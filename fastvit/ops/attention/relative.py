@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fastvit.ops.attention import relative_aten as aten
 from fastvit.ops.runtime import decompositions
-from fastvit.ops.runtime.autograd import Computed, FusedNode, inputs, run
+from fastvit.ops.runtime.autograd import Computed, FusedNode, inputs
 from fastvit.ops.runtime.call import Call
 from fastvit.ops.runtime.checks import check_like
 from fastvit.ops.runtime.dtypes import stat_dtype
@@ -65,11 +65,11 @@ class RelativeOptions(NamedTuple):
 
 
 _NAMES = "q", "k", "v", "rows", "columns"
-_Inputs = inputs(*_NAMES)
+RelativeInputs = inputs(*_NAMES)
 
 
-class _AttentionRelative(FusedNode):
-    Inputs = _Inputs
+class AttentionRelative(FusedNode):
+    Inputs = RelativeInputs
     casts = _NAMES
     keeps = ("lse",)
     saves = (*_NAMES, "result", "lse")
@@ -83,14 +83,6 @@ class _AttentionRelative(FusedNode):
     @staticmethod
     def gradients(s: dict[str, Any], douts: Any, o: RelativeOptions, wants: Any, call: Call) -> dict[str, Any]:
         return dict(zip(_NAMES, attention_relative_bwd(*douts, *s.values(), o.scale, call=call), strict=True))
-
-
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, relative: Relative, autograd: bool, options: RelativeOptions, call: Call
-) -> Tensor:
-    """Run attention on checked arguments."""
-    out: Tensor = run(_AttentionRelative, autograd, _Inputs(q, k, v, *relative, options, call))
-    return out
 
 
 def check_relative(relative: Any, q: Tensor, k: Tensor, *, dtype: bool) -> None:
