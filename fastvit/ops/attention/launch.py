@@ -78,10 +78,12 @@ def attention_varlen_fwd(
 def attention_varlen_qkvpacked_fwd(
     qkv: Tensor, cu_seqlens: Tensor, seed: Tensor | None, max_seqlen: int, scale: float, dropout_p: float, *, call: Call
 ) -> tuple[Tensor, Tensor]:
-    """Run `attention_varlen_fwd` on qkv (T, 3, H, d)."""
-    q, k, v = qkv.unbind(1)
-    lengths = max_seqlen, max_seqlen
-    return attention_varlen_fwd(q, k, v, cu_seqlens, None, seed, *lengths, scale, dropout_p, call=call)
+    """Run the forward kernel as `attention_varlen_fwd` does, on qkv (T, 3, H, d)."""
+    q, k, v = qkv[None].unbind(2)
+    sequences = _sequences(cu_seqlens, None, max_seqlen, max_seqlen, call)
+    o, lse, launch, tensors = forward(q, k, v, None, seed, scale, dropout_p, False, sequences, call)
+    launch(*tensors)
+    return o[0].detach(), lse.view(-1)
 
 
 def _sequences(ends: Tensor, ends_k: Tensor | None, longest: int, longest_k: int, call: Call) -> Sequences:
