@@ -99,7 +99,7 @@ def test_rehearsal_with_a_process_that_dies_killed_and_taken_up_again(tmp_path):
     assert "correct layer_norm: done before" in out
     assert "minutes left" in out
     assert "mlp: 6 of 6 correct" in out
-    assert "26 results: 0 wrong, 0 failed, 0 missing" in out
+    assert "32 results: 0 wrong, 0 failed, 0 missing" in out
     table = (folder / "table.md").read_text()
     assert out.splitlines()[-1] == f"see {folder / 'table.md'}"
     shown = table.split("```")[1].strip().splitlines()
