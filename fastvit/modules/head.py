@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from fastvit.features import Backbone
 from fastvit.modules.arguments import check_integers
 from fastvit.modules.packing import Images
-from fastvit.modules.parts import check_takes, check_unmasked, mask_arguments
+from fastvit.modules.parts import check_takes, mask_arguments
 from fastvit.modules.pooling import AttentionPoolLatent, check_pool, pool_sequences, pool_tokens
+from fastvit.ops.attention.op import check_unmasked
 
 _FOR_IMAGES = ("forward_features", "pool", "forward_head")  # methods that lists do not call
 

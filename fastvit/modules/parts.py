@@ -15,7 +15,7 @@ from fastvit import ops
 from fastvit.blocks import read, run
 from fastvit.blocks.submodules import qualified_name, read_or_none, submodules
 from fastvit.modules.arguments import Device, Dtype, check_factory, check_init_values, check_integers, check_number
-from fastvit.ops.attention.op import check_causal, check_mask
+from fastvit.ops.attention.op import check_causal, check_mask, check_unmasked
 from fastvit.ops.attention.varlen import checked_lengths
 from fastvit.ops.attention.varlen_aten import checked_ends
 from fastvit.ops.runtime.checks import check_float, takes_head_dim
@@ -128,12 +128,6 @@ def of_call(
         raise ValueError(f"x must have shape (T, D) with cu_seqlens, got {tuple(x.shape)}")
     checked_lengths("x", x, cu_seqlens, max_seqlen)
     return None if described is None else run.of_sequences(described, x, cu_seqlens, max_seqlen)
-
-
-def check_unmasked(attn_mask: Tensor | None = None, is_causal: bool = False, *, of: str) -> None:
-    """Check that there is no mask in a call with several sequences."""
-    if attn_mask is not None or is_causal:
-        raise ValueError(f"attn_mask must be None and is_causal False with {of}")
 
 
 def check_takes(name: str, module: nn.Module, argument: str) -> None:

@@ -2,8 +2,7 @@
 
 from fastvit.ops.attention.op import attention, attention_qkvpacked
 from fastvit.ops.attention.relative import Relative
-from fastvit.ops.attention.varlen import attention_varlen
-from fastvit.ops.attention.varlen_packed import attention_varlen_qkvpacked
+from fastvit.ops.attention.varlen import attention_varlen, attention_varlen_qkvpacked
 from fastvit.ops.attention.windows import attention_windows
 from fastvit.ops.block.attention import layer_norm_attention
 from fastvit.ops.block.mlp import layer_norm_mlp, mlp

@@ -131,9 +131,8 @@ def attention_qkvpacked_bwd(
 ) -> Tensor:  # fmt: skip
     q, k, v = qkv.unbind(2)
     arguments: Any = (do, q, k, v, mask, o, lse, seed, scale, dropout_p, causal)
-    if _has_flash_backward(
-        do, seed, q, k, v, mask, causal
-    ):  # it allocates gradients; packed once its workspace is freed
+    # PyTorch's kernel allocates gradients; they are packed once its workspace is freed
+    if _has_flash_backward(do, seed, q, k, v, mask, causal):
         return torch.stack((*attention_bwd(*arguments),), 2)
     dqkv = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
     attention_bwd(*arguments, out=dqkv.unbind(2))
@@ -173,14 +172,9 @@ def _written(found: Sequence[Tensor], out: Sequence[Tensor] | None) -> Sequence[
 def _has_flash(seed: Tensor | None, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> bool:
     """Return whether PyTorch's CPU flash kernel takes these inputs. It reads by stride but wants unit stride in a
     head; of a mask and causal attention it takes one."""
-    if (
-        seed is not None
-        or not q.is_cpu
-        or q.numel() == 0
-        or k.numel() == 0
-        or not _FLASH
-        or (causal and mask is not None)
-    ):
+    if not _FLASH or seed is not None or not q.is_cpu or (causal and mask is not None):
+        return False
+    if q.numel() == 0 or k.numel() == 0:
         return False
     return q.stride(3) == k.stride(3) == v.stride(3) == 1 and (_SHARED or k.shape[2] == q.shape[2])
 
@@ -192,8 +186,7 @@ def _has_flash_backward(do: Tensor, seed: Tensor | None, q: Tensor, *rest: Any) 
 def _split(scale: float, q: Tensor) -> tuple[float, float]:
     """Split the scale into a factor for q and a power of two. PyTorch's kernel applies the scale after the product in
     its forward pass, and within it in its backward pass. Unless it is a power of two, the two differ by roundings of
-    the
-    score: in float32 up to 9 times the error of softmax and its gradient, negligible in 16 bits."""
+    the score: in float32 up to 9 times the error of softmax and its gradient, negligible in 16 bits."""
     factor, exponent = math.frexp(scale)
     if abs(factor) in (0.0, 0.5) or q.dtype in (torch.bfloat16, torch.float16):
         return 1.0, scale

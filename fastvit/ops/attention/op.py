@@ -202,6 +202,12 @@ def check_causal(is_causal: Any) -> None:
         raise TypeError(f"is_causal must be a bool, got {is_causal!r}")
 
 
+def check_unmasked(attn_mask: Tensor | None = None, is_causal: bool = False, *, of: str) -> None:
+    """Check that there is no mask in a call with several sequences."""
+    if attn_mask is not None or is_causal:
+        raise ValueError(f"attn_mask must be None and is_causal False with {of}")
+
+
 def check_mask(mask: Any, x_name: str, x: Tensor, batch: int, tokens: int, heads: int, keys: int | None = None) -> None:
     """Check a mask for x. keys: how many there are, or None for as many as x has tokens."""
     if not isinstance(mask, Tensor):

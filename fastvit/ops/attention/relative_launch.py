@@ -13,7 +13,7 @@ from fastvit.kernels.attention_relative_bwd import (
     attention_relative_bwd_dq_kernel,
 )
 from fastvit.ops.attention.launch import readable
-from fastvit.ops.attention.workload import DTYPES
+from fastvit.ops.attention.workload import DTYPES, in_units, shape_of_strides
 from fastvit.ops.runtime import device
 from fastvit.ops.runtime.backend import KernelUnsupported
 from fastvit.ops.runtime.call import Call
@@ -91,16 +91,10 @@ def _strides(
     """Return the strides of the first and of rows and columns, and the constants that are their units."""
     if rows.dtype not in DTYPES:
         raise KernelUnsupported(f"attention has no kernel for {rows.dtype}")
-    (unit, strides), (other_unit, others) = _in_units(strided), _in_units((rows, columns))
+    q, k = strided[:2]
+    unit, strides = in_units(shape_of_strides(q, k), *[t.stride() for t in strided])
+    other_unit, others = in_units(q.shape, rows.stride(), columns.stride())
     return strides, others, {"UNIT": unit, "OTHER_UNIT": other_unit}
-
-
-def _in_units(tensors: tuple[Tensor, ...]) -> tuple[int, tuple[int, ...]]:
-    """Return the unit, 8 elements if all strides are multiples of 8 or else 1, and the strides of batch, token and head
-    of each tensor in units. The stride of a dimension of one element is 0."""
-    elements = [t.stride(i) if t.shape[i] > 1 else 0 for t in tensors for i in range(3)]
-    unit = 8 if all(n % 8 == 0 for n in elements) else 1
-    return unit, tuple([n // unit for n in elements])
 
 
 # M, height and width of the grid, d, bytes of an element, target, precision of the matmuls

@@ -1,4 +1,5 @@
-"""Softmax attention within sequences of several lengths: registration, gradient, checks, public function."""
+"""Softmax attention within sequences of several lengths, of q, k and v or of a packed qkv: registration, gradients,
+checks, public functions."""
 
 from __future__ import annotations
 
@@ -36,6 +37,15 @@ def _bwd_flops(
     return _fwd_flops(q, k, v, cu, cu_k, seed, *rest) * 5 // 2
 
 
+def _packed_fwd_flops(qkv: Any, cu: Any, seed: Any, longest: int, *_: Any, **__: Any) -> int:
+    T, _, H, d = qkv
+    return _fwd_flops((T, H, d), None, None, cu, None, seed, longest, longest)
+
+
+def _packed_bwd_flops(do: Any, qkv: Any, cu: Any, o: Any, lse: Any, seed: Any, *rest: Any, **__: Any) -> int:
+    return _packed_fwd_flops(qkv, cu, seed, *rest) * 5 // 2
+
+
 # q (T, H, d), k and v with as many heads or fewer. cu_seqlens_k: None if k and v have q's sequences. `lse` is (T * H,),
 # sequence by sequence (H, N), else as attention's.
 attention_varlen_fwd = register(
@@ -55,6 +65,25 @@ attention_varlen_bwd = register(
     launch="attention.launch",
     flops=_bwd_flops,
     fake=lambda do, *inputs: tuple([t.new_empty(t.shape) for t in inputs[:3]]),
+)
+
+# qkv (T, 3, H, d); `lse` as of attention_varlen_fwd
+attention_varlen_qkvpacked_fwd = register(
+    "attention_varlen_qkvpacked_fwd(Tensor qkv, Tensor cu_seqlens, Tensor? seed, SymInt max_seqlen, float scale,"
+    " float dropout_p) -> (Tensor o, Tensor lse)",
+    aten=aten.attention_varlen_qkvpacked_fwd,
+    launch="attention.launch",
+    fake=lambda qkv, *_: _fwd_fake(qkv[:, 0]),
+    flops=_packed_fwd_flops,
+    decomposition=decompositions.attention_varlen_qkvpacked_fwd,
+)
+attention_varlen_qkvpacked_bwd = register(
+    "attention_varlen_qkvpacked_bwd(Tensor do, Tensor qkv, Tensor cu_seqlens, Tensor o, Tensor lse, Tensor? seed,"
+    " SymInt max_seqlen, float scale, float dropout_p) -> Tensor",
+    aten=aten.attention_varlen_qkvpacked_bwd,
+    launch="attention.launch",
+    flops=_packed_bwd_flops,
+    fake=lambda do, qkv, *_: qkv.new_empty(qkv.shape),
 )
 
 
@@ -89,6 +118,28 @@ class _AttentionVarlen(FusedNode):
         arguments = *douts, q, k, v, cu_seqlens, cu_seqlens_k, out, lse, seed, *options
         dq, dk, dv = attention_varlen_bwd(*arguments, call=call)
         return {"q": dq, "k": dk, "v": dv}
+
+
+_PackedInputs = inputs("qkv", "cu_seqlens", "seed")
+
+
+class _AttentionVarlenQkvPacked(FusedNode):
+    Inputs = _PackedInputs
+    casts = ("qkv",)
+    keeps = ("lse",)
+    saves = ("qkv", "cu_seqlens", "seed", "result", "lse")
+
+    @staticmethod
+    def compute(t: Any) -> Computed:
+        *tensors, o, call = t
+        out, lse = attention_varlen_qkvpacked_fwd(*tensors, o.max_seqlen, o.scale, o.dropout_p, call=call)
+        return (out,), {"lse": lse}
+
+    @staticmethod
+    def gradients(s: dict[str, Any], douts: Any, o: _Options, wants: Any, call: Call) -> dict[str, Any]:
+        qkv, cu_seqlens, seed, out, lse = s.values()
+        arguments = *douts, qkv, cu_seqlens, out, lse, seed, o.max_seqlen, o.scale, o.dropout_p
+        return {"qkv": attention_varlen_qkvpacked_bwd(*arguments, call=call)}
 
 
 def attention_varlen(
@@ -161,6 +212,44 @@ def _checked(
         raise ValueError(f"max_seqlen_k must be None without cu_seqlens_k, got {max_seqlen_k}")
     options = _Options("attention_varlen", longest, longest_k, scale, dropout_p, cast)
     return needs_autograd("attention_varlen", q, k, v), options
+
+
+def attention_varlen_qkvpacked(
+    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int | None = None, *, scale: float | None = None,
+    dropout_p: float = 0.0,
+) -> Tensor:  # fmt: skip
+    """Compute `attention_varlen` of q, k, v = qkv.unbind(1), read in place. The gradient is one packed tensor.
+
+    Args:
+        qkv: (T, 3, H, d), as a qkv projection of the tokens of all sequences leaves it; dtypes, strides and d as in
+            `attention`.
+        cu_seqlens, max_seqlen, scale, dropout_p: as in `attention_varlen`.
+
+    Returns:
+        (T, H, d), contiguous, as from `attention_varlen`.
+
+    Raises:
+        TypeError, ValueError: as `attention_varlen`.
+    """
+    tensors = qkv, cu_seqlens
+    call = begin("attention_varlen_qkvpacked", tensors, (max_seqlen, type(max_seqlen), scale, dropout_p))
+    autograd, options = call.once("checked", _checked_packed, *tensors, max_seqlen, scale, dropout_p)
+    seed = draw_seeds(1, qkv.device) if dropout_p > 0.0 else None
+    out: Tensor = run(_AttentionVarlenQkvPacked, autograd, _PackedInputs(*tensors, seed, options, call))
+    return out
+
+
+def _checked_packed(
+    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int | None, scale: float | None, dropout_p: float
+) -> tuple[bool, _Options]:
+    """Check a call; return whether it needs autograd."""
+    check_float("qkv", qkv)
+    if qkv.dim() != 4 or qkv.shape[1] != 3:
+        raise ValueError(f"qkv must have shape (T, 3, H, d), got {tuple(qkv.shape)}")
+    scale = checked_scale(qkv.shape[3], scale, dropout_p)
+    longest = checked_lengths("qkv", qkv, cu_seqlens, max_seqlen)
+    options = _Options("attention_varlen_qkvpacked", longest, longest, scale, dropout_p, autocast_dtype(qkv))
+    return needs_autograd("attention_varlen_qkvpacked", qkv), options
 
 
 def checked_lengths(name: str, x: Tensor, cu_seqlens: Any, max_seqlen: Any, which: str = "") -> int:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from torch import Tensor
 
 from fastvit.ops.attention.launch import Gradients, forward, launch_backward
@@ -31,21 +34,23 @@ def attention_windows_bwd(
     do: Tensor, qkv: Tensor, mask: Tensor | None, o: Tensor, lse: Tensor, seed: Tensor | None, window: list[int],
     shift: list[int], scale: float, dropout_p: float, *, call: Call,
 ) -> Tensor:  # fmt: skip
-    dqkv, windows = empty_like(qkv), windows_of(qkv, window, shift)
-    q, k, v = qkv.flatten(1, 2).unbind(2)
-    gradients = Gradients(*dqkv.flatten(1, 2).unbind(2))
-    do, o = do.flatten(1, 2), o.flatten(1, 2)
-    launch_backward(do, q, k, v, mask, o, lse, seed, scale, dropout_p, False, gradients, windows, call)
-    return dqkv
+    return _backward(launch_backward, do, qkv, mask, o, lse, seed, window, shift, scale, dropout_p, call)[0]
 
 
 def attention_windows_bwd_with_mask(
     do: Tensor, qkv: Tensor, mask: Tensor, o: Tensor, lse: Tensor, seed: Tensor | None, window: list[int],
     shift: list[int], scale: float, dropout_p: float, *, call: Call,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return _backward(launch_with_mask, do, qkv, mask, o, lse, seed, window, shift, scale, dropout_p, call)
+
+
+def _backward(
+    launch: Callable[..., Any], do: Tensor, qkv: Tensor, mask: Tensor | None, o: Tensor, lse: Tensor,
+    seed: Tensor | None, window: list[int], shift: list[int], scale: float, dropout_p: float, call: Call,
+) -> tuple[Tensor, Any]:  # fmt: skip
+    """Return dqkv, and what `launch` returns."""
     dqkv, windows = empty_like(qkv), windows_of(qkv, window, shift)
     q, k, v = qkv.flatten(1, 2).unbind(2)
     gradients = Gradients(*dqkv.flatten(1, 2).unbind(2))
     do, o = do.flatten(1, 2), o.flatten(1, 2)
-    tensors = do, q, k, v, mask, o, lse, seed
-    return dqkv, launch_with_mask(*tensors, scale, dropout_p, False, gradients, windows, call)
+    return dqkv, launch(do, q, k, v, mask, o, lse, seed, scale, dropout_p, False, gradients, windows, call)

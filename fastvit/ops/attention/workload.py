@@ -1,4 +1,4 @@
-"""What kernels of attention are configured by, and their configurations."""
+"""The description of a call of attention that its kernels' configurations depend on, and these configurations."""
 
 from __future__ import annotations
 
@@ -63,6 +63,12 @@ def in_units(shape: tuple[int, ...], *strides: tuple[int, ...]) -> tuple[int, tu
     return unit, tuple(s // unit for s in elements)
 
 
+def shape_of_strides(q: Tensor, k: Tensor) -> tuple[int, ...]:
+    """Return the shape for `in_units` of tensors like q and like k: the strides of tokens count if either has
+    several."""
+    return (*q.shape[:1], max(q.shape[1], k.shape[1]), *q.shape[2:])
+
+
 def sizes_of(q: Tensor, k: Tensor, workload: Workload) -> tuple[int | None, ...]:
     """Return N, N_k, H, tokens and tokens_k as the kernels take them: the second and the last None if not needed."""
     keys, tokens = (workload.keys, k.shape[1]) if workload.apart else (None, None)
@@ -84,10 +90,10 @@ def stored(q: Tensor, within: Within) -> tuple[int, int, int]:
 
 
 class Workload(NamedTuple):
-    """What configurations are chosen by. queries, keys: of a sample, of a window, or the most in a packed sequence.
-    unit: of the strides; mask_rows: whether queries have a mask each; group: how many heads share keys; regions:
-    whether tokens of a window may be hidden from each other. kind: why it is not plain attention: "windows", "mask",
-    "lengths", "groups", "causal", "keys" (more or fewer of them than queries), or ""."""
+    """The facts that decide on a configuration. queries, keys: of a sample, of a window, or the most in a packed
+    sequence. unit: of the strides; mask_rows: whether queries have a mask each; group: how many heads share keys;
+    regions: whether tokens of a window may be hidden from each other. kind: why it is not plain attention: "windows",
+    "mask", "lengths", "groups", "causal", "keys" (more or fewer of them than queries), or ""."""
 
     queries: int
     keys: int
@@ -120,9 +126,7 @@ def described(
         N = within.longest_k if apart else M
     elif within is not None:
         B, M, N, regions = B * within.of_sample, within.tokens, within.tokens, within.hides
-    # a batch of one query next to several keys: the strides of both count
-    shape = (*q.shape[:1], max(q.shape[1], k.shape[1]), *q.shape[2:])
-    unit, strides = in_units(shape, *[t.stride() for t in strided])
+    unit, strides = in_units(shape_of_strides(q, k), *[t.stride() for t in strided])
     mask_rows, of_mask = _mask_in_units(mask)
     workload = Workload(
         max(M, 1), max(N, 1), d, q.element_size(), seed is not None, device.arch(q), dot_precision(q), unit, mask_rows,

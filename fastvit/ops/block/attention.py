@@ -6,27 +6,12 @@ from typing import Any
 
 from torch import Tensor
 
-from fastvit.ops.attention.op import (
-    broadcast_mask,
-    check_causal,
-    check_mask,
-    checked_scale,
-)
+from fastvit.ops.attention.op import broadcast_mask, check_causal, check_mask, check_unmasked, checked_scale
 from fastvit.ops.attention.varlen import checked_lengths
 from fastvit.ops.block.attention_node import AttentionInputs, AttentionOptions, NormAttention
-from fastvit.ops.block.norm_linear import (
-    Biases,
-    Weights,
-    check_norm_and_layers,
-    flat_layers,
-)
+from fastvit.ops.block.norm_linear import Biases, Weights, check_norm_and_layers, flat_layers
 from fastvit.ops.dropout.op import draw_seeds
-from fastvit.ops.layer_norm.op import (
-    NO_NORM,
-    Norm,
-    NormTuple,
-    checked_norm,
-)
+from fastvit.ops.layer_norm.op import NO_NORM, Norm, NormTuple, checked_norm
 from fastvit.ops.linear.op import check_linear
 from fastvit.ops.qk_norm.op import checked_norms
 from fastvit.ops.rotary.op import Rotary, broadcast_tables, check_tables
@@ -155,8 +140,7 @@ def _checked(
     longest = None
     if cu_seqlens is not None:
         longest = checked_lengths("x", x, cu_seqlens, max_seqlen)
-        if attn_mask is not None or is_causal:
-            raise ValueError("attn_mask must be None and is_causal False with cu_seqlens")
+        check_unmasked(attn_mask, is_causal, of="cu_seqlens")
     elif max_seqlen is not None:
         raise ValueError(f"max_seqlen must be None without cu_seqlens, got {max_seqlen}")
     check_recompute(recompute, RECOMPUTE)

@@ -16,8 +16,12 @@ from fastvit.ops.attention.op import (
     attention_qkvpacked_bwd_with_mask,
     attention_qkvpacked_fwd,
 )
-from fastvit.ops.attention.varlen import attention_varlen_bwd, attention_varlen_fwd
-from fastvit.ops.attention.varlen_packed import attention_varlen_qkvpacked_bwd, attention_varlen_qkvpacked_fwd
+from fastvit.ops.attention.varlen import (
+    attention_varlen_bwd,
+    attention_varlen_fwd,
+    attention_varlen_qkvpacked_bwd,
+    attention_varlen_qkvpacked_fwd,
+)
 from fastvit.ops.block.norm_linear import NormedRows, norm_linear_backward, of_each_layer, side_by_side
 from fastvit.ops.layer_norm.op import Residual, layer_norm_fwd, norm_backward
 from fastvit.ops.linear.op import linear_fwd
