@@ -112,9 +112,8 @@ def _tile(
     if kind in _MASKED or (has_dropout and head_dim > 64) or (causal and wide):  # all take registers
         loop = max(loop // 2, 32 if instructions == "wgmma" else 16)
     length = length or n
-    if (
-        own == 128 and -(-length // 64) * 64 * 1.1 < -(-length // 128) * 128
-    ):  # the last tile would be half empty, as at N = 257
+    # the last tile would be half empty, as at N = 257
+    if own == 128 and -(-length // 64) * 64 * 1.1 < -(-length // 128) * 128:
         own, num_warps = 64, 4
     num_warps = min(num_warps, 4) if arch.startswith("gfx") else num_warps  # AMD: warps of 64 threads
     return Tile(own, loop, num_warps, stages)
@@ -168,17 +167,8 @@ def attention_fwd(
 ) -> AttentionForwardConfig:  # fmt: skip
     """Configure attention_fwd_kernel for n keys, and `own` queries."""
     instructions = _instructions(itemsize, arch, tf32)
-    block_m, block_n, num_warps, stages = _tile(
-        _FORWARD_WINDOWS if kind == "windows" else _FORWARD,
-        instructions,
-        n,
-        head_dim,
-        has_dropout,
-        arch,
-        kind,
-        own,
-        causal,
-    )
+    rows = _FORWARD_WINDOWS if kind == "windows" else _FORWARD
+    block_m, block_n, num_warps, stages = _tile(rows, instructions, n, head_dim, has_dropout, arch, kind, own, causal)
     if kind in _MASKED and instructions == "mma" and head_dim > 64:
         block_n = min(block_n, 32)
     if kind in _MASKED and instructions == "wgmma" and head_dim <= 64 and block_m == 128:

@@ -138,9 +138,8 @@ def _load_mask(mask, queries, first_query, keys, first_key, at, at_keys, ROWS: t
     """Load a tile of the mask, or one row of it for all queries."""
     plane = at.batch.to(tl.int64) * mask.batch + at.head.to(tl.int64) * mask.head
     tile = mask.ptr + (plane + tl.cast(first_query, tl.int64) * mask.query) * 16 + first_key
-    inside = (
-        keys // 16 * 16 < at_keys.N - first_key if TAIL else keys >= 0
-    )  # up to the padding, so that loads are 16 bytes
+    # up to the padding, so that loads are 16 bytes
+    inside = keys // 16 * 16 < at_keys.N - first_key if TAIL else keys >= 0
     if ROWS:
         return tl.load(
             tile + (queries * (mask.query * 16) + keys), mask=(queries < at.N - first_query) & inside, other=0

@@ -71,9 +71,8 @@ def _dmask(
     keys = tl.arange(0, BLOCK_N)[None, :]
     width = tl.cdiv(keys_in_all, 16) * 16
     tile = dmask_ptr + (out.to(tl.int64) * N + first_query) * width + first_key
-    inside = (queries < N - first_query) & (
-        keys // 16 * 16 < keys_in_all - first_key
-    )  # rows are padded, as a mask's are
+    # rows are padded, as a mask's are
+    inside = (queries < N - first_query) & (keys // 16 * 16 < keys_in_all - first_key)
     tl.store(tile + (queries * width + keys), total.to(dmask_ptr.dtype.element_ty), mask=inside)
 
 

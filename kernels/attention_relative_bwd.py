@@ -260,22 +260,9 @@ def _dkdv(
         queries = _from(q, do, rows, columns, statistics_ptr, at, 0)
         for start in range(0, full, BLOCK_M):
             dk_total, dv_total = _dkdv_step(
-                dk_total,
-                dv_total,
-                its_k,
-                its_v,
-                where,
-                queries,
-                start,
-                at,
-                row,
-                column,
-                scale,
-                grid,
-                head,
-                BLOCK_M,
+                dk_total, dv_total, its_k, its_v, where, queries, start, at, row, column, scale, grid, head, BLOCK_M,
                 False,
-            )
+            )  # fmt: skip
             queries = QueryRows(
                 skip(queries.q, BLOCK_M), skip(queries.do, BLOCK_M), skip(queries.rows, BLOCK_M),
                 skip(queries.columns, BLOCK_M), queries.lse_ptr + BLOCK_M,
