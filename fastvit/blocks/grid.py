@@ -3,6 +3,7 @@ across the whole grid, with decomposed relative positions or without (Li et al. 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -49,32 +50,32 @@ class GridBlock(NamedTuple):
 
 
 def run_block(x: Tensor, block: GridBlock, recompute: Recompute = DEFAULT) -> Tensor:
-    half = partial(_run_attention_half, block=block)
-    x = half(x) if recompute.attention == "none" else run.run_again(half, x)
-    return run.run_mlp_half(x.flatten(1, 2), block.mlp, recompute=recompute.mlp).view(x.shape)
+    return run_halves(x, partial(_run_attention_half, block=block), block.mlp, recompute)
+
+
+def run_halves(
+    x: Tensor, attention: Callable[[Tensor], Tensor], mlp: HalfSpec[MlpSpec], recompute: Recompute
+) -> Tensor:
+    """Run a block over a grid. attention: the function that runs its first half, (B, H, W, D) -> (B, H, W, D)."""
+    x = attention(x) if recompute.attention == "none" else run.run_again(attention, x)
+    return run.run_mlp_half(x.flatten(1, 2), mlp, recompute=recompute.mlp).view(x.shape)
 
 
 def run_attention(x: Tensor, grid: GridAttention) -> Tensor:
     attn, positions = grid
-    (qkv,) = attn.qkv
-    attended = _attend(run.run_linear(x.flatten(1, 2), qkv), attn, positions, *x.shape[1:3])
+    attended = _attend(run.project(x.flatten(1, 2), attn), attn, positions, *x.shape[1:3])
     return ops.dropout(run.run_linear(attended, attn.proj), attn.proj_drop).view(x.shape)
 
 
 def _run_attention_half(x: Tensor, block: GridBlock) -> Tensor:
     half, window, (_, height, width, _) = block.attention, block.window, x.shape
     attn = half.branch
-    (qkv,) = attn.qkv
     if not window:
         tokens = x.flatten(1, 2)
-        if attn.adapted:
-            packed = run.run_linear(run.run_norm(tokens, half.norm), qkv)
-        else:
-            packed = run.norm_and_project(tokens, half)
-        attended = _attend(packed, attn, block.positions, height, width)
+        attended = _attend(run.norm_and_project(tokens, half), attn, block.positions, height, width)
         return run.run_last(attended, attn.proj, attn.proj_drop, tokens, half).view(x.shape)
     windows = _partition(run.run_norm(x, half.norm), window)
-    attended = _attend(run.run_linear(windows, qkv), attn, block.positions, window, window)
+    attended = _attend(run.project(windows, attn), attn, block.positions, window, window)
     if half.drop_path and block.drops_windows:
         branch = run.run_last(attended, attn.proj, attn.proj_drop, attended.new_zeros(windows.shape), half)
         return x + _join(branch, window, height, width)

@@ -93,9 +93,18 @@ def _run_attention_in_steps(
     return run_last(attended, attn.proj, attn.proj_drop, x, half)
 
 
+def project(x: Tensor, attn: AttentionSpec) -> Tensor:
+    """Compute q, k and v, packed: (..., D) -> (..., (H + 2 * kv_heads) * d)."""
+    projected = [run_linear(x, layer) for layer in attn.qkv]
+    return projected[0] if len(projected) == 1 else torch.cat(projected, -1)
+
+
 def norm_and_project(x: Tensor, half: HalfSpec[AttentionSpec]) -> Tensor:
-    """Compute q, k and v, packed, of layers without adapters."""
-    attn, norm = half.branch, half.norm if half.norm.weight is not None else _with_ones(x, half.norm)
+    """Compute q, k and v of the norm's result, packed, in one op if no layer is adapted."""
+    attn = half.branch
+    if attn.adapted:
+        return project(run_norm(x, half.norm), attn)
+    norm = half.norm if half.norm.weight is not None else _with_ones(x, half.norm)
     packed_or_three: Any = attn.qkv[0] if len(attn.qkv) == 1 else zip(*attn.qkv, strict=True)
     weights, biases = packed_or_three
     return ops.layer_norm_linear(x, norm.weight, norm.bias, weights, biases, eps=norm.eps, norm=norm.kind)
@@ -133,8 +142,8 @@ def run_mlp_half(
 
 
 def _run_mlp_in_steps(x: Tensor, residual: Tensor, half: HalfSpec[MlpSpec]) -> Tensor:
-    mlp, norm = half.branch, half.norm if half.norm.weight is not None else _with_ones(x, half.norm)
-    return run_last(_widen(run_norm(x, norm), mlp), mlp.fc2, mlp.drop2, residual, half)
+    mlp = half.branch
+    return run_last(_widen(run_norm(x, half.norm), mlp), mlp.fc2, mlp.drop2, residual, half)
 
 
 def run_attention_then_norm(
@@ -290,11 +299,8 @@ def _gate_and_value(mlp: MlpSpec) -> tuple[Any, Any]:
 def _widen(x: Tensor, mlp: MlpSpec) -> Tensor:
     """Run an MLP up to fc2."""
     if mlp.activation in GATED:
-        both = (
-            [run_linear(x, mlp.fc1), run_linear(x, mlp.value)]
-            if mlp.value is not None
-            else run_linear(x, mlp.fc1).chunk(2, dim=-1)
-        )
+        first = run_linear(x, mlp.fc1)
+        both = first.chunk(2, dim=-1) if mlp.value is None else (first, run_linear(x, mlp.value))
         gate, value = both[::-1] if mlp.gate_last else both
         hidden = mlp.act(gate) * value
     elif isinstance(mlp.fc1, AdaptedLinear):

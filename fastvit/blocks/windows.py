@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fastvit import ops
 from fastvit.blocks import run
+from fastvit.blocks.grid import run_halves
 from fastvit.blocks.recompute import DEFAULT, Recompute
 from fastvit.blocks.spec import AttentionSpec, HalfSpec, MlpSpec
 
@@ -30,25 +31,18 @@ class WindowBlock(NamedTuple):
 
 
 def run_block(x: Tensor, block: WindowBlock, recompute: Recompute = DEFAULT) -> Tensor:
-    half = partial(_run_attention_half, block=block)
-    x = half(x) if recompute.attention == "none" else run.run_again(half, x)
-    return run.run_mlp_half(x.flatten(1, 2), block.mlp, recompute=recompute.mlp).view(x.shape)
+    return run_halves(x, partial(_run_attention_half, block=block), block.mlp, recompute)
 
 
 def _run_attention_half(x: Tensor, block: WindowBlock) -> Tensor:
     half, (gh, gw), tokens = block.attention, x.shape[1:3], x.flatten(1, 2)
     attn, (down, across) = half.branch, (-gh % block.window[0], -gw % block.window[1])
-    if attn.adapted or down or across:
-        padded, rolled = run.run_norm(x, half.norm), block.rolls_first and any(block.shift) and (down or across)
-        if rolled:
-            padded = _roll(padded, block.shift, -1)
-        padded = F.pad(padded, (0, 0, 0, across, 0, down))
-        if rolled:  # for the op, which rolls it again
-            padded = _roll(padded, block.shift, 1)
-        qkv = torch.cat([run.run_linear(padded, layer) for layer in attn.qkv], -1)
-        attended = _roll(_attend(qkv, block), block.shift, -1) if rolled else _attend(qkv, block)
-        attended = attended[:, :gh, :gw]
-        attended = _roll(attended, block.shift, 1) if rolled else attended
+    if down or across:
+        shift = block.shift if block.rolls_first else (0, 0)
+        padded = F.pad(_roll(run.run_norm(x, half.norm), shift, -1), (0, 0, 0, across, 0, down))
+        # rolled back for the op, which rolls the grid itself
+        attended = _attend(run.project(_roll(padded, shift, 1), attn), block)
+        attended = _roll(_roll(attended, shift, -1)[:, :gh, :gw], shift, 1)
     else:
         attended = _attend(run.norm_and_project(tokens, half).unflatten(1, (gh, gw)), block)
     return run.run_last(attended.flatten(1, 2), attn.proj, attn.proj_drop, tokens, half).view(x.shape)
@@ -65,7 +59,7 @@ def _attend(qkv: Tensor, block: WindowBlock) -> Tensor:
 
 
 def _roll(x: Tensor, shift: tuple[int, int], by: int) -> Tensor:
-    return torch.roll(x, (by * shift[0], by * shift[1]), (1, 2))
+    return torch.roll(x, (by * shift[0], by * shift[1]), (1, 2)) if any(shift) else x
 
 
 def bias_of(table: Tensor, index: Tensor) -> Tensor:
