@@ -170,6 +170,13 @@ def rms_norm(weight: Tensor | None, eps: float | None) -> Norm:
     return Norm(*norm)
 
 
+def read_drop_path(module: Any) -> tuple[float, bool]:
+    """Read stochastic depth: the probability, 0 outside of training, and whether kept samples are scaled."""
+    if isinstance(module, nn.Identity) or not module.training:
+        return 0.0, True
+    return module.drop_prob, getattr(module, "scale_by_keep", True)
+
+
 def describe_half(branch: Branch, norm: Any, scale: Any) -> HalfSpec[Branch]:
     """Describe a half without stochastic depth. scale: a module with LayerScale's gamma, or nn.Identity."""
     return HalfSpec(branch, read_norm(norm), None if isinstance(scale, nn.Identity) else scale.gamma)

@@ -60,7 +60,7 @@ def _with_biases(attn: Any, packed: nn.Linear) -> LinearSpec:
 def read_block(block: Any) -> spec.BlockSpec:
     norm, attn, drop_path = submodules(block, norm1=NORM, attn=ATTENTION, drop_path1=DROP_PATH)
     attention = HalfSpec(
-        read_attention(attn), read.read_norm(norm), getattr(block, "gamma_1", None), *_drop_path(drop_path)
+        read_attention(attn), read.read_norm(norm), getattr(block, "gamma_1", None), *read.read_drop_path(drop_path)
     )
     return attention, read_mlp_half(block)
 
@@ -68,14 +68,8 @@ def read_block(block: Any) -> spec.BlockSpec:
 def read_mlp_half(block: Any) -> HalfSpec[spec.MlpSpec]:
     norm, mlp, drop_path = submodules(block, norm2=NORM, mlp=MLP, drop_path2=DROP_PATH)
     return HalfSpec(
-        read_timm.read_mlp(mlp), read.read_norm(norm), getattr(block, "gamma_2", None), *_drop_path(drop_path)
+        read_timm.read_mlp(mlp), read.read_norm(norm), getattr(block, "gamma_2", None), *read.read_drop_path(drop_path)
     )
-
-
-def _drop_path(module: Any) -> tuple[float, bool]:
-    if isinstance(module, nn.Identity) or not module.training:
-        return 0.0, True
-    return module.drop_prob, module.scale_by_keep
 
 
 def rotary(

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fastvit.blocks import read, read_timm, windows
-from fastvit.blocks.read import DROP_PATH, DROPOUT, LINEAR, MLP, NORM
+from fastvit.blocks.read import DROP_PATH, MLP, NORM
 from fastvit.blocks.spec import AttentionSpec, HalfSpec
 from fastvit.blocks.submodules import CannotFuse, Classes, submodules
 from fastvit.blocks.windows import WindowBlock
@@ -15,42 +15,20 @@ from fastvit.integrations.forward import ClassHandler
 
 _FILE = "timm.models.swin_transformer"
 ATTENTION: Classes = {f"{_FILE}.WindowAttention"}
-_PARTS: dict[str, Classes] = {
-    "qkv": LINEAR,
-    "proj": LINEAR,
-    "attn_drop": DROPOUT,
-    "proj_drop": DROPOUT,
-    "softmax": {nn.Softmax},
-}
 
 
 def read_attention(attn: Any) -> AttentionSpec:
-    qkv, proj, attn_drop, proj_drop, _ = submodules(attn, _PARTS)
-    if qkv.out_features != 3 * proj.in_features:
-        raise CannotFuse(f"qkv has {qkv.out_features} outputs for {proj.in_features} inputs of proj")
-    scale, training = attn.scale, attn_drop.training
-    if attn.fused_attn:  # timm then leaves both to F.scaled_dot_product_attention
-        scale, training = None, attn.training
-    p = attn_drop.p if training else 0.0
-    found = read.describe_attention((read.read_layer(qkv),), proj, attn.num_heads, scale, p, proj_drop)
-    return found._replace(in_steps=True)
+    submodules(attn, softmax={nn.Softmax})
+    return read_timm.read_attention(attn)
 
 
 def read_block(block: Any) -> WindowBlock:
     norm1, attn, drop_path1 = submodules(block, norm1=NORM, attn=ATTENTION, drop_path1=DROP_PATH)
     norm2, mlp, drop_path2 = submodules(block, norm2=NORM, mlp=MLP, drop_path2=DROP_PATH)
-    first = HalfSpec(read_attention(attn), read.read_norm(norm1), None, *_drop_path(drop_path1))
-    second = HalfSpec(read_timm.read_mlp(mlp), read.read_norm(norm2), None, *_drop_path(drop_path2))
+    first = HalfSpec(read_attention(attn), read.read_norm(norm1), None, *read.read_drop_path(drop_path1))
+    second = HalfSpec(read_timm.read_mlp(mlp), read.read_norm(norm2), None, *read.read_drop_path(drop_path2))
     bias = windows.bias_of(attn.relative_position_bias_table, attn.relative_position_index)
-    shift = block.shift_size[0], block.shift_size[1]
-    window = block.window_size[0], block.window_size[1]
-    return WindowBlock(first, second, bias, window, shift, rolls_first=True)
-
-
-def _drop_path(module: Any) -> tuple[float, bool]:
-    if isinstance(module, nn.Identity) or not module.training:
-        return 0.0, True
-    return module.drop_prob, module.scale_by_keep
+    return WindowBlock(first, second, bias, block.window_size, block.shift_size, rolls_first=True)
 
 
 def check_call(block: Any, x: Tensor) -> Tensor:

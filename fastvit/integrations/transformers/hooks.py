@@ -1,10 +1,10 @@
-"""Checks of transformers' attention modules: which hooks they have, and what they compute."""
+"""Shared by the readers of transformers' layers: what their attention computes, its hooks, activation checkpointing."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from torch import Tensor, nn
 
@@ -12,6 +12,17 @@ from fastvit.blocks.submodules import CannotFuse, has_own_forward, qualified_nam
 
 # Implementations of the same attention. Custom registered ones are left alone.
 SAME_ATTENTION = (None, "eager", "sdpa", "flex_attention", "fastvit")
+# Those that return weights or their sums next to the output, for callers and hooks of the attention
+_WITH_WEIGHTS = ("eager", "flex_attention")
+
+Block = TypeVar("Block")
+
+
+class LayerSpec(NamedTuple, Generic[Block]):
+    """A layer. checkpoint: the function that runs the block with activation checkpointing, or None if that is off."""
+
+    block: Block
+    checkpoint: Callable[..., Tensor] | None
 
 
 def captures_attentions() -> bool:
@@ -29,11 +40,13 @@ def _own_hooks_only(attn: nn.Module) -> bool:
     return bool(hooks) and not others and all(h.__module__ == "transformers.utils.output_capturing" for h in hooks)
 
 
-def attention_of(layer: Any, name: str, kind: str) -> Any:
-    """Return the attention of that name and class in a layer; hooks of transformers itself are allowed on it."""
+def attention_of(layer: Any, name: str, *kinds: str) -> Any:
+    """Return the attention of that name, of one of these classes, in a layer; hooks of transformers itself are allowed
+    on it."""
     attn = layer._modules[name]
-    if qualified_name(attn) != kind or not _own_hooks_only(attn):
-        (attn,) = submodules(layer, **{name: {kind}})
+    kind = qualified_name(attn)
+    if kind not in kinds or not _own_hooks_only(attn):
+        (attn,) = submodules(layer, **{name: {*kinds}})
     elif captures_attentions():
         raise CannotFuse("attention weights are collected")
     elif not has_own_forward(type(attn), type(attn).forward):
@@ -57,6 +70,13 @@ def check_attention(attn: Any) -> None:
     implementation = attn.config._attn_implementation
     if implementation not in SAME_ATTENTION and not implementation.startswith("flash_attention"):
         raise CannotFuse(f"its attention implementation is {implementation!r}")
+
+
+def check_no_weights(attn: Any) -> None:
+    """Check that attention returns no weights next to its output."""
+    implementation = attn.config._attn_implementation or "eager"
+    if implementation in _WITH_WEIGHTS:
+        raise CannotFuse(f"{implementation} attention returns its weights as well")
 
 
 def checkpoint_of(layer: Any) -> Callable[..., Tensor] | None:

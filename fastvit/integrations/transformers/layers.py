@@ -7,26 +7,27 @@ GLM's towers; and an attention implementation for other models: `register_attent
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fastvit import ops
-from fastvit.blocks import read, run, spec
+from fastvit.blocks import read, run
 from fastvit.blocks.read import LINEAR
 from fastvit.blocks.recompute import DEFAULT, Recompute
-from fastvit.blocks.spec import AttentionSpec, HalfSpec, MlpSpec
+from fastvit.blocks.spec import AttentionSpec, BlockSpec, HalfSpec, MlpSpec
 from fastvit.blocks.submodules import CannotFuse, Classes, submodules
 from fastvit.integrations.forward import ClassHandler, checked_mask
 from fastvit.integrations.transformers import classes, sam, swin, varlen, vjepa2
 from fastvit.integrations.transformers.classes import MODELS, OTHER_MLPS, RMS_NORM, ROTATES, class_of
 from fastvit.integrations.transformers.hooks import (
     SAME_ATTENTION,
+    LayerSpec,
     attention_of,
     check_attention,
+    check_no_weights,
     check_version,
     checkpoint_of,
 )
@@ -37,8 +38,6 @@ from fastvit.ops.runtime.checks import takes_head_dim
 __all__ = ["register_attention"]
 
 _NORM = read.NORM | RMS_NORM
-# Those that return weights or their sums next to the output, for callers and hooks of the attention
-_WITH_WEIGHTS = ("eager", "flex_attention")
 # Arguments about a model's results or its loss, which change nothing inside a layer
 _HARMLESS = ("output_hidden_states", "return_dict", "use_cache", "num_items_in_batch")
 
@@ -66,14 +65,8 @@ def read_attention_alone(prefix: str, attn: Any) -> AttentionSpec | WithoutWeigh
     check_version()
     if is_nested(attn):
         return WithoutWeights(read_nested_attention(prefix, attn))
-    _check_no_weights(attn)
+    check_no_weights(attn)
     return read_attention(attn, MODELS[prefix].projection)
-
-
-def _check_no_weights(attn: Any) -> None:
-    implementation = attn.config._attn_implementation or "eager"
-    if implementation in _WITH_WEIGHTS:
-        raise CannotFuse(f"{implementation} attention returns its weights as well")
 
 
 def read_mlp(mlp: Any, dropout: read.Dropout = None) -> MlpSpec:
@@ -91,13 +84,6 @@ def read_mlp(mlp: Any, dropout: read.Dropout = None) -> MlpSpec:
     return read.describe_mlp(fc1, act, fc2, None, dropout)
 
 
-class LayerSpec(NamedTuple):
-    """A layer. checkpoint: the function that runs the block with activation checkpointing, or None if that is off."""
-
-    block: spec.BlockSpec
-    checkpoint: Callable[..., Tensor] | None
-
-
 def read_norm(norm: Any) -> Norm:
     if "variance_epsilon" in norm.__dict__:
         return read.rms_norm(norm.weight, norm.variance_epsilon)
@@ -109,7 +95,7 @@ def run_rms_norm(x: Tensor, norm: Norm) -> Tensor:
     return run.run_norm(x, norm).to(torch.promote_types(x.dtype, norm.weight.dtype))
 
 
-def read_layer(prefix: str, layer: Any) -> LayerSpec:
+def read_layer(prefix: str, layer: Any) -> LayerSpec[BlockSpec]:
     check_version()
     names = MODELS[prefix]
     norm1, norm2 = submodules(layer, **{names.norm1: _NORM, names.norm2: _NORM})
@@ -124,8 +110,7 @@ def read_layer(prefix: str, layer: Any) -> LayerSpec:
     attn = attention_of(layer, names.attention, class_of(prefix, names.attention_class))
     if "drop_path" in layer._modules:
         (drop_path,) = submodules(layer, drop_path={nn.Identity, class_of(prefix, "DropPath")})
-        if drop_path.training and not isinstance(drop_path, nn.Identity):
-            p = drop_path.drop_prob
+        p, _ = read.read_drop_path(drop_path)
     if "layer_scale1" in layer._modules:
         scales: Classes = {class_of(prefix, "LayerScale"), nn.Identity}
         both = submodules(layer, layer_scale1=scales, layer_scale2=scales)
@@ -138,9 +123,9 @@ def read_layer(prefix: str, layer: Any) -> LayerSpec:
     return LayerSpec(block, checkpoint_of(layer))
 
 
-def read_layer_of_pair(prefix: str, layer: Any) -> LayerSpec:
+def read_layer_of_pair(prefix: str, layer: Any) -> LayerSpec[BlockSpec]:
     """Read a layer that returns its attention's weights too."""
-    _check_no_weights(layer._modules[MODELS[prefix].attention])
+    check_no_weights(layer._modules[MODELS[prefix].attention])
     return read_layer(prefix, layer)
 
 
@@ -195,7 +180,7 @@ def rotary(
 
 
 def run_layer(
-    x: Tensor, layer: LayerSpec, rotary: Rotary | None = None, attn_mask: Tensor | None = None,
+    x: Tensor, layer: LayerSpec[BlockSpec], rotary: Rotary | None = None, attn_mask: Tensor | None = None,
     recompute: Recompute = DEFAULT,
 ) -> Tensor:  # fmt: skip
     if layer.checkpoint is not None:
@@ -204,7 +189,9 @@ def run_layer(
     return run.run_block(x, layer.block, rotary, attn_mask, recompute=recompute)
 
 
-def run_layer_of_pair(x: Tensor, layer: LayerSpec, rotary: Rotary, recompute: Recompute) -> tuple[Tensor, None]:
+def run_layer_of_pair(
+    x: Tensor, layer: LayerSpec[BlockSpec], rotary: Rotary, recompute: Recompute
+) -> tuple[Tensor, None]:
     return run_layer(x, layer, rotary, recompute=recompute), None
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -13,9 +12,9 @@ from fastvit.blocks.grid import GridAttention, GridBlock, Positions
 from fastvit.blocks.read import LINEAR, NORM
 from fastvit.blocks.recompute import DEFAULT, Recompute
 from fastvit.blocks.spec import AttentionSpec, HalfSpec, MlpSpec
-from fastvit.blocks.submodules import CannotFuse, qualified_name, submodules
+from fastvit.blocks.submodules import CannotFuse, submodules
 from fastvit.integrations.forward import ClassHandler
-from fastvit.integrations.transformers.hooks import attention_of, check_version, checkpoint_of
+from fastvit.integrations.transformers.hooks import LayerSpec, attention_of, check_version, checkpoint_of
 
 _SAM = {  # files, and prefixes of the classes
     "sam": "Sam",
@@ -28,24 +27,22 @@ _SAM = {  # files, and prefixes of the classes
 }
 
 
-class GridLayer(NamedTuple):
-    """A layer. checkpoint: the function that runs the block with activation checkpointing, or None if that is off."""
-
-    block: GridBlock
-    checkpoint: Callable[..., Tensor] | None
-
-
 def read_attention(attn: Any) -> GridAttention:
+    p = attn.dropout if attn.training and "Sdpa" not in type(attn).__name__ else 0.0  # SDPA's drops no probabilities
+    return _described_attention(attn, attn.num_attention_heads, p, attn.use_rel_pos)
+
+
+def read_vitdet_attention(attn: Any) -> GridAttention:
+    return _described_attention(attn, attn.num_heads, 0.0, attn.use_relative_position_embeddings)
+
+
+def _described_attention(attn: Any, num_heads: int, p: float, has_positions: bool) -> GridAttention:
     check_version()
     qkv, proj = submodules(attn, qkv=LINEAR, proj=LINEAR)
     if qkv.out_features != 3 * proj.in_features:
         raise CannotFuse(f"qkv has {qkv.out_features} outputs for {proj.in_features} inputs of proj")
-    is_vitdet = qualified_name(attn) == _VITDET_ATTENTION
-    num_heads = attn.num_heads if is_vitdet else attn.num_attention_heads
-    # neither VitDet's nor SDPA's drops any probabilities
-    p = attn.dropout if attn.training and not is_vitdet and "Sdpa" not in type(attn).__name__ else 0.0
     attention = read.describe_attention((read.read_layer(qkv),), proj, num_heads, attn.scale, p, None)
-    if not (attn.use_relative_position_embeddings if is_vitdet else attn.use_rel_pos):
+    if not has_positions:
         return GridAttention(attention, Positions())
     return GridAttention(grid.with_relative_positions(attention), Positions((attn.rel_pos_h, attn.rel_pos_w)))
 
@@ -58,35 +55,31 @@ def read_mlp(mlp: Any) -> MlpSpec:
     return read.describe_mlp(fc1, act, fc2, drop, drop)
 
 
-def read_layer(file: str, prefix: str, layer: Any) -> GridLayer:
+def read_layer(file: str, prefix: str, layer: Any) -> LayerSpec[GridBlock]:
     norm1, norm2 = submodules(layer, layer_norm1=NORM, layer_norm2=NORM)
     (mlp,) = submodules(layer, mlp={_qualified(file, f"{prefix}MLPBlock")})
-    attn = _attention(layer, "attn", _attentions(file, prefix))
-    return _described(layer, attn, norm1, norm2, mlp, 0.0)
+    attention = read_attention(attention_of(layer, "attn", *_attentions(file, prefix)))
+    return _described(layer, attention, norm1, norm2, mlp, 0.0)
 
 
-def read_vitdet_layer(layer: Any) -> GridLayer:
+def read_vitdet_layer(layer: Any) -> LayerSpec[GridBlock]:
     if layer.use_residual_block:
         raise CannotFuse("convolutions after its MLP")
     norm1, norm2 = submodules(layer, norm1=NORM, norm2=NORM)
     mlp, drop_path = submodules(
         layer, mlp={_VITDET_MLP}, drop_path={nn.Identity, _qualified("vitdet", "VitDetDropPath")}
     )
-    p = drop_path.drop_prob if drop_path.training and not isinstance(drop_path, nn.Identity) else 0.0
-    return _described(layer, _attention(layer, "attention", [_VITDET_ATTENTION]), norm1, norm2, mlp, p)
+    attention = read_vitdet_attention(attention_of(layer, "attention", _VITDET_ATTENTION))
+    return _described(layer, attention, norm1, norm2, mlp, read.read_drop_path(drop_path)[0])
 
 
-def _described(layer: Any, attn: nn.Module, norm1: Any, norm2: Any, mlp: nn.Module, drop_path: float) -> GridLayer:
-    attention, positions = read_attention(attn)
+def _described(
+    layer: Any, grid_attention: GridAttention, norm1: Any, norm2: Any, mlp: nn.Module, drop_path: float
+) -> LayerSpec[GridBlock]:
+    attention, positions = grid_attention
     first: HalfSpec[AttentionSpec] = HalfSpec(attention, read.read_norm(norm1), None, drop_path)
     second: HalfSpec[MlpSpec] = HalfSpec(read_mlp(mlp), read.read_norm(norm2), None, drop_path)
-    return GridLayer(GridBlock(first, positions, second, layer.window_size), checkpoint_of(layer))
-
-
-def _attention(layer: Any, name: str, kinds: list[str]) -> nn.Module:
-    own = qualified_name(layer._modules[name])
-    attn: nn.Module = attention_of(layer, name, own if own in kinds else kinds[0])
-    return attn
+    return LayerSpec(GridBlock(first, positions, second, layer.window_size), checkpoint_of(layer))
 
 
 def check_call(module: Any, hidden_states: Any, output_attentions: Any = None) -> Any:
@@ -99,12 +92,12 @@ def check_vitdet_call(module: Any, hidden_state: Any, output_attentions: Any = N
     return check_call(module, hidden_state, output_attentions)
 
 
-def run_layer(x: Tensor, layer: GridLayer, recompute: Recompute = DEFAULT) -> Tensor:
+def run_layer(x: Tensor, layer: LayerSpec[GridBlock], recompute: Recompute = DEFAULT) -> Tensor:
     forward = partial(grid.run_block, block=layer.block, recompute=recompute)
     return forward(x) if layer.checkpoint is None else layer.checkpoint(forward, x)
 
 
-def run_vitdet_layer(x: Tensor, layer: GridLayer, recompute: Recompute = DEFAULT) -> tuple[Tensor]:
+def run_vitdet_layer(x: Tensor, layer: LayerSpec[GridBlock], recompute: Recompute = DEFAULT) -> tuple[Tensor]:
     """Run a layer of (B, D, H, W)."""
     return (run_layer(x.permute(0, 2, 3, 1), layer, recompute).permute(0, 3, 1, 2),)
 
@@ -130,7 +123,7 @@ HANDLERS: dict[type | str, ClassHandler] = {
     _qualified("vitdet", "VitDetLayer"): ClassHandler(
         read_vitdet_layer, run_vitdet_layer, check_call, ndim=4, takes_recompute=True
     ),
-    _VITDET_ATTENTION: ClassHandler(read_attention, run_vitdet_attention, check_vitdet_call, ndim=4),
+    _VITDET_ATTENTION: ClassHandler(read_vitdet_attention, run_vitdet_attention, check_vitdet_call, ndim=4),
     _VITDET_MLP: ClassHandler(read_mlp, run.run_mlp, ndim=None),
 }
 EMBEDDINGS = {_qualified("vitdet", "VitDetEmbeddings"): "projection"}

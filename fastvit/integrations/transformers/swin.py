@@ -3,9 +3,8 @@ windows."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -17,9 +16,11 @@ from fastvit.blocks.submodules import CannotFuse, submodules
 from fastvit.blocks.windows import WindowBlock
 from fastvit.integrations.forward import ClassHandler
 from fastvit.integrations.transformers.hooks import (
+    LayerSpec,
     attention_of,
     captures_attentions,
     check_attention,
+    check_no_weights,
     check_version,
     checkpoint_of,
 )
@@ -28,23 +29,14 @@ _FILE = "transformers.models.swin.modeling_swin"
 _LINEAR = dict.fromkeys(("q_proj", "k_proj", "v_proj", "o_proj"), LINEAR)
 
 
-class SwinLayer(NamedTuple):
-    """A layer. checkpoint: the function that runs the block with activation checkpointing, or None if that is off."""
-
-    block: WindowBlock
-    checkpoint: Callable[..., Tensor] | None
-
-
 def read_attention(attn: Any, dropout: Any) -> AttentionSpec:
     check_attention(attn)
-    if attn.config._attn_implementation in (None, "eager", "flex_attention"):
-        raise CannotFuse(f"{attn.config._attn_implementation} attention returns its weights as well")
+    check_no_weights(attn)
     *qkv, out = submodules(attn, _LINEAR)
     if any(layer.out_features != out.in_features for layer in qkv):
         raise CannotFuse(f"q, k and v have other widths than the {out.in_features} inputs of o_proj")
     layers, p = tuple(map(read.read_layer, qkv)), attn.attention_dropout if attn.training else 0.0
-    found = read.describe_attention(layers, out, attn.num_attention_heads, attn.scaling, p, dropout)
-    return found._replace(in_steps=True)
+    return read.describe_attention(layers, out, attn.num_attention_heads, attn.scaling, p, dropout)
 
 
 def read_mlp(mlp: Any, dropout: read.Dropout = None) -> MlpSpec:
@@ -52,7 +44,7 @@ def read_mlp(mlp: Any, dropout: read.Dropout = None) -> MlpSpec:
     return read.describe_mlp(fc1, act, fc2, None, dropout)
 
 
-def read_layer(layer: Any) -> SwinLayer:
+def read_layer(layer: Any) -> LayerSpec[WindowBlock]:
     check_version()
     attn = attention_of(layer, "attention", f"{_FILE}.SwinAttention")
     norm1, norm2, mlp = submodules(layer, layernorm_before=NORM, layernorm_after=NORM, mlp={f"{_FILE}.SwinMLP"})
@@ -62,11 +54,11 @@ def read_layer(layer: Any) -> SwinLayer:
     if n != side * side:
         raise CannotFuse(f"a relative position bias of {n} tokens, for windows of {side} x {side}")
     bias = windows.bias_of(positions.relative_position_bias_table, positions.relative_position_index.view(n, n))
-    p = drop_path.drop_prob if drop_path.training and not isinstance(drop_path, nn.Identity) else 0.0
+    p, _ = read.read_drop_path(drop_path)
     first: HalfSpec[AttentionSpec] = HalfSpec(read_attention(attn, dropout), read.read_norm(norm1), None, p)
     second: HalfSpec[MlpSpec] = HalfSpec(read_mlp(mlp, dropout), read.read_norm(norm2))
     shift = layer.shift_size, layer.shift_size
-    return SwinLayer(WindowBlock(first, second, bias, (side, side), shift), checkpoint_of(layer))
+    return LayerSpec(WindowBlock(first, second, bias, (side, side), shift), checkpoint_of(layer))
 
 
 def check_call(
@@ -85,7 +77,7 @@ def grid_of(layer: Any, hidden_states: Tensor, input_dimensions: Any, *_: Any, *
 
 
 def run_layer(
-    x: Tensor, layer: SwinLayer, grid: tuple[int, int], recompute: Recompute = DEFAULT
+    x: Tensor, layer: LayerSpec[WindowBlock], grid: tuple[int, int], recompute: Recompute = DEFAULT
 ) -> tuple[Tensor, None]:
     """Run a layer. The second result stands for the weights of attention."""
     forward = partial(windows.run_block, block=layer.block, recompute=recompute)
