@@ -152,7 +152,7 @@ class Backbone(nn.Module):
         masks = mask_arguments(attn_mask, is_causal)
         _, patches, prefix, _ = self._intermediates(x, taken, norm, True, reshape, masks)
         if return_class_token:
-            return tuple((y, _each(t, lambda t: t[..., 0, :])) for y, t in zip(patches, prefix, strict=True))
+            return tuple((y, _each(_first_token, t)) for y, t in zip(patches, prefix, strict=True))
         if return_prefix_tokens and prefix:
             return tuple(zip(patches, prefix, strict=True))
         return tuple(patches)
@@ -248,20 +248,23 @@ class Backbone(nn.Module):
             if i in taken:
                 kept.append(self.norm(x) if norm else x)
         P, outputs = self.num_prefix_tokens, [by_entry(y) for y in kept]
-        prefix = [_each(y, lambda t: t[..., :P, :]) for y in outputs] if P else []
-        patches = [_each(y, lambda t: t[..., P:, :]) for y in outputs]
+        prefix = [_each(lambda t: t[..., :P, :], y) for y in outputs] if P else []
+        patches = [_each(lambda t: t[..., P:, :], y) for y in outputs]
         if reshape:
-            patches = [_each(y, _as_image, grids) for y in patches]
+            patches = [_each(_as_image, y, grids) for y in patches]
         return x, patches, prefix, by_entry
 
 
-def _each(y: Any, function: Callable[..., Any], of_entries: Any = None) -> Any:
-    """Call a function with a tensor, or with each of a list. of_entries: its second argument, or a list of these."""
-    if isinstance(y, Tensor):
-        return function(y) if of_entries is None else function(y, of_entries)
-    return [_each(t, function, None if of_entries is None else of_entries[i]) for i, t in enumerate(y)]
+def _each(function: Callable[..., Tensor], y: Any, *others: Any) -> Any:
+    """Call a function with a tensor and others, or with the elements of lists of them."""
+    return function(y, *others) if isinstance(y, Tensor) else list(map(function, y, *others))
 
 
-def _as_image(patches: Tensor, grid: tuple[int, int]) -> Tensor:
-    """(..., n, D) -> (..., D, h, w), contiguous."""
+def _first_token(tokens: Tensor) -> Tensor:
+    """(..., N, D) -> (..., D)"""
+    return tokens[..., 0, :]
+
+
+def _as_image(patches: Tensor, grid: tuple[int, ...]) -> Tensor:
+    """(..., n, D) -> (..., D, h, w), or (..., D, t, h, w) of a video, contiguous."""
     return patches.transpose(-2, -1).unflatten(-1, grid).contiguous()

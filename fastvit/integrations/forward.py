@@ -33,20 +33,20 @@ class ClassHandler:
     """How `accelerate` reads and runs modules of one class.
 
     All functions but `run` raise `CannotFuse` with the reason why the module's own forward has to run. check_call,
-    rotary and mask name their arguments as the class's forward does, because a call may pass any of them by name.
+    rotary and options name their arguments as the class's forward does, because a call may pass any of them by name.
 
     Attributes:
         read: function (module) that returns the description for `run`: tensors, numbers and tuples of them. It is
             called at every call of the module.
-        run: function (input, description, rotary, recompute=, and what `mask` returns) that returns what the module's
-            own forward returns. It gets rotary and recompute only if `rotary` and `takes_recompute` are set.
+        run: function (input, description, rotary, recompute=, and what `options` returns) that returns what the
+            module's own forward returns. It gets rotary and recompute only if `rotary` and `takes_recompute` are set.
         check_call: function (module, *args, **kwargs) that checks the arguments of a call and returns the input.
         ndim: number of dimensions of the input, or None for any.
         takes_pixels: whether the input may be uint8 for parameters of any dtype.
         rotary: function (module, *args, **kwargs) that returns a call's rotary positions or None; None if the class
             has none.
-        mask: function (module, *args, **kwargs) that returns attn_mask, is_causal or whatever else of a call `run`
-            takes by name; None if it takes nothing more.
+        options: function (module, *args, **kwargs) that returns what else of a call `run` takes by name: attn_mask,
+            is_causal, grid; None if it takes nothing more.
         takes_lists: whether the input, and with it the rotary positions, may be a list.
         takes_recompute: whether the module is a block that can compute again what its backward pass needs, as
             `blocks/recompute.py` describes.
@@ -59,7 +59,7 @@ class ClassHandler:
     ndim: int | None = 3
     takes_pixels: bool = False
     rotary: Callable[..., Any] | None = None
-    mask: Callable[..., dict[str, Any]] | None = None
+    options: Callable[..., dict[str, Any]] | None = None
     takes_lists: bool = False
     takes_recompute: bool = False
     op: str = ""
@@ -103,7 +103,7 @@ def fused_forward(
         for one in x if handler.takes_lists and isinstance(x, list) else (x,):
             check_input(one, description, handler)
         rotary = (handler.rotary(module, *args, **kwargs),) if handler.rotary is not None else ()
-        options = handler.mask(module, *args, **kwargs) if handler.mask is not None else {}
+        options = handler.options(module, *args, **kwargs) if handler.options is not None else {}
         if handler.takes_recompute:
             options["recompute"] = recompute_of(module)
     except Exception as error:

@@ -35,12 +35,13 @@ def put_on(model: nn.Module, embeddings: list[str], mean: tuple[float, ...], std
     """Normalise uint8 `pixel_values` and `pixel_values_videos` in every module around these convolutions that takes
     them. The outermost module of a call does it; the modules in it see floats."""
     for name in embeddings:
-        conv = cast(nn.Conv2d, model.get_submodule(name))
+        conv = cast(nn.Conv2d | nn.Conv3d, model.get_submodule(name))
         for module in _around(model, name):
-            parameters = list(inspect.signature(module.forward).parameters)
-            for argument in {*_ARGUMENTS} & {*parameters}:
-                hook = partial(_normalize, conv, argument, parameters.index(argument), mean, std)
-                module.register_forward_pre_hook(hook, with_kwargs=True)
+            parameters = inspect.signature(module.forward).parameters
+            for position, argument in enumerate(parameters):
+                if argument in _ARGUMENTS:
+                    hook = partial(_normalize, conv, argument, position, mean, std)
+                    module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
 def take_off(model: nn.Module) -> None:
@@ -59,7 +60,7 @@ def _around(model: nn.Module, name: str) -> Iterator[nn.Module]:
 
 
 def _normalize(
-    conv: nn.Conv2d, argument: str, position: int, mean: tuple[float, ...], std: tuple[float, ...],
+    conv: nn.Conv2d | nn.Conv3d, argument: str, position: int, mean: tuple[float, ...], std: tuple[float, ...],
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:  # fmt: skip
     """Normalise a call's uint8 image (B, C, H, W), or video (B, T, C, H, W), as a forward pre-hook. position: of the

@@ -70,7 +70,7 @@ def could_be_fused(module: nn.Module, left: set[int]) -> bool:
     name = type(module).__name__
     plain = [layer for layer in linear_layers(module) if id(layer) in left]
     if _NORM.search(name):
-        if getattr(module, "data_format", None) == "channels_first":  # of transformers' norms of images
+        if getattr(module, "data_format", None) == "channels_first":  # transformers' norms of images (B, C, H, W)
             return False
         return any(parameter is not None for parameter in module._parameters.values())
     if _PATCHES.search(name):

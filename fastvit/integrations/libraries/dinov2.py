@@ -82,7 +82,9 @@ def causality(attn: Any, x: Any, mask: Any = None, *, attn_bias: Any = None, is_
 
 HANDLERS = {
     **dict.fromkeys(BLOCK, ClassHandler(read_block, run.run_block, check_block_call, takes_recompute=True)),
-    **dict.fromkeys(ATTENTION, ClassHandler(read_attention, run.run_attention, check_attention_call, mask=causality)),
+    **dict.fromkeys(
+        ATTENTION, ClassHandler(read_attention, run.run_attention, check_attention_call, options=causality)
+    ),
     **dict.fromkeys(MLP, ClassHandler(read_mlp, run.run_mlp, ndim=None)),
 }
 EMBEDDINGS = {"dinov2.layers.patch_embed.PatchEmbed": "proj"}

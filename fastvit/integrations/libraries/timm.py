@@ -17,18 +17,20 @@ def check_call(module: nn.Module, x: Any, attn_mask: Any = None, is_causal: bool
     return x
 
 
-def mask(module: nn.Module, x: Any, attn_mask: Any = None, is_causal: bool = False) -> Any:
+def masks(module: nn.Module, x: Any, attn_mask: Any = None, is_causal: bool = False) -> dict[str, Any]:
     return {"attn_mask": checked_mask(attn_mask, x.shape[1]), "is_causal": bool(is_causal)}
 
 
 HANDLERS = {
     "timm.models.vision_transformer.Block": ClassHandler(
-        read_timm.read_block, run.run_block, check_call, mask=mask, takes_recompute=True
+        read_timm.read_block, run.run_block, check_call, options=masks, takes_recompute=True
     ),
     "timm.models.vision_transformer.ParallelScalingBlock": ClassHandler(
-        read_parallel.read_block, read_parallel.run_block, check_call, mask=mask
+        read_parallel.read_block, read_parallel.run_block, check_call, options=masks
     ),
-    **dict.fromkeys(read.ATTENTION, ClassHandler(read_timm.read_attention, run.run_attention, check_call, mask=mask)),
+    **dict.fromkeys(
+        read.ATTENTION, ClassHandler(read_timm.read_attention, run.run_attention, check_call, options=masks)
+    ),
     **dict.fromkeys(read.MLP, ClassHandler(read_timm.read_mlp, run.run_mlp, ndim=None)),
 }
 EMBEDDINGS = {"timm.layers.patch_embed.PatchEmbed": "proj"}

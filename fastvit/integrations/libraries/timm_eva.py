@@ -12,18 +12,19 @@ from torch import Tensor, nn
 
 from fastvit.blocks import read_eva, run
 from fastvit.blocks.submodules import CannotFuse
-from fastvit.integrations.forward import ClassHandler, checked_mask
+from fastvit.integrations.forward import ClassHandler
+from fastvit.integrations.libraries import timm
 from fastvit.ops import Rotary
 
 
 def check_call(module: nn.Module, x: Any, rope: Any = None, attn_mask: Any = None, is_causal: bool = False) -> Any:
-    if is_causal and attn_mask is not None:  # timm's own forward raises or ignores the mask
-        raise CannotFuse("a mask and is_causal")
-    return x
+    return timm.check_call(module, x, attn_mask, is_causal)
 
 
-def mask(module: nn.Module, x: Any, rope: Any = None, attn_mask: Any = None, is_causal: bool = False) -> Any:
-    return {"attn_mask": checked_mask(attn_mask, x.shape[1]), "is_causal": bool(is_causal)}
+def masks(
+    module: nn.Module, x: Any, rope: Any = None, attn_mask: Any = None, is_causal: bool = False
+) -> dict[str, Any]:
+    return timm.masks(module, x, attn_mask, is_causal)
 
 
 def rotary(module: Any, x: Tensor, rope: Tensor | None = None, *_: Any, **__: Any) -> Rotary | None:
@@ -33,8 +34,10 @@ def rotary(module: Any, x: Tensor, rope: Tensor | None = None, *_: Any, **__: An
     return found
 
 
-_ATTENTION = ClassHandler(read_eva.read_attention, run.run_attention, check_call, rotary=rotary, mask=mask)
-_BLOCK = ClassHandler(read_eva.read_block, run.run_block, check_call, rotary=rotary, mask=mask, takes_recompute=True)
+_ATTENTION = ClassHandler(read_eva.read_attention, run.run_attention, check_call, rotary=rotary, options=masks)
+_BLOCK = ClassHandler(
+    read_eva.read_block, run.run_block, check_call, rotary=rotary, options=masks, takes_recompute=True
+)
 HANDLERS = {
     "timm.models.eva.EvaBlock": _BLOCK,
     "timm.models.deepseek_vit.DeepseekVitBlock": _BLOCK,

@@ -148,7 +148,7 @@ def check_positioned_call(module: Any, hidden_states: Any, position_mask: Any = 
     return check_call(module, hidden_states, **kwargs)
 
 
-def mask(module: Any, hidden_states: Tensor, attention_mask: Any = None, *_: Any, **__: Any) -> dict[str, Any]:
+def masks(module: Any, hidden_states: Tensor, attention_mask: Any = None, *_: Any, **__: Any) -> dict[str, Any]:
     """Return the mask of a call. attention_mask: (B, 1 or H, 1 or N, N). Padding for flash attention, (B, N), cannot be
     fused."""
     if attention_mask is None or _made_for_export(attention_mask):
@@ -210,7 +210,7 @@ def _mlps(prefix: str) -> set[str]:
 
 HANDLERS: dict[type | str, ClassHandler] = {}
 for _prefix, _names in MODELS.items():
-    _call: dict[str, Any] = {"check_call": check_call, "mask": mask}
+    _call: dict[str, Any] = {"check_call": check_call, "options": masks}
     if _prefix in ROTATES:
         _call |= {"check_call": check_rotary_call, "rotary": rotary}
     _layer: tuple[Any, Any] = read_layer, run_layer

@@ -86,7 +86,7 @@ def run_layer(
 
 
 HANDLERS: dict[type | str, ClassHandler] = {
-    f"{_FILE}.SwinLayer": ClassHandler(read_layer, run_layer, check_call, mask=grid_of, takes_recompute=True),
+    f"{_FILE}.SwinLayer": ClassHandler(read_layer, run_layer, check_call, options=grid_of, takes_recompute=True),
     f"{_FILE}.SwinMLP": ClassHandler(read_mlp, run.run_mlp, ndim=None),
 }
 EMBEDDINGS = {f"{_FILE}.SwinPatchEmbeddings": "projection"}
