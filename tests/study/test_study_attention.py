@@ -271,6 +271,17 @@ def test_a_layer_that_computes_its_weights_itself_is_named():
         study.attention_rollout(model, image())
 
 
+def within_windows(q: Tensor) -> Tensor:
+    grid = q.transpose(1, 2).unflatten(1, GRID)
+    return ops.attention_windows(torch.stack((grid, grid, grid), 3), (2, 3)).flatten(1, 2).transpose(1, 2)
+
+
+def with_relative_positions(q: Tensor) -> Tensor:
+    rows, columns = (q.new_zeros(q.shape[0], q.shape[2], q.shape[1], n) for n in GRID)
+    q = q.transpose(1, 2)
+    return ops.attention(q, q, q, relative=ops.Relative(rows, columns)).transpose(1, 2)
+
+
 @pytest.mark.parametrize(
     ("attend", "message"),
     [
@@ -282,11 +293,16 @@ def test_a_layer_that_computes_its_weights_itself_is_named():
             lambda q: ops.attention_varlen(*(q[0].transpose(0, 1),) * 3, torch.tensor([0, 10, 24])).transpose(0, 1),
             "sequences of several lengths",
         ),
+        (within_windows, "it is within windows"),
+        (with_relative_positions, "it has relative positions"),
         (lambda q: (q @ q.transpose(2, 3)).softmax(-1), "computes 24 x 24 weights"),
         (lambda q: (q[0] @ q[0].transpose(1, 2)).softmax(-1), "computes 24 x 24 weights"),
     ],
-    ids=["causal", "causal op", "windows", "fewer tokens", "several lengths", "eager", "eager 3D"],
-)
+    ids=[
+        "causal", "causal op", "windows", "fewer tokens", "several lengths", "windows op", "relative", "eager",
+        "eager 3D",
+    ],
+)  # fmt: skip
 def test_attention_of_other_kinds_is_named(attend, message):
     with pytest.raises(ValueError, match=f"layer 0's attention is not seen: .*{message}"):
         study.attention_maps(Odd(attend), image())

@@ -14,13 +14,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fastvit import ops  # noqa: F401  registers what is caught here
 
 _SOFTMAX = ("aten::_softmax", "aten::_safe_softmax")
-_OF_LENGTHS = ("fastvit::attention_varlen_fwd", "fastvit::attention_varlen_qkvpacked_fwd")
+_UNSEEN = {  # ops -> why their attention is not seen
+    "fastvit::attention_varlen_fwd": "it is within sequences of several lengths",
+    "fastvit::attention_varlen_qkvpacked_fwd": "it is within sequences of several lengths",
+    "fastvit::attention_windows_fwd": "it is within windows",
+    "fastvit::attention_relative_fwd": "it has relative positions",
+}
 _CAUGHT = (
     "fastvit::patch_embed_fwd",
     "fastvit::attention_fwd",
     "fastvit::attention_qkvpacked_fwd",
-    *_OF_LENGTHS,
-    "fastvit::attention_windows_fwd",
+    *_UNSEEN,
     "aten::convolution",
 )
 
@@ -80,16 +84,13 @@ class _Catches:
         elif name == "fastvit::attention_qkvpacked_fwd":
             q, k, _ = given["qkv"].transpose(1, 3).unbind(2)
             self._attends(q, k, given)
-        elif name == "fastvit::attention_fwd" or name.startswith("aten::_scaled_dot_product_"):
-            q, k = (given["q"], given["k"]) if "q" in given else (given["query"], given["key"])
-            q, k = (q.transpose(1, 2), k.transpose(1, 2)) if "q" in given else (q, k)
-            if q.shape[-2] == k.shape[-2]:  # else a pooling head, which attends from few tokens to all
-                self._attends(q, k, given)
-        elif name in _OF_LENGTHS:
-            if given.get("cu_seqlens_k") is None:
-                self._attends(result[0], result[0], {}, "it is within sequences of several lengths")
-        elif name == "fastvit::attention_windows_fwd":
-            self._attends(result[0], result[0], {}, "it is within windows")
+        elif name == "fastvit::attention_fwd":
+            self._attends(given["q"].transpose(1, 2), given["k"].transpose(1, 2), given)
+        elif name.startswith("aten::_scaled_dot_product_"):
+            self._attends(given["query"], given["key"], given)
+        elif name in _UNSEEN:
+            if given.get("cu_seqlens_k") is None:  # else pooling
+                self._attends(result[0], result[0], {}, _UNSEEN[name])
         elif name in _SOFTMAX and result.dim() > 2 and result.shape[-1] == result.shape[-2] > 1:
             N = result.shape[-1]
             seen = "only fastvit's ops and PyTorch's fused scaled_dot_product_attention are"
@@ -100,6 +101,8 @@ class _Catches:
             self.patches = Patches((grid[0], grid[1]), (size[0], size[1]))
 
     def _attends(self, q: Tensor, k: Tensor, given: dict[str, Any], unseen: str = "") -> None:
+        if q.shape[-2] != k.shape[-2]:
+            return  # a pooling head, which attends from few tokens to all
         if not unseen:
             unseen = _unusable(q, k, given)
         scale, bias = given.get("scale"), given.get("attn_mask", given.get("attn_bias", given.get("mask")))
