@@ -35,7 +35,7 @@ from fastvit.study.fitting.words import in_words
 from fastvit.study.memory import measurement
 from fastvit.study.memory.step import DTYPES, Setting, Step
 from fastvit.study.sources.find import find
-from fastvit.study.sources.model_source import images
+from fastvit.study.sources.model_source import images_for
 
 SHARES = 0.25, 0.5, 0.75
 ROUNDS = 5
@@ -117,7 +117,7 @@ def add_seconds(case: Case, rows: list[dict[str, Any]], device: torch.device, dt
     size = case.image_size, case.image_size
     with device:
         model = find(case.model).build("fused", size).to(DTYPES[dtype])
-        pixels = images(case.batch, size, DTYPES[dtype])
+        pixels = images_for(model, case.batch, size, DTYPES[dtype])
     step = Step(model, pixels, Setting("train", dtype), gpu=device.type == "cuda")
     step.make_state()
     count = len(blocks_of(model))

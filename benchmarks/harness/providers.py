@@ -224,7 +224,7 @@ def _runner(provider: str, draw: Draw, op: str, shapes: Shapes, of: Sizes | None
     function, every = getattr(ops if provider == "fused" else eager, op), row.arguments(drawn, **arguments)
     tensors = {name: t for name, t in (arguments | drawn).items() if isinstance(t, Tensor)}
     inputs = tuple(t for name, t in tensors.items() if name in _INPUTS)
-    others = {*_INPUTS, *cases.WITHOUT_GRADIENT, "cu_seqlens"}
+    others = {*_INPUTS, *cases.WITHOUT_GRADIENT, "cu_seqlens", "cu_seqlens_k"}
     return Runner(lambda: function(**every), inputs, tuple(t for name, t in tensors.items() if name not in others))
 
 

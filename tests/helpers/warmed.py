@@ -16,7 +16,7 @@ from benchmarks.harness.workloads import Workload, workloads
 from fastvit.cli import main as fastvit
 from fastvit.study.memory.step import DTYPES, Setting, Step
 from fastvit.study.sources.find import find
-from fastvit.study.sources.model_source import channels, images
+from fastvit.study.sources.model_source import images_for
 from fastvit.tuning.calls import MODES, calls_of
 from fastvit.tuning.launches import compile_all
 from fastvit.tuning.model import Machine, ModelTuning, compile_calls, compile_candidates
@@ -46,7 +46,7 @@ def warm_up() -> None:
         source = find(name)
         side = (56, 56) if size else source.image_size
         model = source.build("fused", side).to(DTYPES[dtype])
-        pixels = images(BATCH, side, DTYPES[dtype], channels(model))
+        pixels = images_for(model, BATCH, side, DTYPES[dtype])
         with stub_gpu(compiles=True) as gpu:
             for mode in ("infer", "train"):
                 Step(model, pixels, Setting(mode, dtype, "none"), gpu=True).passes()

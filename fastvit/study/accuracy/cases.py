@@ -274,8 +274,8 @@ def _all(head_dims: Sequence[int], D: int, H: int) -> Iterator[Case]:
             options = {"num_heads": H} if row.op == "layer_norm_attention" else {}
             several = d == 64 and name in ("attention", "attention_qkvpacked", "attention relative")
             for tokens in (TOKENS, LONG) if several else (TOKENS,):  # one tile of keys, and several
-                tokens -= name == "attention relative"  # 14 x 14 or 24 x 24
-                yield Case(name, d, H * d, tokens, row, row.shapes(_sizes(tokens, H * d, H, d)), options)
+                N = tokens - 1 if name == "attention relative" else tokens  # 14 x 14 or 24 x 24
+                yield Case(name, d, H * d, N, row, row.shapes(_sizes(N, H * d, H, d)), options)
     for name, row in OF_TOKENS.items():
         yield Case(name, None, D, TOKENS, row, row.shapes(_sizes(TOKENS, D, 1, D)))
 

@@ -168,8 +168,7 @@ def _compared_model(
 ) -> Iterator[rule.Compared]:
     found = []
     torch.manual_seed(draw)
-    of_images = model_source.channels(subject.on_meta("sdpa"))
-    images = model_source.images(_BATCH, subject.image_size, dtype, of_images).to(device)
+    images = model_source.images_for(subject.on_meta("sdpa"), _BATCH, subject.image_size, dtype).to(device)
     # SDPA for the exact one: the eager attention of transformers computes its softmax in float32 for any input
     for provider, compute in (("fused", dtype), ("eager", dtype), ("sdpa", torch.float64)):
         module = _randomised(_built(subject, provider, depth), dtype).to(device, compute).eval()

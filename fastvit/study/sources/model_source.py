@@ -180,17 +180,12 @@ def output_of(result: Any) -> Tensor:
     return next(value for value in values if isinstance(value, Tensor))
 
 
-def images(count: int, size: tuple[int, int], dtype: torch.dtype, channels: int = 3) -> Tensor:
-    """Return random normal images (count, channels, height, width) on the default device, without a gradient."""
-    return torch.randn(count, channels, *size).to(dtype)
-
-
 def images_for(model: nn.Module, count: int, size: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """Return random normal images with the model's channels, or, for our models of videos, (count, C, T, H, W)."""
+    """Return random normal images (count, C, H, W) with the model's channels, or for our models of videos
+    (count, C, T, H, W), on the default device, without a gradient."""
     frames = getattr(getattr(model, "patch_embed", None), "num_frames", None)
-    if frames is None:
-        return images(count, size, dtype, channels(model))
-    return torch.randn(count, channels(model), frames, *size).to(dtype)
+    between = () if frames is None else (frames,)
+    return torch.randn(count, channels(model), *between, *size).to(dtype)
 
 
 def embeds_patches(module: nn.Module) -> bool:
