@@ -156,7 +156,7 @@ def test_16_bits(how: str, device: torch.device) -> None:
 
 @pytest.mark.parametrize("recompute", [Recompute("all", "activation"), Recompute("none", "all")], ids=str)
 def test_recomputed_halves(recompute: Recompute, device: torch.device) -> None:
-    """As `fastvit.fit` chooses them."""
+    """`fastvit.fit` chooses what each half computes again."""
     model = sam_of_timm(window_size=3, use_rel_pos=True).to(device)
     image = torch.randn(2, 3, 64, 64, device=device)
     fastvit.accelerate(model)

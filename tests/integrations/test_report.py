@@ -130,7 +130,7 @@ def test_rotary_positions_are_the_reason_where_they_are(rotary: bool, reason: st
 
 
 def test_windows_of_swin() -> None:
-    """Of blocks that are not fused, because of hooks on their parts."""
+    """The blocks are not fused, because of hooks on their parts, so that their attention is reported by itself."""
     timm = import_library("timm")
     model = timm.create_model("swin_tiny_patch4_window7_224", img_size=56, depths=(1, 1), num_classes=0)
     for block in (layer.blocks[0] for layer in model.layers):

@@ -70,7 +70,7 @@ def test_transformers(case: str, device: torch.device) -> None:
 
 
 def test_stochastic_depth(device: torch.device) -> None:
-    """Of the same samples as timm's. transformers draws otherwise, and for attention only."""
+    """It drops the same samples as timm's. transformers draws otherwise, and for attention only."""
     model, x = of_timm(drop_path_rate=0.6).to(device).train(), image(device=device)
     accelerate_and_compare(model, lambda m: m(x))
     layer = of_transformers(drop_path_rate=0.6).train().swin.encoder.layers[-1].blocks[-1]
@@ -106,7 +106,7 @@ def test_checkpointed_layers(device: torch.device) -> None:
 
 
 def test_attention_weights_are_the_librarys(device: torch.device) -> None:
-    """Of a model with eager attention; and no layer runs fused while they are collected."""
+    """Eager attention returns them, so that no layer runs fused while they are collected."""
     model, x = of_transformers(attn_implementation="eager").to(device), image(device=device)
     with torch.no_grad():
         want = model(x, output_attentions=True).attentions

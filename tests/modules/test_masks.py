@@ -87,7 +87,7 @@ def test_modules_are_timms(kind: str, mask: str) -> None:
 
 
 def test_halves_in_steps() -> None:
-    """As with shared keys, and with a layer that is called as a module."""
+    """A half runs in steps if heads share keys or if a layer is called as a module."""
     block, x = randomised(layers.Block(D, H)).double(), tokens(B, N, D)[0]
     half, seen = read_timm.read_attention_half(block), {"attn_mask": BIAS, "is_causal": True}
     want = run.run_attention_half(x, half, **seen)

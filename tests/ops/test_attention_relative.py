@@ -40,8 +40,8 @@ def test_dtypes(dtype, backend, device):
 
 
 def test_products_of_queries_and_tables(backend, device):
-    """As SAM makes them: rows and columns in the layouts of einsum, and q's gradient from both. q, k, v of one tensor;
-    the gradient of the output heads first."""
+    """SAM makes them so: rows and columns have the layouts of einsum, and q gets a gradient from both. q, k and v are
+    parts of one tensor; the gradient of the output has heads before tokens."""
     B, h, w, H, d = 2, 3, 5, 2, 16
     made = tensors_of(
         {"qkv": (B, h * w, 3, H, d), "of_rows": (h, h, d), "of_columns": (w, w, d)}, torch.float32, device
