@@ -171,6 +171,8 @@ def attention_fwd(
     block_m, block_n, num_warps, stages = _tile(rows, instructions, n, head_dim, has_dropout, arch, kind, own, causal)
     if kind in _MASKED and instructions == "mma" and head_dim > 64:
         block_n = min(block_n, 32)
+    if kind == "windows" and instructions == "mma" and has_dropout:
+        block_n = min(block_n, 16)
     if kind in _MASKED and instructions == "wgmma" and head_dim <= 64 and block_m == 128:
         block_n = 64  # N = 1025 on an H200: padding 405 us, learnt biases 560; with 32 keys 503 and 507
     tile = None if kind else _tuned.choice(arch, "attention_fwd", n, head_dim, itemsize, has_dropout, tf32)

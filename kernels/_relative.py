@@ -5,6 +5,8 @@
 A tile of keys is aligned with the grid: GRID_ROWS rows of GRID_COLUMNS columns. So the columns' part of the bias is the
 same for all tiles below each other, and the rows' part is one number a query and grid row. Where a tile reaches beyond
 the grid, both are minus infinity, which is the only mask.
+
+The grid is a sample's, or that of each window of a larger grid of tokens, which its windows fill.
 """
 
 from typing import NamedTuple
@@ -12,15 +14,16 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from fastvit.kernels._tiles import Rows, rows_of
+from fastvit.kernels._tiles import Place, Rows, rows_of, store
 
 
 class Grid(NamedTuple):
-    """The keys' grid, and the part of it that a tile has, rows, columns and keys: powers of two. EVEN: no tile reaches
-    beyond it."""
+    """The keys' grid; how many tokens further on its next row begins; and the part of it that a tile has, rows, columns
+    and keys: powers of two. EVEN: no tile reaches beyond it."""
 
     height: tl.tensor
     width: tl.tensor
+    pitch: tl.tensor
     GRID_ROWS: tl.constexpr
     GRID_COLUMNS: tl.constexpr
     KEYS: tl.constexpr
@@ -33,8 +36,8 @@ def tile_keys(grid, row, column):
     on they are outside of the grid. [KEYS]"""
     index = tl.arange(0, grid.KEYS)
     r, c = index // grid.GRID_COLUMNS, index % grid.GRID_COLUMNS
-    keys = r * grid.width + c
-    limit = grid.GRID_ROWS * grid.width
+    keys = r * grid.pitch + c
+    limit = grid.GRID_ROWS * grid.pitch
     if not grid.EVEN:
         keys = tl.where((r < grid.height - row) & (c < grid.width - column), keys, limit)
     return keys, limit
@@ -43,18 +46,45 @@ def tile_keys(grid, row, column):
 @triton.jit
 def keys_from(x, at, grid, row, column):
     """Return the `Rows` of x, which is k or v or a gradient of them, from the key at (row, column) on."""
-    return rows_of(x, at, row * grid.width + column)
+    index = row * grid.pitch + column
+    if len(at) == 8:
+        return rows_of(x, at, index)
+    else:
+        start = at.window.top * grid.pitch + at.window.left
+        return rows_of(x, Place(at.batch, at.head, at.plane, 0, at.N, start, at.before, at.rows), index)
+
+
+@triton.jit
+def queries_from(x, at, grid, first):
+    """Return the `Rows` that `query_index` counts from, of x, which has a row for each query: from index `first` on, or
+    from a window's first token on."""
+    if len(at) == 8:
+        return rows_of(x, at, first)
+    else:
+        return keys_from(x, at, grid, 0, 0)
+
+
+@triton.jit
+def query_index(at, grid, first, COUNT: tl.constexpr):
+    """Return where COUNT queries from index `first` on are in the `Rows` of `queries_from`, and their limit: from there
+    on there are none. int32 [COUNT]"""
+    index = tl.arange(0, COUNT)
+    if len(at) == 8:
+        return index, at.N - first
+    else:
+        index += first
+        return index // grid.width * grid.pitch + index % grid.width, grid.height * grid.pitch
 
 
 @triton.jit
 def below(x, grid):
     """Return the `Rows` of the tile below."""
-    return Rows(x.ptr + tl.cast(grid.GRID_ROWS * grid.width, tl.int64) * x.stride, x.stride)
+    return Rows(x.ptr + tl.cast(grid.GRID_ROWS * grid.pitch, tl.int64) * x.stride, x.stride)
 
 
 @triton.jit
-def width_of(width, GRID_COLUMNS: tl.constexpr, EVEN: tl.constexpr):
-    """Return the width of the grid. If it is even, the compiler is told that tiles divide it."""
+def multiple_of(width, GRID_COLUMNS: tl.constexpr, EVEN: tl.constexpr):
+    """Return the width of the grid, or the pitch. If the grid is even, the compiler is told that tiles divide them."""
     if EVEN:
         width = width // GRID_COLUMNS * GRID_COLUMNS
     return width
@@ -128,3 +158,16 @@ def store_keys(x, value, keys, limit, head):
     _store_part(x, value[0], keys, limit, 0, head.D0, head.d)
     if head.D1 > 0:
         _store_part(x, value[1], keys, limit, head.D0, head.D1, head.d)
+
+
+@triton.jit
+def store_queries(x, value, at, grid, head):
+    """Store parts [M, D0], [M, D1] into the rows of x of the M queries that the program owns."""
+    rows = queries_from(x, at, grid, at.first)
+    if len(at) == 8:
+        index, end = query_index(at, grid, at.first, value[0].shape[0])
+        store(rows, value, index, end, head)
+    else:
+        # The minimum changes only the expression, as in _tiles.py: otherwise indices stay in registers through a loop
+        index, end = query_index(at, grid, tl.minimum(at.first, at.N), value[0].shape[0])
+        store_keys(rows, value, index, end, head)

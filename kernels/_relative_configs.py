@@ -42,13 +42,15 @@ class RelativeConfig:
 
 @_tuned.cached
 def attention_relative(
-    kernel: str, m: int, height: int, width: int, head_dim: int, itemsize: int, arch: str, tf32: bool
+    kernel: str, m: int, height: int, width: int, head_dim: int, itemsize: int, arch: str, tf32: bool, in_windows: bool
 ) -> RelativeConfig:
     """Configure a kernel, "fwd", "dq" or "dkdv", for m queries and a grid of height x width keys."""
     instructions = _instructions(itemsize, arch, tf32)
     found = *_ROWS[kernel].get(instructions, ()), *_PLAIN.get(instructions, _PLAIN["16-bit"])
     own, loop, num_warps, _ = next(row.tile for row in found if head_dim <= row.head_dim and m <= row.longest)
-    # outside of the first tier, where wider tiles spill
+    # where wider tiles spill: in windows of the smallest and the largest heads, and outside of the first tier
+    if in_windows and arch == "sm_80" and (head_dim <= 32 if kernel == "fwd" else kernel == "dq" and head_dim > 96):
+        loop //= 2
     if arch.startswith("gfx") and itemsize > 2:
         own, loop, num_warps = 16, 16, 4
     elif arch not in FIRST_TIER and instructions == "mma" and kernel == "dq" and head_dim > 64:

@@ -34,8 +34,8 @@ NOT_SPECIALIZED = [
 
 class Mask(NamedTuple):
     """[B, H, M, N] for M queries and N keys, contiguous along the keys, stride 0 along broadcast dimensions: bool, True
-    where a query may attend, or a float added to the scaled scores. ptr: None without a mask. Rows are padded to a
-    multiple of 16 elements, and strides are in units of 16."""
+    where a query may attend, or a float added to the scaled scores. Of windows, B is how many a sample has. ptr: None
+    without a mask. Rows are padded to a multiple of 16 elements, and strides are in units of 16."""
 
     ptr: tl.tensor
     batch: tl.tensor
@@ -136,7 +136,8 @@ def factor(softmax):
 @triton.jit
 def _load_mask(mask, queries, first_query, keys, first_key, at, at_keys, ROWS: tl.constexpr, TAIL: tl.constexpr):
     """Load a tile of the mask, or one row of it for all queries."""
-    plane = at.batch.to(tl.int64) * mask.batch + at.head.to(tl.int64) * mask.head
+    sequence = at.batch if len(at) == 8 else at.number
+    plane = sequence.to(tl.int64) * mask.batch + at.head.to(tl.int64) * mask.head
     tile = mask.ptr + (plane + tl.cast(first_query, tl.int64) * mask.query) * 16 + first_key
     # up to the padding, so that loads are 16 bytes
     inside = keys // 16 * 16 < at_keys.N - first_key if TAIL else keys >= 0

@@ -86,7 +86,7 @@ class Place(NamedTuple):
 
 class WindowPlace(NamedTuple):
     """The rows that a program owns where sequences are windows of a sample, `batch`: a `Place`, from which functions
-    tell it by its length, and the `window`."""
+    tell it by its length, the `window`, and its number in the sample."""
 
     batch: tl.tensor
     head: tl.tensor
@@ -97,6 +97,7 @@ class WindowPlace(NamedTuple):
     before: tl.tensor
     rows: tl.tensor
     window: Window
+    number: tl.tensor
 
 
 class Head(NamedTuple):
@@ -153,7 +154,7 @@ def in_window(sequence, head, first, N, H, windows):
         windows.window_w, windows.shift_h, windows.shift_w,
     )  # fmt: skip
     before, rows = sequence.to(tl.int64) * N, plane.to(tl.int64) * N
-    return WindowPlace(sequence // of_sample, head, plane, first, N, 0, before, rows, window)
+    return WindowPlace(sequence // of_sample, head, plane, first, N, 0, before, rows, window, number)
 
 
 @triton.jit

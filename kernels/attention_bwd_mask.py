@@ -64,7 +64,9 @@ def _dmask(
             before, rows_before = sample.to(tl.int64) * N, in_batch.to(tl.int64) * N
             at = Place(sample, of_sample, in_batch, first_query, N, 0, before, rows_before)
         else:
-            at = in_window(sample, of_sample, first_query, N, H, windows)
+            # those that share a mask are as far apart as there are masks, one for all windows or one for each
+            sequence = plane // mask_heads + i // sharing * (planes // mask_heads)
+            at = in_window(sequence, of_sample, first_query, N, H, windows)
         at_keys = across(at, of_sample // GROUP, H // GROUP, N_k, 0, None)
         total += _ds(q, k, v, do, statistics_ptr, at, at_keys, first_key, softmax, head, BLOCK_M, BLOCK_N)
     queries = tl.arange(0, BLOCK_M)[:, None]
@@ -90,7 +92,7 @@ def attention_bwd_mask_kernel(
     dmask_ptr,  # [cdiv(samples * H / mask_heads, share), planes, N, cdiv(N_k, 16) * 16]: rows are padded as a mask's
     # sizes. N_k: None if k has as many tokens as q; samples: how many share a mask, B or 1; mask_heads: H or 1; planes:
     # B / samples * mask_heads; share: how many of the samples * H / mask_heads that share a plane one program adds up.
-    # Windows count as samples
+    # Windows count as samples, B is the windows of all, and a mask is of one window of each sample or of all windows
     N, N_k, H, samples, mask_heads, planes, share,
     grid_h, grid_w, window_w, shift_h, shift_w,  # `Windows`; None: samples are sequences
     # strides in UNITs of elements, the last dimension is contiguous

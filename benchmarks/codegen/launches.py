@@ -67,8 +67,11 @@ def _granule(workload: Workload, dtype: torch.dtype) -> int:
     elements, except for the width of a patch, half a head, and odd hidden sizes."""
     sizes = workload.sizes
     itemsize = 1 if sizes.get("image") == "uint8" else dtype.itemsize
-    if sizes.get("mask") == "relative" and (side := math.isqrt(sizes["N"])) & (side - 1):
-        return dtype.itemsize  # columns of the grid that a tile pads are loaded one by one, once a program
+    relative = "relative" in (sizes.get("mask"), sizes.get("added"))
+    if relative and ((side := sizes.get("window") or math.isqrt(sizes["N"])) & (side - 1) or side < 32):
+        # columns of the grid that a tile pads are loaded one by one, once a program; so are the rows of a tile, which
+        # are few
+        return dtype.itemsize
     half = sizes["d"] // 2 if sizes.get("spelling") == "halves" else 8
     return math.gcd(*(elements * itemsize for elements in (half, sizes.get("patch", 8), sizes.get("hidden", 8))), 16)
 

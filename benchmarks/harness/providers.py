@@ -82,14 +82,17 @@ def attention_varlen(
 
 
 def attention_windows(
-    provider: str, draw: Draw, B: int, grid: int, window: int, H: int, d: int, shift: int = 0, bias: bool = True,
+    provider: str, draw: Draw, B: int, grid: int, window: int, H: int, d: int, shift: int = 0, added: str = "bias",
     dropout_p: float = 0.0,
 ) -> Runner:  # fmt: skip
-    """Windows of a square grid with a relative position bias, as in Swin. eager and sdpa: with copies into windows and
-    back, and the masks as Swin makes them."""
+    """Windows of a square grid. eager and sdpa: with copies into windows and back, and the masks as Swin makes them.
+    added: to the scores. A "bias" that all windows share, as in Swin; "biases", one for each window; or "relative"
+    positions in two parts, as in SAM; or "nothing"."""
     shapes: Shapes = {"qkv": (B, grid, grid, 3, H, d)}
-    if bias:
-        shapes["attn_mask"] = (H, window**2, window**2)
+    if added == "relative":
+        shapes |= dict.fromkeys(("rows", "columns"), (B, grid, grid, H, window))
+    elif added != "nothing":
+        shapes["attn_mask"] = (*[(grid // window) ** 2] * (added == "biases"), H, window**2, window**2)
     options: dict[str, Any] = {"dropout_p": dropout_p} if provider == "fused" else {"sdpa": provider == "sdpa"}
     options |= {"window": (window, window), "shift": (shift, shift)}
     return _runner(provider, draw, "attention_windows", shapes, **options)

@@ -140,24 +140,37 @@ def _relative_attention() -> Iterator[Workload]:
 
 
 def _attention_in_windows() -> Iterator[Workload]:
-    """Stages of Swin-T and Swin-B at 224 and 384 px, windows of other sizes, and grids that are no multiples."""
+    """Stages of Swin-T and Swin-B at 224 and 384 px, SAM's and ViTDet's padded grid at 1024 px, windows of other sizes,
+    and grids that are no multiples."""
     rows = functools.partial(_rows, "attention_windows")
     yield from rows("quick", B=1, grid=14, window=7, H=3, d=32, shift=3)
+    yield from rows("quick", B=1, grid=14, window=7, H=3, d=64, added="relative")
     for grid, H in ((56, 3), (28, 6), (14, 12)):
         yield from rows("cpu", B=1, grid=grid, window=7, H=H, d=32, shift=[0, 3])
         yield from rows("gpu", B=[1, 32, 256], grid=grid, window=7, H=H, d=32, shift=[0, 3])
     yield from rows("cpu", B=8, grid=14, window=7, H=12, d=32, shift=3)
     yield from rows("gpu", B=[1, 32], grid=48, window=12, H=8, d=32, shift=[0, 6])
-    yield from rows("gpu", B=[1, 16], grid=64, window=[14, 16], H=12, d=64, bias=False)  # ViTDet's
+    yield from rows("cpu", B=1, grid=70, window=14, H=12, d=64, added=["nothing", "relative"])
+    yield from rows("gpu", B=[1, 8], grid=70, window=14, H=12, d=64, added=["nothing", "relative"])
+    yield from rows("gpu", B=8, grid=70, window=14, H=16, d=80, added="relative")
     yield from rows("verify", B=2, grid=28, window=[7, 12], H=4, d=32, shift=3)
-    yield from rows("verify", B=2, grid=28, window=[8, 14], H=4, d=64, shift=[0, 3], bias=False)
+    yield from rows("verify", B=2, grid=28, window=[8, 14], H=4, d=64, shift=[0, 3], added="nothing")
+    yield from rows("verify", B=2, grid=28, window=[7, 14], H=4, d=[64, 80], added="relative")
+    yield from rows("verify", B=2, grid=28, window=7, H=4, d=32, shift=[0, 3], added="biases")
     yield from rows("traffic", B=2, grid=28, window=7, H=3, d=32, shift=[0, 3])
-    yield from rows("sanitize", B=2, grid=17, window=5, H=2, d=72, shift=2, bias=[True, False])
+    yield from rows("traffic", B=1, grid=28, window=14, H=2, d=64, added="relative")
+    yield from rows("sanitize", B=2, grid=17, window=5, H=2, d=72, shift=2, added=["bias", "nothing"])
+    yield from rows("sanitize", B=2, grid=18, window=[6, 9], H=2, d=[32, 72], added=["biases", "relative"])
     yield from rows("sanitize", B=2, grid=14, window=7, H=2, d=32, shift=3, dropout_p=0.1)
     for d in (32, 64):
         for window, shift in ((7, 3), (8, 4), (12, 6), (14, 7), (16, 8)):
             few = "second kernels" if (d, window) == (32, 7) else ""
             yield from rows(f"compile {few}", B=64, grid=4 * window, window=window, H=8, d=d, shift=[0, shift])
-            yield from rows("compile", B=64, grid=64, window=window, H=8, d=d, bias=False)
+            yield from rows("compile", B=64, grid=64, window=window, H=8, d=d, added="nothing")
+    for d in (32, 64, 72, 80, 128):
+        few = "second kernels" if d == 64 else "second" if d == 72 else ""
+        yield from rows(f"compile {few}", B=64, grid=70, window=14, H=8, d=d, added="relative")
+    yield from rows("compile", B=64, grid=64, window=[8, 16], H=8, d=64, added="relative")
+    yield from rows("compile", B=64, grid=56, window=7, H=8, d=32, added="biases")
     yield from rows("compile second", B=64, grid=64, window=12, H=8, d=[72, 80, 128], shift=6)
     yield from rows("compile", B=64, grid=56, window=[7, 12], H=8, d=32, shift=3, dropout_p=0.1)

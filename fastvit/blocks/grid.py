@@ -39,13 +39,13 @@ class GridAttention(NamedTuple):
 class GridBlock(NamedTuple):
     """A pre-norm block over a grid.
 
-    window: the side of the windows of attention, 0 for the whole grid. The last windows are padded with zeros after the
-    norm. drops_windows: whether stochastic depth drops windows after attention, not samples."""
+    window: rows and columns of the windows of attention; None for the whole grid. The last windows are padded with
+    zeros after the norm. drops_windows: whether stochastic depth drops windows after attention, not samples."""
 
     attention: HalfSpec[AttentionSpec]
     positions: Positions
     mlp: HalfSpec[MlpSpec]
-    window: int = 0
+    window: tuple[int, int] | None = None
     drops_windows: bool = False
 
 
@@ -63,44 +63,83 @@ def run_halves(
 
 def run_attention(x: Tensor, grid: GridAttention) -> Tensor:
     attn, positions = grid
-    attended = _attend(run.project(x.flatten(1, 2), attn), attn, positions, *x.shape[1:3])
-    return ops.dropout(run.run_linear(attended, attn.proj), attn.proj_drop).view(x.shape)
+    attended = _attend(run.project(x, attn), attn, positions, (x.shape[1], x.shape[2]))
+    return ops.dropout(run.run_linear(attended, attn.proj), attn.proj_drop)
 
 
 def _run_attention_half(x: Tensor, block: GridBlock) -> Tensor:
-    half, window, (_, height, width, _) = block.attention, block.window, x.shape
+    half, window = block.attention, block.window or (x.shape[1], x.shape[2])
     attn = half.branch
-    if not window:
-        tokens = x.flatten(1, 2)
-        attended = _attend(run.norm_and_project(tokens, half), attn, block.positions, height, width)
-        return run.run_last(attended, attn.proj, attn.proj_drop, tokens, half).view(x.shape)
-    windows = _partition(run.run_norm(x, half.norm), window)
-    attended = _attend(run.project(windows, attn), attn, block.positions, window, window)
-    if half.drop_path and block.drops_windows:
-        branch = run.run_last(attended, attn.proj, attn.proj_drop, attended.new_zeros(windows.shape), half)
-        return x + _join(branch, window, height, width)
-    # joined before the projection, which then adds the residual and leaves out the padding
-    attended = _join(attended, window, height, width).flatten(1, 2)
-    return run.run_last(attended, attn.proj, attn.proj_drop, x.flatten(1, 2), half).view(x.shape)
+    attended = attend_on_grid(x, half, window, partial(_attend, attn=attn, positions=block.positions, window=window))
+    tokens, attended = x.flatten(1, 2), attended.flatten(1, 2)
+    if half.drop_path and block.drops_windows and block.window:
+        tokens, attended = tokens.flatten(0, 1), attended.flatten(0, 1)
+        half = half._replace(drop_path=0.0, row_scale=_draw_windows(x, half, window))
+    return run.run_last(attended, attn.proj, attn.proj_drop, tokens, half).view(x.shape)
 
 
-def _attend(qkv: Tensor, attn: AttentionSpec, positions: Positions, height: int, width: int) -> Tensor:
-    """Attend with packed q, k and v: (B, height * width, 3 * H * d) -> (B, height * width, H * d)."""
-    if positions.tables is None:
-        return run.attend_packed(qkv, attn, positions.rotary, None, False)
-    q, k, v = qkv.unflatten(-1, (3, attn.num_heads, -1)).unbind(2)
-    q, k = run.placed(q, k, attn.qk_norm, None)
-    relative = relative_positions(q, *positions.tables, height, width)
-    return ops.attention(q, k, v, relative=relative, scale=attn.scale).flatten(2)
+def attend_on_grid(
+    x: Tensor, half: HalfSpec[AttentionSpec], window: tuple[int, int], attend: Callable[[Tensor], Tensor],
+    rolled: tuple[int, int] = (0, 0),
+) -> Tensor:  # fmt: skip
+    """Run half a block up to the projection after attention: (B, gh, gw, D) -> (B, gh, gw, H * d). Where the grid is no
+    multiple of the window, it is padded with zeros after the norm, which attention sees.
+
+    attend: function of packed q, k and v, (B, rows, columns, 3 * H * d) -> (B, rows, columns, H * d). rolled: how far
+    the grid is rolled up and to the left before it is padded, and back before `attend`."""
+    gh, gw = x.shape[1:3]
+    down, across = -gh % window[0], -gw % window[1]
+    if not (down or across):
+        return attend(run.norm_and_project(x.flatten(1, 2), half).unflatten(1, (gh, gw)))
+    padded = F.pad(_roll(run.run_norm(x, half.norm), rolled, -1), (0, 0, 0, across, 0, down))
+    attended = attend(run.project(_roll(padded, rolled, 1), half.branch))
+    return _roll(_roll(attended, rolled, -1)[:, :gh, :gw], rolled, 1)
 
 
-def relative_positions(q: Tensor, of_rows: Tensor, of_columns: Tensor, height: int, width: int) -> Relative:
-    """Return what each query adds to its scores: products of q (B, height * width, H, d) and the tables' vectors for
-    the distances between its row or column and the keys'."""
-    q = q.unflatten(1, (height, width))
-    rows = torch.einsum("byxhc,ykc->byxhk", q, _between(of_rows, height))
-    columns = torch.einsum("byxhc,xkc->byxhk", q, _between(of_columns, width))
-    return Relative(rows.flatten(1, 2), columns.flatten(1, 2))
+def _roll(x: Tensor, shift: tuple[int, int], by: int) -> Tensor:
+    return torch.roll(x, (by * shift[0], by * shift[1]), (1, 2)) if any(shift) else x
+
+
+def _attend(qkv: Tensor, attn: AttentionSpec, positions: Positions, window: tuple[int, int]) -> Tensor:
+    """Attend within windows, of which there may be one: (B, gh, gw, 3 * H * d) -> (B, gh, gw, H * d)."""
+    grid, (tables, rotary) = (qkv.shape[1], qkv.shape[2]), positions
+    if tables is None and grid == window:
+        return run.attend_packed(qkv.flatten(1, 2), attn, rotary, None, False).unflatten(1, grid)
+    qkv = qkv.unflatten(-1, (3, attn.num_heads, -1))
+    if rotary is not None:
+        rotary = rotary._replace(sin=_repeated(rotary.sin, grid, window), cos=_repeated(rotary.cos, grid, window))
+    if attn.qk_norm is not None:
+        q, k, v = qkv.flatten(1, 2).unbind(2)
+        qkv = torch.stack((*run.placed(q, k, attn.qk_norm, rotary), v), 2).unflatten(1, grid)
+    elif rotary is not None:
+        qkv = ops.rotary_qkvpacked(qkv.flatten(1, 2), rotary).unflatten(1, grid)
+    relative = None if tables is None else relative_positions(qkv[:, :, :, 0], *tables, window)
+    out = ops.attention_windows(qkv, window, relative=relative, scale=attn.scale, dropout_p=attn.attn_drop)
+    return run.join_heads(out, attn)
+
+
+def _repeated(table: Tensor, grid: tuple[int, int], window: tuple[int, int]) -> Tensor:
+    """Return the rows of a table (wh * ww, d) for the tokens of all windows, (gh * gw, d)."""
+    (gh, gw), (wh, ww) = grid, window
+    return table.view(wh, ww, -1).repeat(gh // wh, gw // ww, 1).flatten(0, 1)
+
+
+def _draw_windows(x: Tensor, half: HalfSpec[AttentionSpec], window: tuple[int, int]) -> Tensor:
+    """Draw stochastic depth for the windows of x (B, gh, gw, D): the factor of each token, (B * gh * gw,)."""
+    B, gh, gw, _ = x.shape
+    down, across = -(-gh // window[0]), -(-gw // window[1])
+    drawn = run.draw_drop_path(x.new_empty(B * down * across, 0), half.drop_path, half.scale_by_keep)
+    of_rows = drawn.view(B, down, across).repeat_interleave(window[0], 1)[:, :gh]
+    return of_rows.repeat_interleave(window[1], 2)[:, :, :gw].flatten()
+
+
+def relative_positions(q: Tensor, of_rows: Tensor, of_columns: Tensor, window: tuple[int, int]) -> Relative:
+    """Return what each query adds to its scores: products of q (B, gh, gw, H, d) and the tables' vectors for the
+    distances between its row or column and those of the keys in its window."""
+    q = q.unflatten(2, (-1, window[1])).unflatten(1, (-1, window[0]))
+    rows = torch.einsum("bYyXxhc,ykc->bYyXxhk", q, _between(of_rows, window[0]))
+    columns = torch.einsum("bYyXxhc,xkc->bYyXxhk", q, _between(of_columns, window[1]))
+    return Relative(*[t.flatten(3, 4).flatten(1, 2) for t in (rows, columns)])
 
 
 def _between(table: Tensor, size: int) -> Tensor:
@@ -112,23 +151,7 @@ def _between(table: Tensor, size: int) -> Tensor:
     return table[place[:, None] - place + size - 1]
 
 
-def _partition(x: Tensor, window: int) -> Tensor:
-    """Return the windows of x (B, H, W, D), padded with zeros: (B * windows, window * window, D)."""
-    _, height, width, _ = x.shape
-    x = F.pad(x, (0, 0, 0, -width % window, 0, -height % window))
-    x = x.unflatten(2, (-1, window)).unflatten(1, (-1, window))
-    return x.transpose(2, 3).flatten(3, 4).flatten(0, 2)
-
-
-def _join(windows: Tensor, window: int, height: int, width: int) -> Tensor:
-    """Undo `_partition`: (B * windows, window * window, D) -> (B, height, width, D)."""
-    down, across = -(-height // window), -(-width // window)
-    x = windows.unflatten(1, (window, window)).unflatten(0, (-1, down, across))
-    return x.transpose(2, 3).flatten(3, 4).flatten(1, 2)[:, :height, :width]
-
-
-def with_relative_positions(attn: AttentionSpec) -> AttentionSpec:
-    """Return the attention as it runs with relative positions. Raises CannotFuse if no op has it."""
+def check_relative_positions(attn: AttentionSpec) -> None:
+    """Raise CannotFuse if the op has not all that attention with relative positions does."""
     if attn.attn_drop:
         raise CannotFuse("dropout of attention with relative positions")
-    return attn._replace(in_steps=True)

@@ -234,13 +234,13 @@ def attend_packed(
         qkv = qkv if rotary is None else ops.rotary_qkvpacked(qkv[None], rotary)[0]
         lengths = attn.cu_seqlens, attn.max_seqlen
         out = ops.attention_varlen_qkvpacked(qkv, *lengths, scale=attn.scale, dropout_p=attn.attn_drop)
-        return _scaled(out, attn)
+        return join_heads(out, attn)
     if rotary is not None:
         qkv = ops.rotary_qkvpacked(qkv, rotary)
     out = ops.attention_qkvpacked(
         qkv, attn_mask=attn_mask, is_causal=is_causal, scale=attn.scale, dropout_p=attn.attn_drop
     )
-    return _scaled(out, attn)
+    return join_heads(out, attn)
 
 
 def _attend_separate(
@@ -251,10 +251,10 @@ def _attend_separate(
     if attn.cu_seqlens is not None:
         q, k = (t[0] for t in placed(q[None], k[None], attn.qk_norm, rotary))
         lengths = attn.cu_seqlens, attn.max_seqlen
-        return _scaled(ops.attention_varlen(q, k, v, *lengths, scale=attn.scale, dropout_p=attn.attn_drop), attn)
+        return join_heads(ops.attention_varlen(q, k, v, *lengths, scale=attn.scale, dropout_p=attn.attn_drop), attn)
     q, k = placed(q, k, attn.qk_norm, rotary)
     out = ops.attention(q, k, v, attn_mask=attn_mask, is_causal=is_causal, scale=attn.scale, dropout_p=attn.attn_drop)
-    return _scaled(out, attn)
+    return join_heads(out, attn)
 
 
 def placed(q: Tensor, k: Tensor, qk_norm: tuple[Norm, Norm] | None, rotary: Rotary | None) -> tuple[Tensor, Tensor]:
@@ -281,7 +281,7 @@ def _normed_heads(x: Tensor, norm: Norm) -> Tensor:
     return run_norm(x.flatten(2), norm).view(x.shape)
 
 
-def _scaled(out: Tensor, attn: AttentionSpec) -> Tensor:
+def join_heads(out: Tensor, attn: AttentionSpec) -> Tensor:
     """Join the heads and apply scale_norm: (..., H, d) -> (..., H * d)."""
     out = out.flatten(-2)
     return out if attn.scale_norm is None else run_norm(out, attn.scale_norm)

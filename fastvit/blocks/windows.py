@@ -6,13 +6,11 @@ from __future__ import annotations
 from functools import partial
 from typing import NamedTuple
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from fastvit import ops
 from fastvit.blocks import run
-from fastvit.blocks.grid import run_halves
+from fastvit.blocks.grid import attend_on_grid, run_halves
 from fastvit.blocks.recompute import DEFAULT, Recompute
 from fastvit.blocks.spec import AttentionSpec, HalfSpec, MlpSpec
 
@@ -35,17 +33,10 @@ def run_block(x: Tensor, block: WindowBlock, recompute: Recompute = DEFAULT) -> 
 
 
 def _run_attention_half(x: Tensor, block: WindowBlock) -> Tensor:
-    half, (gh, gw), tokens = block.attention, x.shape[1:3], x.flatten(1, 2)
-    attn, (down, across) = half.branch, (-gh % block.window[0], -gw % block.window[1])
-    if down or across:
-        shift = block.shift if block.rolls_first else (0, 0)
-        padded = F.pad(_roll(run.run_norm(x, half.norm), shift, -1), (0, 0, 0, across, 0, down))
-        # rolled back for the op, which rolls the grid itself
-        attended = _attend(run.project(_roll(padded, shift, 1), attn), block)
-        attended = _roll(_roll(attended, shift, -1)[:, :gh, :gw], shift, 1)
-    else:
-        attended = _attend(run.norm_and_project(tokens, half).unflatten(1, (gh, gw)), block)
-    return run.run_last(attended.flatten(1, 2), attn.proj, attn.proj_drop, tokens, half).view(x.shape)
+    half = block.attention
+    rolled = block.shift if block.rolls_first else (0, 0)
+    attended = attend_on_grid(x, half, block.window, partial(_attend, block=block), rolled).flatten(1, 2)
+    return run.run_last(attended, half.branch.proj, half.branch.proj_drop, x.flatten(1, 2), half).view(x.shape)
 
 
 def _attend(qkv: Tensor, block: WindowBlock) -> Tensor:
@@ -56,10 +47,6 @@ def _attend(qkv: Tensor, block: WindowBlock) -> Tensor:
         qkv, block.window, shift=block.shift, attn_mask=block.bias, scale=attn.scale, dropout_p=attn.attn_drop
     )
     return out.flatten(3)
-
-
-def _roll(x: Tensor, shift: tuple[int, int], by: int) -> Tensor:
-    return torch.roll(x, (by * shift[0], by * shift[1]), (1, 2)) if any(shift) else x
 
 
 def bias_of(table: Tensor, index: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
 
-from fastvit.blocks.grid import GridBlock
+from fastvit.blocks.grid import GridAttention, GridBlock
 from fastvit.blocks.recompute import recompute_of
 from fastvit.blocks.run import runs_in_steps
 from fastvit.blocks.spec import AdaptedLinear, AttentionSpec, HalfSpec, MlpSpec, PlainLinear
@@ -159,18 +159,17 @@ def _kind(layer: nn.Module) -> str:
 
 
 def _ops(description: Any) -> Iterator[str]:
-    if isinstance(description, WindowBlock):
+    if isinstance(description, WindowBlock | GridBlock):
         attn = description.attention.branch
         yield f"{description.attention.norm.kind}_norm" if attn.adapted else "layer_norm_linear"
-        yield "attention_windows"
-        if isinstance(attn.proj, PlainLinear):
-            yield "linear"
+        if isinstance(description, GridBlock) and not description.window:
+            yield from _ops(GridAttention(attn, description.positions))
+        else:
+            yield from _attention_on_grid(attn)
         yield from _ops(description.mlp)
         return
-    if isinstance(description, GridBlock):
-        norm, attn = description.attention.norm, description.attention.branch
-        yield f"{norm.kind}_norm" if description.window or attn.adapted else "layer_norm_linear"
-        yield from _ops((attn, description.mlp))
+    if isinstance(description, GridAttention) and description.positions.tables is not None:
+        yield from _attention_on_grid(description.attention)
         return
     if isinstance(description, HalfSpec):
         if not runs_in_steps(description.branch):
@@ -197,6 +196,14 @@ def _ops(description: Any) -> Iterator[str]:
     elif isinstance(description, tuple):
         for part in description:
             yield from _ops(part)
+
+
+def _attention_on_grid(attn: AttentionSpec) -> Iterator[str]:
+    if attn.qk_norm is not None:
+        yield "qk_norm"
+    yield "attention_windows"
+    if isinstance(attn.proj, PlainLinear):
+        yield "linear"
 
 
 def _norm(norm: Norm | None) -> Iterator[str]:

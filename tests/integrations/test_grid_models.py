@@ -20,8 +20,7 @@ from fastvit.ops.runtime import backend as backends
 from fastvit.study.memory.allocations import Allocations, as_on
 from fastvit.study.memory.plan import without_data
 
-WINDOWED = "layer_norm, attention, linear, layer_norm_mlp"
-GLOBAL = "layer_norm_linear, attention, linear, layer_norm_mlp"
+WINDOWED = GLOBAL = "layer_norm_linear, attention_windows, linear, layer_norm_mlp"
 TIMM: dict[str, dict[str, Any]] = {
     "windows with padding": {"window_size": 3, "use_rel_pos": True},
     "whole grid": {"use_rel_pos": True, "window_size": 0, "init_values": 0.3},

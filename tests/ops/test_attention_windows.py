@@ -3,7 +3,7 @@
 import pytest
 import torch
 from attention_inputs import DTYPES, seeded
-from op_cases import assert_layout_does_not_matter, tensors_of
+from op_cases import assert_layout_does_not_matter, gathered, tensors_of
 from oracle import assert_op_as_accurate, inputs
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -34,16 +34,18 @@ def draw(grid, window, *, H=2, d=24, mask=(), dtype=torch.float32, device, B=2):
     return tensors_of(shapes, dtype, device)
 
 
-@pytest.mark.parametrize(
-    ("cut", "mask"), [*((cut, "bias") for cut in CUTS), ("whole", None), ("cut and shifted", None)]
-)
+MASKS = {"bias": (2,), "bias of each window": (9, 2), "mask of each window": (9, 1), "none": None}
+CHOICES = [("whole", "none"), *(("cut and shifted", mask) for mask in MASKS if mask != "bias")]
+
+
+@pytest.mark.parametrize(("cut", "mask"), [*((cut, "bias") for cut in CUTS), *CHOICES])
 def test_as_accurate_as_eager(cut, mask, backend, device):
-    """A bias of each head, with a gradient, or none."""
+    """A bias, with a gradient: of each head, of each window and head, or of each window; or none."""
     grid, window, shift = CUTS[cut]
     assert_op_as_accurate(
         lambda **t: ops.attention_windows(**t, window=window, shift=shift),
         lambda **t: eager(**t, window=window, shift=shift),
-        draw(grid, window, mask=(2,) if mask else None, device=device, B=1 if mask else 2),
+        draw(grid, window, mask=MASKS[mask], device=device, B=1 if mask == "bias" else 2),
     )
 
 
@@ -58,14 +60,15 @@ def test_dtypes_and_several_tiles(dtype, backend, device):
     )
 
 
-@pytest.mark.parametrize("kind", ["bool", "a row of numbers"])
+@pytest.mark.parametrize("kind", ["bool", "bool of each window", "a row of numbers"])
 def test_masks(kind, backend, device):
     """Next to the shift's. Queries that see no key are zero."""
     grid, window, shift = CUTS["cut and shifted"]
-    tensors = draw(grid, window, mask=None, device=device, B=1)
+    tensors = draw(grid, window, mask=None, device=device, B=2)
     more = {}
-    if kind == "bool":
-        more["attn_mask"] = inputs("normal", 2, 12, 12, dtype=torch.float32, device=device, seed=3) > 0.5
+    if kind != "a row of numbers":
+        shape = (9, 1, 12, 12) if kind == "bool of each window" else (2, 12, 12)
+        more["attn_mask"] = inputs("normal", *shape, dtype=torch.float32, device=device, seed=3) > 0.5
     else:
         tensors["attn_mask"] = inputs("normal", 1, 12, dtype=torch.float32, device=device, seed=3).requires_grad_()
     assert_op_as_accurate(
@@ -125,12 +128,59 @@ def test_what_a_query_does_not_see_has_no_influence(backend, device):
     assert torch.equal(dirty[:, others], clean[:, others])
 
 
+# (grid, window): windows of one tile, some that pad it, several tiles of queries and of rows, a row a tile, the grid
+RELATIVE = {
+    "one tile": ((6, 8), (3, 4)),
+    "padded": ((10, 14), (5, 7)),
+    "several tiles": ((18, 10), (9, 10)),
+    "a row a tile": ((4, 64), (2, 32)),
+    "the whole grid": ((5, 7), (5, 7)),
+}
+
+
+def draw_relative(grid, window, dtype=torch.float32, *, device, B=2, H=2, d=24):
+    shapes = {"rows": (B, *grid, H, window[0]), "columns": (B, *grid, H, window[1])}
+    return tensors_of({"qkv": (B, *grid, 3, H, d), **shapes}, dtype, device)
+
+
+@pytest.mark.parametrize("cut", RELATIVE)
+def test_relative_positions(cut, backend, device):
+    grid, window = RELATIVE[cut]
+    assert_op_as_accurate(
+        lambda **t: gathered(ops.attention_windows)(**t, window=window),
+        lambda **t: gathered(eager)(**t, window=window),
+        draw_relative(grid, window, device=device, B=1 if cut == "several tiles" else 2),
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+def test_dtypes_of_relative_positions(dtype, backend, device):
+    """Heads of two parts, and a scale."""
+    run = {"window": (5, 7), "scale": 0.3}
+    assert_op_as_accurate(
+        lambda **t: gathered(ops.attention_windows)(**t, **run),
+        lambda **t: gathered(eager)(**t, **run),
+        draw_relative((5, 14), (5, 7), dtype, device=device, B=1, d=72),
+    )
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_of_relative_positions(layout, backend, device):
+    arrange = LAYOUTS[layout]
+    tensors = draw_relative((8, 12), (4, 6), device=device)
+    tensors = {name: arrange(t.detach()).requires_grad_() for name, t in tensors.items()}
+    assert_layout_does_not_matter("attention_windows relative", tensors, arrange, backend == "triton")
+
+
 def test_flops(device):
     """Windows count in full."""
     tensors = draw((7, 9), (3, 4), mask=(2,), device=device)
     with FlopCounterMode(display=False) as counter:
         ops.attention_windows(**tensors, window=(3, 4), shift=(1, 2)).sum().backward()
     assert counter.get_total_flops() == (4 + 10) * 2 * 9 * 2 * 12 * 12 * 24
+    with FlopCounterMode(display=False) as counter:
+        gathered(ops.attention_windows)(**draw_relative((6, 8), (3, 4), device=device), window=(3, 4)).sum().backward()
+    assert counter.get_total_flops() == (4 + 10) * 2 * 4 * 2 * 12 * 12 * 24
 
 
 @pytest.mark.skipif(not backends.HAVE_TRITON, reason="triton is not installed")

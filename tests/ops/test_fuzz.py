@@ -263,13 +263,15 @@ test_attention_varlen = fuzzed(varlen_cases(), of_lengths(ops.attention_varlen),
 
 @st.composite
 def window_cases(draw: st.DrawFn) -> Case:
-    """Grids and windows of any size, shifts of less than a window; a mask of every head or one, every query or one, or
-    none. A token alone in its window or region has gradients of rounding alone: not wanted where there may be one."""
+    """Grids and windows of any size, shifts of less than a window; a mask of every window or one, every head or one,
+    every query or one, or none. A token alone in its window or region has gradients of rounding alone: not wanted where
+    there may be one."""
     B, _, H, d = draw(SIZES)
     grid, window = (draw(st.tuples(st.integers(1, 9), st.integers(1, 9))) for _ in range(2))
     shift = tuple(draw(st.integers(0, side - 1)) for side in window)
     n = window[0] * window[1]
-    mask = draw(st.sampled_from([H, 1])), draw(st.sampled_from([n, 1])), n
+    windows = math.prod(-(-size // side) for size, side in zip(grid, window, strict=True))
+    mask = *(draw(st.sampled_from([count, 1])) for count in (windows, H, n)), n
     options = {"scale": SCALE, "window": st.just(window), "shift": st.just(shift)}
     found = draw(case({"qkv": (B, *grid, 3, H, d), "attn_mask": mask}, "attn_mask", "attn_mask", **options))
     alone = any(size * side == 1 or by or size % side for size, side, by in zip(grid, window, shift, strict=True))
@@ -280,6 +282,21 @@ def window_cases(draw: st.DrawFn) -> Case:
 
 
 test_attention_windows = fuzzed(window_cases(), ops.attention_windows, formulas.attention_windows)
+
+
+@st.composite
+def relative_window_cases(draw: st.DrawFn) -> Case:
+    """Up to 2 x 2 windows of up to 4 x 20 tokens, not of one row or column."""
+    B, _, H, d = draw(SIZES)
+    window = draw(st.tuples(st.integers(2, 4), st.integers(2, 20)))
+    gh, gw = (side * draw(st.integers(1, 2)) for side in window)
+    shapes = {"qkv": (B, gh, gw, 3, H, d), "rows": (B, gh, gw, H, window[0]), "columns": (B, gh, gw, H, window[1])}
+    return draw(case(shapes, scale=SCALE, window=st.just(window)))
+
+
+test_attention_windows_relative = fuzzed(
+    relative_window_cases(), gathered(ops.attention_windows), gathered(formulas.attention_windows)
+)
 
 
 @st.composite

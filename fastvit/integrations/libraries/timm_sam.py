@@ -20,7 +20,7 @@ def read_attention(attn: Any) -> GridAttention:
     attention = read_timm.read_attention(attn)
     positions = Positions()
     if attn.use_rel_pos:
-        attention = grid.with_relative_positions(attention)
+        grid.check_relative_positions(attention)
         positions = Positions((attn.rel_pos_h, attn.rel_pos_w))
     elif attn.rope is not None:
         (rope,) = submodules(attn, rope={"timm.layers.pos_embed_sincos.RotaryEmbeddingCat"})
@@ -33,7 +33,8 @@ def read_block(block: Any) -> GridBlock:
     found = read_timm.read_half(read_attention, _HALF, block)
     attention, positions = found.branch
     half = found._replace(branch=attention)
-    return GridBlock(half, positions, read_timm.read_mlp_half(block), block.window_size, drops_windows=True)
+    window = (block.window_size, block.window_size) if block.window_size else None
+    return GridBlock(half, positions, read_timm.read_mlp_half(block), window, drops_windows=True)
 
 
 HANDLERS = {

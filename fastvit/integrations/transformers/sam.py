@@ -44,7 +44,8 @@ def _described_attention(attn: Any, num_heads: int, p: float, has_positions: boo
     attention = read.describe_attention((read.read_layer(qkv),), proj, num_heads, attn.scale, p, None)
     if not has_positions:
         return GridAttention(attention, Positions())
-    return GridAttention(grid.with_relative_positions(attention), Positions((attn.rel_pos_h, attn.rel_pos_w)))
+    grid.check_relative_positions(attention)
+    return GridAttention(attention, Positions((attn.rel_pos_h, attn.rel_pos_w)))
 
 
 def read_mlp(mlp: Any) -> MlpSpec:
@@ -79,7 +80,8 @@ def _described(
     attention, positions = grid_attention
     first: HalfSpec[AttentionSpec] = HalfSpec(attention, read.read_norm(norm1), None, drop_path)
     second: HalfSpec[MlpSpec] = HalfSpec(read_mlp(mlp), read.read_norm(norm2), None, drop_path)
-    return LayerSpec(GridBlock(first, positions, second, layer.window_size), checkpoint_of(layer))
+    window = (layer.window_size, layer.window_size) if layer.window_size else None
+    return LayerSpec(GridBlock(first, positions, second, window), checkpoint_of(layer))
 
 
 def check_call(module: Any, hidden_states: Any, output_attentions: Any = None) -> Any:

@@ -97,7 +97,7 @@ def attention_bwd(
     if k.shape[1] == 1 and seed is None and mask is None:
         return _written(gradients_of_one_key(do, q, k, v), out)
     if not _has_flash_backward(do, seed, q, k, v, mask, causal):
-        gradients = out or _room(q, k, v)
+        gradients = out or room(q, k, v)
         _backward(do, q, k, v, mask, seed, scale, dropout_p, causal, gradients)
         return gradients
     lse = lse[:, :, 0] + lse[:, :, 1].log() if is_added(mask) else lse
@@ -144,7 +144,7 @@ def attention_bwd_with_mask(
     scale: float, dropout_p: float, causal: bool = False, *, out: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Compute dq, dk, dv and the gradient of a float mask. The weights are computed once."""
-    gradients = out or _room(q, k, v)
+    gradients = out or room(q, k, v)
     return *gradients, _backward(do, q, k, v, mask, seed, scale, dropout_p, causal, gradients, True)
 
 
@@ -156,7 +156,7 @@ def attention_qkvpacked_bwd_with_mask(
     return dqkv, attention_bwd_with_mask(*arguments, out=dqkv.unbind(2))[3]
 
 
-def _room(*tensors: Tensor) -> tuple[Tensor, ...]:
+def room(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple([torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in tensors])
 
 

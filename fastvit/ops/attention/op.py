@@ -208,8 +208,11 @@ def check_unmasked(attn_mask: Tensor | None = None, is_causal: bool = False, *, 
         raise ValueError(f"attn_mask must be None and is_causal False with {of}")
 
 
-def check_mask(mask: Any, x_name: str, x: Tensor, batch: int, tokens: int, heads: int, keys: int | None = None) -> None:
-    """Check a mask for x. keys: how many there are, or None for as many as x has tokens."""
+def check_mask(
+    mask: Any, x_name: str, x: Tensor, batch: int, tokens: int, heads: int, keys: int | None = None,
+    batch_name: str = "B",
+) -> None:  # fmt: skip
+    """Check a mask for x. keys: how many there are, or None for as many as x has tokens. batch_name: of the masks'."""
     if not isinstance(mask, Tensor):
         raise TypeError(f"attn_mask must be a tensor or None, got {type(mask).__name__}")
     if mask.dtype is not torch.bool:
@@ -220,7 +223,9 @@ def check_mask(mask: Any, x_name: str, x: Tensor, batch: int, tokens: int, heads
     shape = (1,) * (4 - mask.dim()) + tuple(mask.shape)
     if len(shape) != 4 or any(have not in (1, want) for have, want in zip(shape, full, strict=True)):
         sides = "N, N" if keys is None else "M, N"
-        raise ValueError(f"attn_mask must be broadcastable to (B, H, {sides}) = {full}, got {tuple(mask.shape)}")
+        raise ValueError(
+            f"attn_mask must be broadcastable to ({batch_name}, H, {sides}) = {full}, got {tuple(mask.shape)}"
+        )
 
 
 def broadcast_mask(mask: Tensor, keys: int) -> Tensor:
@@ -316,7 +321,7 @@ def _checked_relative(
     scale: float | None, dropout_p: float, layout: str,
 ) -> tuple[bool, RelativeOptions]:  # fmt: skip
     """Check a call with relative positions; return whether it needs autograd."""
-    check_alone(attn_mask, is_causal, dropout_p, layout)
+    check_alone(attn_mask=attn_mask, is_causal=is_causal, dropout_p=dropout_p, layout=layout)
     _, options = _checked(q, k, v, None, False, scale, 0.0)
     check_relative(relative, q, k, dtype=options.cast is None)
     return needs_autograd("attention", q, k, v, *relative), RelativeOptions("attention", options.scale, options.cast)

@@ -2,6 +2,7 @@
 
 # No `annotations` from __future__: pdoc cannot resolve string annotations of a NamedTuple re-exported elsewhere
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -20,8 +21,9 @@ class Relative(NamedTuple):
     """Decomposed relative positions (Li et al. 2022, arXiv:2112.01526) of keys on a grid of gh rows and gw columns, one
     row after another: the score of a key in row r and column c gets rows[..., r] + columns[..., c].
 
-    rows, columns: (B, M, H, gh) and (B, M, H, gw) for M queries, read by stride. gh * gw is the number of keys.
-    In SAM and ViTDet they are products of the queries and two learnt tables, so both get gradients.
+    rows, columns: (B, M, H, gh) and (B, M, H, gw) for M queries, read by stride. gh * gw is the number of keys. In
+    `attention_windows` (B, gh, gw, H, wh) and (B, gh, gw, H, ww): each token is a query, and a window's grid has the
+    keys. In SAM and ViTDet they are products of the queries and two learnt tables, so both get gradients.
     """
 
     rows: Tensor
@@ -87,15 +89,8 @@ class AttentionRelative(FusedNode):
 
 def check_relative(relative: Any, q: Tensor, k: Tensor, *, dtype: bool) -> None:
     """Check relative positions for q (B, M, H, d) and k (B, N, H, d). dtype: whether they must have q's."""
-    if not isinstance(relative, Relative):
-        raise TypeError(f"relative must be an ops.Relative or None, got {type(relative).__name__}")
-    for name, t in zip(Relative._fields, relative, strict=True):
-        check_like("q", q, (f"relative.{name}", t, None, ""), dtype=dtype)
-        if t.dim() != 4 or t.shape[:3] != q.shape[:3]:
-            B, M, H, _ = q.shape
-            raise ValueError(
-                f"relative.{name} must have shape (B, M, H, {name}) = ({B}, {M}, {H}, {name}), got {tuple(t.shape)}"
-            )
+    B, M, H, _ = q.shape
+    check_tensors(relative, "q", q, {name: ((B, M, H, None), f"(B, M, H, {name})") for name in Relative._fields}, dtype)
     (rows, columns), keys = (t.shape[3] for t in relative), k.shape[1]
     if rows * columns != keys:
         raise ValueError(
@@ -105,11 +100,27 @@ def check_relative(relative: Any, q: Tensor, k: Tensor, *, dtype: bool) -> None:
         raise ValueError(f"k must have q's {q.shape[2]} heads with relative, got {k.shape[2]}")
 
 
-def check_alone(attn_mask: Any, is_causal: bool, dropout_p: float, layout: str) -> None:
+def check_tensors(
+    relative: Any, x_name: str, x: Tensor, shapes: Mapping[str, tuple[tuple[int | None, ...], str]], dtype: bool
+) -> None:
+    """Check relative positions for x. shapes: those of the tensors by name, None for any size; and what they mean."""
+    if not isinstance(relative, Relative):
+        raise TypeError(f"relative must be an ops.Relative or None, got {type(relative).__name__}")
+    for name, t in zip(Relative._fields, relative, strict=True):
+        check_like(x_name, x, (f"relative.{name}", t, None, ""), dtype=dtype)
+        shape, meaning = shapes[name]
+        if t.dim() != len(shape) or any(want not in (None, have) for want, have in zip(shape, t.shape, strict=True)):
+            sizes = ", ".join(name if size is None else str(size) for size in shape)
+            raise ValueError(f"relative.{name} must have shape {meaning} = ({sizes}), got {tuple(t.shape)}")
+
+
+_ALONE = {"attn_mask": None, "is_causal": False, "shift": (0, 0), "dropout_p": 0.0, "layout": "bnhd"}
+
+
+def check_alone(**options: Any) -> None:
     """Check that a call has no option that relative positions do not go with."""
-    found = {"attn_mask": attn_mask, "is_causal": is_causal, "dropout_p": dropout_p, "layout": layout}
-    allowed = {"attn_mask": None, "is_causal": False, "dropout_p": 0.0, "layout": "bnhd"}
-    for name, value in found.items():
-        if value is not allowed[name] and (name == "attn_mask" or value != allowed[name]):
+    for name, value in options.items():
+        allowed = _ALONE[name]
+        if value is not allowed and (name == "attn_mask" or value != allowed):
             got = type(value).__name__ if name == "attn_mask" else repr(value)
-            raise ValueError(f"{name} must be {allowed[name]!r} with relative, got {got}")
+            raise ValueError(f"{name} must be {allowed!r} with relative, got {got}")

@@ -3,10 +3,12 @@ block are in memory at a time."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from fastvit.ops.attention.aten import _VECTOR, _blocks, _has_flash, _heads, _softmax_backward
+from fastvit.ops.attention.aten import _VECTOR, _blocks, _has_flash, _heads, _softmax_backward, room
 from fastvit.ops.runtime.dtypes import stat_dtype
 from fastvit.ops.runtime.torch_private import flash_attention
 
@@ -51,10 +53,12 @@ def _add_scores(bias: Tensor, q: Tensor, k: Tensor) -> Tensor:
 
 
 def attention_relative_bwd(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, columns: Tensor, o: Tensor, lse: Tensor, scale: float
-) -> tuple[Tensor, ...]:
-    """Compute the gradients of q, k, v, rows and columns from weights that are computed again."""
-    gradients = tuple([torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v, rows, columns)])
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, columns: Tensor, o: Tensor, lse: Tensor, scale: float,
+    *, out: Sequence[Tensor] | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Compute the gradients of q, k, v, rows and columns from weights that are computed again. o and lse are not read.
+    out: three tensors for the first three."""
+    gradients = *(out or room(q, k, v)), *room(rows, columns)
     dq, dk, dv, drows, dcolumns = gradients
     for at, _, parts in _blocks(q, k, _BYTES):
         qb, kb, vb, dob = _heads(q, at, q) * scale, _heads(k, at, q), _heads(v, at, q), _heads(do, at, q)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -13,7 +15,9 @@ from fastvit.kernels.attention_relative_bwd import (
     attention_relative_bwd_dq_kernel,
 )
 from fastvit.ops.attention.launch import readable
-from fastvit.ops.attention.workload import DTYPES, in_units, shape_of_strides
+from fastvit.ops.attention.windows_aten import Windows
+from fastvit.ops.attention.windows_launch import windows_if_several
+from fastvit.ops.attention.workload import DTYPES, in_units, shape_of_strides, stored
 from fastvit.ops.runtime import device
 from fastvit.ops.runtime.backend import KernelUnsupported
 from fastvit.ops.runtime.call import Call
@@ -30,10 +34,29 @@ def attention_relative_fwd(
 
     Return o (B, M, H, d), contiguous, and LSE (B, H, M) float32. Raise `KernelUnsupported` for another dtype.
     """
+    return _run_forward(q, k, v, rows, columns, scale, None, call)
+
+
+def attention_windows_relative_fwd(
+    qkv: Tensor, rows: Tensor, columns: Tensor, window: list[int], scale: float, *, call: Call
+) -> tuple[Tensor, Tensor]:
+    """Launch the forward kernel for the windows of qkv (B, gh, gw, 3, H, d), rows (B, gh, gw, H, wh) and columns (B,
+    gh, gw, H, ww).
+
+    Return o (B, gh, gw, H, d), and LSE as above, with windows for samples.
+    """
+    q, k, v = qkv.flatten(1, 2).unbind(2)
+    windows = windows_if_several(qkv, window)
+    o, lse = _run_forward(q, k, v, rows.flatten(1, 2), columns.flatten(1, 2), scale, windows, call)
+    return o.view(*qkv.shape[:3], *o.shape[2:]).detach(), lse  # no view, as in aten.linear
+
+
+def _run_forward(
+    q: Tensor, k: Tensor, v: Tensor, rows: Tensor, columns: Tensor, scale: float, windows: Windows | None, call: Call
+) -> tuple[Tensor, Tensor]:
     tensors = call.as_read(readable, q, k, v, rows, columns)
-    launch = call.once("attention_relative_fwd", _forward, tensors, scale)
-    o, (B, M, H, _) = empty_like(q), q.shape
-    lse = q.new_empty((B, H, M), dtype=torch.float32)
+    launch, of_lse = call.once("attention_relative_fwd", _forward, tensors, scale, windows)
+    o, lse = empty_like(q), q.new_empty(of_lse, dtype=torch.float32)
     launch(*tensors, o, lse)
     return o, lse
 
@@ -43,73 +66,99 @@ def attention_relative_bwd(
     *, call: Call,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Launch the backward kernels. Return the gradients of q, k, v, rows and columns, contiguous."""
+    gradients = empty_like(q), empty_like(k), empty_like(v)
+    return *gradients, *_run_backward(do, q, k, v, rows, columns, o, lse, gradients, scale, None, call)
+
+
+def attention_windows_relative_bwd(
+    do: Tensor, qkv: Tensor, rows: Tensor, columns: Tensor, o: Tensor, lse: Tensor, window: list[int], scale: float, *,
+    call: Call,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Launch the backward kernels for windows. Return the gradients of qkv, rows and columns, contiguous."""
+    dqkv = empty_like(qkv)
+    q, k, v = qkv.flatten(1, 2).unbind(2)
+    do, rows_, columns_, o = (t.flatten(1, 2) for t in (do, rows, columns, o))
+    gradients, windows = dqkv.flatten(1, 2).unbind(2), windows_if_several(qkv, window)
+    drows, dcolumns = _run_backward(do, q, k, v, rows_, columns_, o, lse, gradients, scale, windows, call)
+    return dqkv, drows.view(rows.shape).detach(), dcolumns.view(columns.shape).detach()
+
+
+def _run_backward(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, columns: Tensor, o: Tensor, lse: Tensor,
+    gradients: Sequence[Tensor], scale: float, windows: Windows | None, call: Call,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Write dq, dk and dv; return the gradients of rows and columns."""
     do, q, k, v, rows, columns = call.as_read(readable, do, q, k, v, rows, columns)
-    dq, dk, dv, dcolumns = (empty_like(t) for t in (q, k, v, columns))
+    (dq, dk, dv), dcolumns = gradients, empty_like(columns)
     strided = q, k, v, o, do, dq, dk, dv, rows, columns
-    first, second, parts = call.once("attention_relative_bwd", _backward, strided, scale)
+    first, second, parts = call.once("attention_relative_bwd", _backward, strided, scale, windows)
     drows = rows.new_empty((parts, *rows.shape), dtype=rows.dtype if parts == 1 else torch.float32)
     statistics = lse.new_empty((*lse.shape[:2], 2, lse.shape[2]))
     first(q, k, v, o, do, rows, columns, lse, dq, drows, dcolumns, statistics)
     second(q, k, v, do, rows, columns, statistics, dk, dv)
     drows = drows[0].detach() if parts == 1 else drows.sum(0).to(rows.dtype)  # no view, as in aten.linear
-    return dq, dk, dv, drows, dcolumns
+    return drows, dcolumns
 
 
-def _forward(tensors: tuple[Tensor, ...], scale: float) -> Launch:
-    """Configure the kernel. tensors: q, k, v, rows, columns."""
+def _forward(tensors: tuple[Tensor, ...], scale: float, windows: Windows | None) -> tuple[Launch, tuple[int, int, int]]:
+    """Configure the kernel. Also return LSE's shape. tensors: q, k, v, rows, columns."""
     q, k, v, rows, columns = tensors
-    strides, others, units = _strides((q, k, v), rows, columns)
-    (_, M, H, _), grid = q.shape, (rows.shape[3], columns.shape[3])
-    block_m, _, constants, _ = _config("fwd", _workload(q, *grid))
-    numbers = M, H, *grid, *strides, *others, scale
-    return Launch(attention_relative_fwd_kernel, _planes(q) * cdiv(M, block_m), numbers, units | constants)
+    strides, others, units = _strides((q, k, v), rows, columns, windows)
+    of_lse = samples, H, M = stored(q, windows)
+    grid, tokens = (rows.shape[3], columns.shape[3]), (None, None) if windows is None else windows.grid
+    block_m, _, constants, _ = _config("fwd", _workload(q, M, *grid, windows))
+    numbers = M, H, *grid, *tokens, *strides, *others, scale
+    programs = samples * H * cdiv(M, block_m) if q.numel() else 0
+    return Launch(attention_relative_fwd_kernel, programs, numbers, units | constants), of_lse
 
 
-def _backward(strided: tuple[Tensor, ...], scale: float) -> tuple[Launch, Launch, int]:
+def _backward(strided: tuple[Tensor, ...], scale: float, windows: Windows | None) -> tuple[Launch, Launch, int]:
     """Configure the kernels. Also return the number of parts of drows. strided: q, k, v, o, do, dq, dk, dv, rows,
     columns."""
     q, rows, columns = strided[0], *strided[8:]
-    strides, others, units = _strides(strided[:8], rows, columns)
-    (B, M, H, _), grid = q.shape, (rows.shape[3], columns.shape[3])
-    workload = _workload(q, *grid)
+    strides, others, units = _strides(strided[:8], rows, columns, windows)
+    samples, H, M = stored(q, windows)
+    grid, tokens = (rows.shape[3], columns.shape[3]), (None, None) if windows is None else windows.grid
+    workload, planes = _workload(q, M, *grid, windows), samples * H if q.numel() else 0
     block_m, across, constants, _ = _config("dq", workload)
-    numbers = B, M, H, *grid, *strides[:18], *others, scale
-    of_dq = Launch(attention_relative_bwd_dq_kernel, _planes(q) * cdiv(M, block_m), numbers, units | constants)
+    numbers = q.shape[0], M, H, *grid, *tokens, *strides[:18], *others, scale
+    of_dq = Launch(attention_relative_bwd_dq_kernel, planes * cdiv(M, block_m), numbers, units | constants)
     _, _, constants, tiles = _config("dkdv", workload)
-    numbers = M, H, *grid, *strides[:9], *strides[12:15], *strides[18:], *others, scale
-    of_dkdv = Launch(attention_relative_bwd_dkdv_kernel, _planes(q) * tiles, numbers, units | constants)
+    numbers = M, H, *grid, *tokens, *strides[:9], *strides[12:15], *strides[18:], *others, scale
+    of_dkdv = Launch(attention_relative_bwd_dkdv_kernel, planes * tiles, numbers, units | constants)
     return of_dq, of_dkdv, across
 
 
-def _planes(q: Tensor) -> int:
-    return q.shape[0] * q.shape[2] if q.numel() else 0
-
-
 def _strides(
-    strided: tuple[Tensor, ...], rows: Tensor, columns: Tensor
+    strided: tuple[Tensor, ...], rows: Tensor, columns: Tensor, windows: Windows | None
 ) -> tuple[tuple[int, ...], tuple[int, ...], Constants]:
     """Return the strides of the first and of rows and columns, and the constants that are their units."""
     if rows.dtype not in DTYPES:
         raise KernelUnsupported(f"attention has no kernel for {rows.dtype}")
+    if windows is not None:  # offsets within a window are 32 bits
+        apart = windows.window[0] * windows.grid[1] * max(t.stride(1) for t in (*strided, rows, columns))
+        if apart >= 1 << 31:
+            raise KernelUnsupported(f"attention's kernels need windows within 2^31 elements, got {apart}")
     q, k = strided[:2]
     unit, strides = in_units(shape_of_strides(q, k), *[t.stride() for t in strided])
     other_unit, others = in_units(q.shape, rows.stride(), columns.stride())
     return strides, others, {"UNIT": unit, "OTHER_UNIT": other_unit}
 
 
-# M, height and width of the grid, d, bytes of an element, target, precision of the matmuls
-_Workload = tuple[int, int, int, int, int, str, str]
+# M, height and width of the grid, d, bytes of an element, target, precision of the matmuls, whether in windows
+_Workload = tuple[int, int, int, int, int, str, str, bool]
 
 
-def _workload(q: Tensor, height: int, width: int) -> _Workload:
-    return q.shape[1], height, width, q.shape[3], q.element_size(), device.arch(q), dot_precision(q)
+def _workload(q: Tensor, M: int, height: int, width: int, windows: Windows | None) -> _Workload:
+    device_and_precision = device.arch(q), dot_precision(q)
+    return M, height, width, q.shape[3], q.element_size(), *device_and_precision, windows is not None
 
 
 @_tuned.cached
 def _config(kernel: str, workload: _Workload) -> tuple[int, int, Constants, int]:
     """Return the queries of a tile, the tiles of keys in a row of them, the constants, and the tiles of all keys."""
-    M, height, width, d, itemsize, arch, precision = workload
-    c = attention_relative(kernel, M, height, width, d, itemsize, arch, precision == "tf32")
+    M, height, width, d, itemsize, arch, precision, in_windows = workload
+    c = attention_relative(kernel, M, height, width, d, itemsize, arch, precision == "tf32", in_windows)
     constants: Constants = {
         "HEAD_DIM": d, "D0": c.parts[0], "D1": c.parts[1], "PRECISION": precision, "BLOCK_M": c.block_m,
         "GRID_ROWS": c.grid_rows, "GRID_COLUMNS": c.grid_columns, "EVEN": c.even,

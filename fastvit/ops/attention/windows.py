@@ -9,7 +9,14 @@ from torch import Tensor
 
 from fastvit.ops.attention import windows_aten as aten
 from fastvit.ops.attention.op import broadcast_mask, check_mask, checked_scale
+from fastvit.ops.attention.relative import Relative, check_alone
 from fastvit.ops.attention.windows_aten import lse_shape, windows_of
+from fastvit.ops.attention.windows_relative import (
+    AttentionWindowsRelative,
+    WindowsRelativeInputs,
+    check_windows_relative,
+    flops,
+)
 from fastvit.ops.dropout.op import draw_seeds
 from fastvit.ops.runtime import decompositions
 from fastvit.ops.runtime.autograd import Computed, FusedNode, inputs, needs_autograd, run
@@ -26,23 +33,16 @@ def _fwd_fake(
     return o, qkv.new_empty(lse_shape(qkv, mask, windows_of(qkv, window, shift)), dtype=stat_dtype(qkv))
 
 
-def _flops(qkv: Any, window: Any) -> int:
-    """Count forward. Windows at the border of the grid, and pairs that a shift hides, count in full."""
-    B, gh, gw, _, H, d = qkv
-    n = window[0] * window[1]
-    return 4 * B * -(-gh // window[0]) * -(-gw // window[1]) * H * n * n * d
-
-
-# qkv (B, gh, gw, 3, H, d), `mask` (1, H or 1, n or 1, n) for windows of n tokens; `lse` (B * windows of a sample, H, n)
-# or, with a float mask, (..., 2, n), as attention's. Windows go row by row through the rolled grid. Where a window lies
-# outside of the grid, lse is that of zeros, or inf.
+# qkv (B, gh, gw, 3, H, d), `mask` (windows of a sample or 1, H or 1, n or 1, n) for windows of n tokens; `lse` (B *
+# windows of a sample, H, n) or, with a float mask, (..., 2, n), as attention's. Windows go row by row through the
+# rolled grid. Where a window lies outside of the grid, lse is that of zeros, or inf.
 attention_windows_fwd = register(
     "attention_windows_fwd(Tensor qkv, Tensor? mask, Tensor? seed, int[] window, int[] shift, float scale,"
     " float dropout_p) -> (Tensor o, Tensor lse)",
     aten=aten.attention_windows_fwd,
     launch="attention.windows_launch",
     fake=_fwd_fake,
-    flops=lambda qkv, mask, seed, window, *_, **__: _flops(qkv, window),
+    flops=lambda qkv, mask, seed, window, *_, **__: flops(qkv, window),
     decomposition=decompositions.attention_windows_fwd,
 )
 attention_windows_bwd = register(
@@ -51,7 +51,7 @@ attention_windows_bwd = register(
     aten=aten.attention_windows_bwd,
     launch="attention.windows_launch",
     fake=lambda do, qkv, *_: qkv.new_empty(qkv.shape),
-    flops=lambda do, qkv, mask, o, lse, seed, window, *_, **__: _flops(qkv, window) * 5 // 2,
+    flops=lambda do, qkv, mask, o, lse, seed, window, *_, **__: flops(qkv, window) * 5 // 2,
 )
 attention_windows_bwd_with_mask = register(
     "attention_windows_bwd_with_mask(Tensor do, Tensor qkv, Tensor mask, Tensor o, Tensor lse, Tensor? seed,"
@@ -59,7 +59,7 @@ attention_windows_bwd_with_mask = register(
     aten=aten.attention_windows_bwd_with_mask,
     launch="attention.windows_launch",
     fake=lambda do, qkv, mask, *_: (qkv.new_empty(qkv.shape), mask.new_empty(mask.shape)),
-    flops=lambda do, qkv, mask, o, lse, seed, window, *_, **__: _flops(qkv, window) * 5 // 2,
+    flops=lambda do, qkv, mask, o, lse, seed, window, *_, **__: flops(qkv, window) * 5 // 2,
 )
 
 
@@ -99,7 +99,7 @@ class _AttentionWindows(FusedNode):
 
 def attention_windows(
     qkv: Tensor, window: tuple[int, int], *, shift: tuple[int, int] = (0, 0), attn_mask: Tensor | None = None,
-    scale: float | None = None, dropout_p: float = 0.0,
+    relative: Relative | None = None, scale: float | None = None, dropout_p: float = 0.0,
 ) -> Tensor:  # fmt: skip
     """Compute `attention` within the windows of a grid of tokens, with a cyclic shift (Liu et al. 2021,
     arXiv:2103.14030, section 3.2). The tokens stay where they are: there is no copy into windows and back, and neither
@@ -115,8 +115,11 @@ def attention_windows(
             strides, read in place if rows of the grid follow each other.
         window: rows and columns of a window, (wh, ww), at least 1.
         shift: how many rows and columns the grid is rolled by, each from 0 to less than the window's.
-        attn_mask: broadcastable to (1, H, n, n) for n = wh * ww, or None; bool or float as in `attention`. All windows
-            share it, as they do a relative position bias. It may require a gradient.
+        attn_mask: broadcastable to (windows, H, n, n) for n = wh * ww, or None; bool or float as in `attention`. A
+            window of every sample has one, the windows counted row by row through the rolled grid; or all windows share
+            it, as they do a relative position bias. It may require a gradient.
+        relative: decomposed relative positions within the windows, or None. Takes no shift, mask or dropout, and a grid
+            that the windows divide: pad it before the projection, as SAM and ViTDet do. The whole grid may be a window.
         scale, dropout_p: as in `attention`.
 
     Returns:
@@ -126,6 +129,11 @@ def attention_windows(
         TypeError, ValueError: naming the argument, for dtypes, devices, shapes and values that do not fit.
     """
     window, shift = _pair("window", window), _pair("shift", shift)
+    if relative is not None:
+        call = begin("attention_windows", (qkv, relative, attn_mask), (window, shift, scale, dropout_p))
+        autograd, options = call.once("checked", _checked, qkv, window, shift, attn_mask, scale, dropout_p, relative)
+        found: Tensor = run(AttentionWindowsRelative, autograd, WindowsRelativeInputs(qkv, *relative, options, call))
+        return found
     call = begin("attention_windows", (qkv, attn_mask), (window, shift, scale, dropout_p))
     autograd, options = call.once("checked", _checked, qkv, window, shift, attn_mask, scale, dropout_p)
     mask = None if attn_mask is None else broadcast_mask(attn_mask, window[0] * window[1])
@@ -143,8 +151,9 @@ def _pair(name: str, value: Any) -> tuple[int, int]:
 
 
 def _checked(
-    qkv: Tensor, window: tuple[int, int], shift: tuple[int, int], attn_mask: Any, scale: float | None, dropout_p: float
-) -> tuple[bool, _Options]:
+    qkv: Tensor, window: tuple[int, int], shift: tuple[int, int], attn_mask: Any, scale: float | None, dropout_p: float,
+    relative: Any = None,
+) -> tuple[bool, _Options]:  # fmt: skip
     """Check a call; return whether it needs autograd."""
     check_float("qkv", qkv)
     if qkv.dim() != 6 or qkv.shape[3] != 3:
@@ -154,7 +163,12 @@ def _checked(
     if not all(0 <= by < side for by, side in zip(shift, window, strict=True)):
         raise ValueError(f"shift must be from (0, 0) to less than the window {window}, got {shift}")
     scale = checked_scale(qkv.shape[5], scale, dropout_p)
-    if attn_mask is not None:
-        check_mask(attn_mask, "qkv", qkv, 1, window[0] * window[1], qkv.shape[4])
     options = _Options("attention_windows", window, shift, scale, dropout_p, autocast_dtype(qkv))
+    if relative is not None:
+        check_alone(attn_mask=attn_mask, shift=shift, dropout_p=dropout_p)
+        check_windows_relative(relative, qkv, window, dtype=options.cast is None)
+        return needs_autograd("attention_windows", qkv, *relative), options
+    if attn_mask is not None:
+        windows = windows_of(qkv, window, shift)
+        check_mask(attn_mask, "qkv", qkv, windows.of_sample, windows.tokens, qkv.shape[4], batch_name="windows")
     return needs_autograd("attention_windows", qkv, attn_mask), options

@@ -4,13 +4,14 @@ the samples of one call."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fastvit.ops.attention.aten import attention_bwd, attention_bwd_with_mask, attention_fwd, is_added
+from fastvit.ops.attention.relative_aten import attention_relative_bwd, attention_relative_fwd
 from fastvit.ops.runtime.dtypes import stat_dtype
 
 
@@ -38,7 +39,7 @@ class Windows(NamedTuple):
         return any(self.shift) or any(size % side for size, side in zip(self.grid, self.window, strict=True))
 
 
-def windows_of(x: Tensor, window: list[int], shift: list[int]) -> Windows:
+def windows_of(x: Tensor, window: Sequence[int], shift: Sequence[int] = (0, 0)) -> Windows:
     """Return the windows of x (B, gh, gw, ...)."""
     gh, gw = x.shape[1:3]
     return Windows((gh, gw), (window[0], window[1]), (shift[0] % max(gh, 1), shift[1] % max(gw, 1)))
@@ -93,8 +94,10 @@ class _Group(NamedTuple):
         else:
             x.index_copy_(1, self.tokens, windows)
 
-    def of_mask(self, mask: Tensor, windows: Windows) -> Tensor:
-        """Return the part of a mask (1, H or 1, n or 1, n) that the windows see."""
+    def of_mask(self, mask: Tensor, windows: Windows, batch: int) -> Tensor:
+        """Return the part of a mask (windows or 1, H or 1, n or 1, n) that the windows of a batch see."""
+        if mask.shape[0] > 1:
+            mask = mask[self.numbers].repeat(batch, 1, 1, 1)
         if self.size != windows.window:
             h, w = self.size
             mask = mask.unflatten(3, windows.window)[..., :h, :w].flatten(3)
@@ -102,11 +105,11 @@ class _Group(NamedTuple):
                 mask = mask.unflatten(2, windows.window)[:, :, :h, :w].flatten(2, 3)
         return mask
 
-    def masked(self, mask: Tensor | None, windows: Windows) -> Tensor | None:
+    def masked(self, mask: Tensor | None, windows: Windows, batch: int) -> Tensor | None:
         """Return what hides keys from queries, and what is added, as one mask."""
         if mask is None:
             return self.same
-        mask = self.of_mask(mask, windows)
+        mask = self.of_mask(mask, windows, batch)
         if self.same is None:
             return mask
         return mask & self.same if mask.dtype is torch.bool else torch.where(self.same, mask, -torch.inf)
@@ -118,7 +121,12 @@ class _Group(NamedTuple):
         rows = 1
         if dmask.shape[2] > 1:
             into, rows = into.unflatten(2, windows.window)[:, :, :h, :w], h * w
-        into += part.sum_to_size(1, dmask.shape[1], rows, h * w).view(into.shape)
+        each = len(self.numbers) if dmask.shape[0] > 1 else 1
+        part = part.unflatten(0, (-1, each)).sum_to_size(1, each, dmask.shape[1], rows, h * w)
+        if each == dmask.shape[0]:
+            into += part.view(into.shape)
+        else:  # no other group has these windows
+            into[self.numbers] = part.view(each, *into.shape[1:])
 
     def of_lse(self, lse: Tensor) -> Tensor:
         """Return the LSE of these windows from that of all of them, (B, windows, ..., wh, ww)."""
@@ -170,7 +178,8 @@ def attention_windows_fwd(
     for i, group in enumerate(_groups(windows, qkv.device)):
         q, k, v = group.take(of_tokens).unbind(2)
         its_seed = None if seed is None else seed + i
-        its_o, its_lse = attention_fwd(q, k, v, group.masked(mask, windows), its_seed, scale, dropout_p)
+        its_mask = group.masked(mask, windows, qkv.shape[0])
+        its_o, its_lse = attention_fwd(q, k, v, its_mask, its_seed, scale, dropout_p)
         group.put(its_o, o.flatten(1, 2))
         group.put_lse(its_lse, of_windows)
     return o, lse
@@ -204,7 +213,7 @@ def _backward(
     do, of_tokens, o = (t.flatten(1, 2) for t in (do, qkv, o))
     of_windows = lse.unflatten(0, (qkv.shape[0], -1)).unflatten(-1, windows.window)
     for i, group in enumerate(_groups(windows, qkv.device)):
-        its_qkv, its_mask = group.take(of_tokens), group.masked(mask, windows)
+        its_qkv, its_mask = group.take(of_tokens), group.masked(mask, windows, qkv.shape[0])
         its_dqkv = torch.empty(its_qkv.shape, dtype=qkv.dtype, device=qkv.device)
         out = its_dqkv.unbind(2)
         its_do, (q, k, v), its_seed = group.take(do), its_qkv.unbind(2), None if seed is None else seed + i
@@ -218,3 +227,35 @@ def _backward(
             group.add_to(dmask, of_mask, windows)
         group.put(its_dqkv, dqkv.flatten(1, 2))
     return dqkv
+
+
+def attention_windows_relative_fwd(
+    qkv: Tensor, rows: Tensor, columns: Tensor, window: list[int], scale: float
+) -> tuple[Tensor, Tensor]:
+    o = torch.empty((*qkv.shape[:3], *qkv.shape[4:]), dtype=qkv.dtype, device=qkv.device)
+    windows = windows_of(qkv, window)
+    lse = qkv.new_empty(lse_shape(qkv, None, windows), dtype=stat_dtype(qkv))
+    for group in _groups(windows, qkv.device) if qkv.numel() else ():  # one
+        of_tokens, its_rows, its_columns = (group.take(t.flatten(1, 2)) for t in (qkv, rows, columns))
+        q, k, v = of_tokens.unbind(2)
+        its_o, lse = attention_relative_fwd(q, k, v, its_rows, its_columns, scale)
+        group.put(its_o, o.flatten(1, 2))
+    return o, lse
+
+
+def attention_windows_relative_bwd(
+    do: Tensor, qkv: Tensor, rows: Tensor, columns: Tensor, o: Tensor, lse: Tensor, window: list[int], scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    gradients = tuple([torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (qkv, rows, columns)])
+    for group in _groups(windows_of(qkv, window), qkv.device) if qkv.numel() else ():
+        of_tokens, *others = (group.take(t.flatten(1, 2)) for t in (qkv, do, rows, columns))
+        its_do, its_rows, its_columns = others
+        its_dqkv = torch.empty(of_tokens.shape, dtype=qkv.dtype, device=qkv.device)
+        q, k, v = of_tokens.unbind(2)
+        *_, drows, dcolumns = attention_relative_bwd(
+            its_do, q, k, v, its_rows, its_columns, o, lse, scale, out=its_dqkv.unbind(2)
+        )
+        for found, gradient in zip((its_dqkv, drows, dcolumns), gradients, strict=True):
+            group.put(found, gradient.flatten(1, 2))
+    dqkv, drows, dcolumns = gradients
+    return dqkv, drows, dcolumns

@@ -168,6 +168,18 @@ def attention_windows_fwd(
     return o.unflatten(0, (B, -1)).flatten(1, 2)[:, place], lse
 
 
+def attention_windows_relative_fwd(
+    qkv: Tensor, rows: Tensor, columns: Tensor, window: list[int], scale: float
+) -> tuple[Tensor, Tensor]:
+    (B, gh, gw), (wh, ww) = qkv.shape[:3], window
+    tokens = _in_windows(torch.arange(gh * gw, device=qkv.device).view(gh, gw), window)
+    of_windows, rows, columns = (t.flatten(1, 2)[:, tokens].flatten(0, 1) for t in (qkv, rows, columns))
+    q, k, v = of_windows.unbind(2)
+    o, lse = attention_relative_fwd(q, k, v, rows, columns, scale)
+    o = o.unflatten(1, (wh, ww)).unflatten(0, (B, gh // wh, gw // ww)).transpose(2, 3)
+    return o.flatten(3, 4).flatten(1, 2).contiguous(), lse
+
+
 def _in_windows(x: Tensor, window: list[int]) -> Tensor:
     """Return the windows of x (rows, columns), which it is a multiple of: (windows, tokens of one)."""
     return x.unflatten(1, (-1, window[1])).unflatten(0, (-1, window[0])).transpose(1, 2).flatten(2).flatten(0, 1)

@@ -176,6 +176,11 @@ OF_HEADS = {
         {"qkv": ("B", "N", 6, 3, "H", "d"), "attn_mask": ("H", 16, 16)},
         {"window": (4, 4), "shift": (1, 2)},
     ),
+    "attention_windows relative": OpCase(
+        "attention_windows",
+        {"qkv": ("B", 8, 12, 3, "H", "d"), "rows": ("B", 8, 12, "H", 4), "columns": ("B", 8, 12, "H", 6)},
+        {"window": (4, 6)},
+    ),
     "rotary halves": OpCase("rotary", {"x": HEAD, **TABLES}),
     "rotary interleaved": OpCase("rotary", {"x": HEAD, **TABLES}, {"interleaved": True}),
     "rotary_qkvpacked": OpCase("rotary_qkvpacked", {"qkv": ("B", "N", 3, "H", "d"), **TABLES}),

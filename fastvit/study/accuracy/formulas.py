@@ -92,11 +92,11 @@ def attention_varlen_qkvpacked(qkv: Tensor, *lengths: Any, **options: Any) -> Te
 
 def attention_windows(
     qkv: Tensor, window: tuple[int, int], *, shift: tuple[int, int] = (0, 0), attn_mask: Tensor | None = None,
-    factors: Tensor | None = None, sdpa: bool = False, **options: Any,
+    relative: Relative | None = None, factors: Tensor | None = None, sdpa: bool = False, **options: Any,
 ) -> Tensor:  # fmt: skip
     """(B, gh, gw, 3, H, d) -> (B, gh, gw, H, d), as Swin writes it: roll, cut into windows, mask what the roll has made
-    neighbours, and back. Where the grid is no multiple of the window, what is added is masked too. factors: (B *
-    windows, H, n, n), what dropout multiplies the weights by."""
+    neighbours, and back. Where the grid is no multiple of the window, what is added is masked too. attn_mask: (windows
+    or 1, H or 1, n or 1, n). factors: (B * windows, H, n, n), what dropout multiplies the weights by."""
     B, gh, gw = qkv.shape[:3]
     (wh, ww), (sh, sw) = window, (by % size for by, size in zip(shift, (gh, gw), strict=True))
     more = -gh % wh, -gw % ww
@@ -104,7 +104,11 @@ def attention_windows(
     if any(more):
         x = F.pad(x, (0,) * 7 + (more[1], 0, more[0]))
     q, k, v = _windows(x, wh, ww).flatten(0, 1).unbind(2)
-    mask = None if attn_mask is None else attn_mask.expand(1, qkv.shape[4], wh * ww, wh * ww)
+    if relative is not None:
+        relative = Relative(*[_windows(t, wh, ww).flatten(0, 1) for t in relative])
+    mask = attn_mask
+    if mask is not None:
+        mask = mask.expand(mask.shape[0] if mask.dim() == 4 else 1, qkv.shape[4], wh * ww, wh * ww)
     if sh or sw or any(more):
         part_of = torch.zeros(1, gh + more[0], gw + more[1], dtype=torch.long, device=qkv.device)
         for axis, (size, by) in enumerate(((gh, sh), (gw, sw)), 1):
@@ -116,8 +120,9 @@ def attention_windows(
             mask = seen
         else:
             mask = mask & seen if mask.dtype is torch.bool else torch.where(seen, mask, -torch.inf)
+    if mask is not None and mask.shape[0] > 1:
         mask = mask.repeat(B, 1, 1, 1)
-    o = attention(q, k, v, attn_mask=mask, factors=factors, sdpa=sdpa, **options)
+    o = attention(q, k, v, attn_mask=mask, relative=relative, factors=factors, sdpa=sdpa, **options)
     o = o.unflatten(1, (wh, ww)).unflatten(0, (B, (gh + more[0]) // wh, (gw + more[1]) // ww))
     o = o.transpose(2, 3).flatten(3, 4).flatten(1, 2)[:, :gh, :gw]
     return torch.roll(o, (sh, sw), (1, 2)).contiguous() if sh or sw else o.contiguous()

@@ -19,6 +19,7 @@ _UNSEEN = {  # ops -> why their attention is not seen
     "fastvit::attention_varlen_qkvpacked_fwd": "it is within sequences of several lengths",
     "fastvit::attention_windows_fwd": "it is within windows",
     "fastvit::attention_relative_fwd": "it has relative positions",
+    "fastvit::attention_windows_relative_fwd": "it has relative positions",
 }
 _CAUGHT = (
     "fastvit::patch_embed_fwd",

@@ -35,6 +35,9 @@ _TOKENS: dict[Any, Callable[..., int]] = {
     torch.ops.fastvit.attention_varlen_fwd.default: lambda q, *_: q.shape[0],
     torch.ops.fastvit.attention_varlen_qkvpacked_fwd.default: lambda qkv, *_: qkv.shape[0],
     torch.ops.fastvit.attention_windows_fwd.default: lambda qkv, mask, seed, window, *_: window[0] * window[1],
+    torch.ops.fastvit.attention_windows_relative_fwd.default: (
+        lambda qkv, rows, columns, *_: rows.shape[-1] * columns.shape[-1]
+    ),
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default: lambda q, *_: q.shape[2],
 }
 _SOFTMAX = (torch.ops.aten._softmax.default, torch.ops.aten._safe_softmax.default)

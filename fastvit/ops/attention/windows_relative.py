@@ -1,0 +1,85 @@
+"""Softmax attention within the windows of a grid of tokens with decomposed relative positions: registration, gradient,
+checks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from fastvit.ops.attention import windows_aten as aten
+from fastvit.ops.attention.relative import check_tensors
+from fastvit.ops.attention.windows_aten import lse_shape, windows_of
+from fastvit.ops.runtime import decompositions
+from fastvit.ops.runtime.autograd import Computed, FusedNode, inputs
+from fastvit.ops.runtime.call import Call
+from fastvit.ops.runtime.dtypes import stat_dtype
+from fastvit.ops.runtime.registry import register
+
+
+def _fwd_fake(qkv: Tensor, rows: Tensor, columns: Tensor, window: list[int], *_: Any) -> tuple[Tensor, Tensor]:
+    o = qkv.new_empty((*qkv.shape[:3], *qkv.shape[4:]))
+    return o, qkv.new_empty(lse_shape(qkv, None, windows_of(qkv, window)), dtype=stat_dtype(qkv))
+
+
+def flops(qkv: Any, window: Any) -> int:
+    """Count forward. Windows at the border of the grid, and pairs that a shift hides, count in full."""
+    B, gh, gw, _, H, d = qkv
+    n = window[0] * window[1]
+    return 4 * B * -(-gh // window[0]) * -(-gw // window[1]) * H * n * n * d
+
+
+# qkv (B, gh, gw, 3, H, d), rows (B, gh, gw, H, wh), columns (B, gh, gw, H, ww): `window` is (wh, ww), and the grid a
+# multiple of it. `lse` as attention_windows's without a mask
+attention_windows_relative_fwd = register(
+    "attention_windows_relative_fwd(Tensor qkv, Tensor rows, Tensor columns, int[] window, float scale)"
+    " -> (Tensor o, Tensor lse)",
+    aten=aten.attention_windows_relative_fwd,
+    launch="attention.relative_launch",
+    fake=_fwd_fake,
+    flops=lambda qkv, rows, columns, window, *_, **__: flops(qkv, window),
+    decomposition=decompositions.attention_windows_relative_fwd,
+)
+attention_windows_relative_bwd = register(
+    "attention_windows_relative_bwd(Tensor do, Tensor qkv, Tensor rows, Tensor columns, Tensor o, Tensor lse,"
+    " int[] window, float scale) -> (Tensor dqkv, Tensor drows, Tensor dcolumns)",
+    aten=aten.attention_windows_relative_bwd,
+    launch="attention.relative_launch",
+    fake=lambda do, *inputs: tuple([t.new_empty(t.shape) for t in inputs[:3]]),
+    flops=lambda do, qkv, rows, columns, o, lse, window, *_, **__: flops(qkv, window) * 5 // 2,
+)
+
+_NAMES = "qkv", "rows", "columns"
+WindowsRelativeInputs = inputs(*_NAMES)
+
+
+class AttentionWindowsRelative(FusedNode):
+    """Its options are those of `attention_windows`."""
+
+    Inputs = WindowsRelativeInputs
+    casts = _NAMES
+    keeps = ("lse",)
+    saves = (*_NAMES, "result", "lse")
+
+    @staticmethod
+    def compute(t: Any) -> Computed:
+        *tensors, o, call = t
+        out, lse = attention_windows_relative_fwd(*tensors, o.window, o.scale, call=call)
+        return (out,), {"lse": lse}
+
+    @staticmethod
+    def gradients(s: dict[str, Any], douts: Any, o: Any, wants: Any, call: Call) -> dict[str, Any]:
+        found = attention_windows_relative_bwd(*douts, *s.values(), o.window, o.scale, call=call)
+        return dict(zip(_NAMES, found, strict=True))
+
+
+def check_windows_relative(relative: Any, qkv: Tensor, window: tuple[int, int], *, dtype: bool) -> None:
+    """Check relative positions for qkv (B, gh, gw, 3, H, d). dtype: whether they must have qkv's."""
+    B, gh, gw, _, H, _ = qkv.shape
+    shapes = {
+        name: ((B, gh, gw, H, side), f"(B, gh, gw, H, {side_name})")
+        for name, side, side_name in zip(("rows", "columns"), window, ("wh", "ww"), strict=True)
+    }
+    check_tensors(relative, "qkv", qkv, shapes, dtype)
+    if gh % window[0] or gw % window[1]:
+        raise ValueError(f"window must divide qkv's grid ({gh}, {gw}) with relative, got {window}")
