@@ -52,7 +52,7 @@ def attention_relative(
     if in_windows and arch == "sm_80" and (head_dim <= 32 if kernel == "fwd" else kernel == "dq" and head_dim > 96):
         loop //= 2
     if arch.startswith("gfx") and itemsize > 2:
-        own, loop, num_warps = 16, 16, 4
+        own, loop, num_warps = 32, 32, 4
     elif arch not in FIRST_TIER and instructions == "mma" and kernel == "dq" and head_dim > 64:
         loop = 16
     block_m, block_n = (loop, own) if kernel == "dkdv" else (own, loop)

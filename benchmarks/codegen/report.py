@@ -46,7 +46,10 @@ def elements(compiled: Compiled, constexprs: dict[str, Any]) -> tuple[float, str
         macs = compiled.hot_loop.macs_per_thread
         if macs:
             return macs / depth, "score"
-        return constexprs["BLOCK_M"] * constexprs["BLOCK_N"] / threads, "score"
+        keys = (
+            constexprs["GRID_ROWS"] * constexprs["GRID_COLUMNS"] if "GRID_ROWS" in constexprs else constexprs["BLOCK_N"]
+        )
+        return constexprs["BLOCK_M"] * keys / threads, "score"
     blocks = [value for name, value in constexprs.items() if name.startswith("BLOCK") and name != "BLOCK_K"]
     if not blocks:
         return None

@@ -69,7 +69,8 @@ def attention_fwd(
     for at, keys, parts in _blocks(q, k):
         qb, kb, vb = _heads(q, at, q) * scale, _heads(k, keys, q), _heads(v, keys, q)
         for rows in parts:
-            p, base, weight = _softmax(_scores(qb, kb, mask, causal, at, rows), mask)
+            its_mask = _of_mask(mask, at, rows)
+            p, base, weight = _softmax_and_peaks(_scores(qb, kb, its_mask, causal, rows), its_mask)
             of_lse = lse[(*at, ..., rows)]
             if is_added(mask):
                 torch.stack((base, weight.reciprocal()), 2, out=of_lse)
@@ -234,31 +235,48 @@ def _even(count: int, most: int) -> list[slice]:
 
 
 def _heads(x: Tensor, at: _At, q: Tensor) -> Tensor:
-    """Return a block of x (B, N, heads, d) as (b, heads of q, N, d)."""
+    """Return a block of x (B, N, heads, d) as (b, heads of q, N, d), of which matmuls make no copies."""
     part = x[at[0], :, at[1]].transpose(1, 2).to(stat_dtype(q))
-    return part if x.shape[2] == q.shape[2] else part.repeat_interleave(q.shape[2] // x.shape[2], 1)
+    if x.shape[2] != q.shape[2]:
+        return part.repeat_interleave(q.shape[2] // x.shape[2], 1)
+    return part if 1 in part.shape[:2] else part.contiguous()
 
 
-def _of_mask(mask: Tensor, at: _At, rows: slice) -> Tensor:
+def _of_mask(mask: Tensor | None, at: _At, rows: slice) -> Tensor | None:
+    if mask is None:
+        return None
     return mask[tuple([part if n > 1 else slice(None) for part, n in zip((*at, rows), mask.shape, strict=False)])]
 
 
-def _scores(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, at: _At, rows: slice) -> Tensor:
+def _scores(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, rows: slice) -> Tensor:
     scores = q[:, :, rows] @ k.transpose(2, 3)
     if causal:
         query, key = (torch.arange(n, device=q.device) for n in (q.shape[2], k.shape[2]))
         scores = scores.masked_fill_(key > query[rows, None], -torch.inf)
     if mask is None:
         return scores
-    mask = _of_mask(mask, at, rows)
     if mask.dtype is torch.bool:
         return scores.masked_fill_(~mask, -torch.inf)
     return scores.add_(mask)
 
 
-def _softmax(scores: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return softmax(scores), with zeros in rows of minus infinity, which only a mask makes; and each row's largest
-    score and its weight, (b, H, rows)."""
+def _softmax(scores: Tensor, mask: Tensor | None) -> Tensor:
+    """Return softmax(scores), with zeros in rows of minus infinity, which only a mask makes."""
+    p = scores.softmax(-1)
+    if mask is None or scores.shape[-1] == 0 or not (is_fake(p) or _may_hide(mask)):
+        return p
+    hidden = scores.amax(-1, keepdim=True) == -torch.inf
+    return p.masked_fill_(hidden, 0.0) if is_fake(p) or hidden.any() else p  # filling costs as much as softmax
+
+
+def _may_hide(mask: Tensor) -> bool:
+    """Return whether a mask may hide a key: it has fewer elements than the scores, of which their maxima tell more."""
+    return mask.dtype is torch.bool or bool((mask == -torch.inf).any())
+
+
+def _softmax_and_peaks(scores: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what `_softmax` does; and each row's largest score and its weight, (b, H, rows), zero in rows of minus
+    infinity."""
     p = scores.softmax(-1)
     if scores.shape[-1] == 0:
         nothing = scores.new_zeros(scores.shape[:-1])
@@ -266,7 +284,7 @@ def _softmax(scores: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tenso
     score, weight = scores.amax(-1), p.amax(-1)
     if mask is not None:
         hidden = score == -torch.inf
-        if is_fake(p) or hidden.any():  # filling costs as much as softmax
+        if is_fake(p) or hidden.any():  # as in `_softmax`
             p.masked_fill_(hidden[..., None], 0.0)
         score, weight = score.masked_fill_(hidden, 0.0), weight.masked_fill_(hidden, 0.0)
     return p, score, weight
@@ -292,7 +310,8 @@ def _backward(
         of_keys: tuple[Tensor, ...] = ()
         for rows in parts:
             kept = None if words is None else _kept(words, at, rows, dropout_p, qb.dtype)
-            p = _softmax(_scores(qb, kb, mask, causal, at, rows), mask)[0]
+            its_mask = _of_mask(mask, at, rows)
+            p = _softmax(_scores(qb, kb, its_mask, causal, rows), its_mask)
             dp = dob[:, :, rows] @ vb.transpose(2, 3)
             dropped = p
             if kept is not None:
@@ -300,7 +319,7 @@ def _backward(
                 dropped = kept.mul_(p)
             ds = _softmax_backward(dp, p)
             if dmask is not None:
-                of_mask = _of_mask(dmask, at, rows)
+                of_mask: Any = _of_mask(dmask, at, rows)
                 of_mask += ds.sum_to_size(of_mask.shape)
             gradients[0][at[0], rows, at[1]] = (ds @ kb).mul_(scale).transpose(1, 2)
             more = ds.transpose(2, 3) @ qb[:, :, rows], dropped.transpose(2, 3) @ dob[:, :, rows]

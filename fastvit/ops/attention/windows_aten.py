@@ -4,6 +4,7 @@ the samples of one call."""
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from fastvit.ops.attention.aten import attention_bwd, attention_bwd_with_mask, attention_fwd, is_added
 from fastvit.ops.attention.relative_aten import attention_relative_bwd, attention_relative_fwd
+from fastvit.ops.runtime.device import is_fake
 from fastvit.ops.runtime.dtypes import stat_dtype
 
 
@@ -69,93 +71,127 @@ def _sides(size: int, side: int, shift: int) -> list[_Side]:
     return [_Side(tuple(numbers), *of) for of, numbers in found.items()]
 
 
-class _Group(NamedTuple):
-    """Windows that are cut and shifted alike.
+class _Part(NamedTuple):
+    """Some of the windows of a batch, cut and shifted alike.
 
-    numbers: of the windows in a sample. size: rows and columns that exist. tokens: their tokens of the grid, window by
-    window; None for all in their order. same: (1, 1, tokens, tokens) bool, whether two tokens of a window were
-    neighbours before the roll; None if all were."""
+    numbers: of the windows in their samples. places: the same among the windows of all samples. size: rows and columns
+    that exist. tokens: their tokens among those of all samples, window by window; None for all in their order. same:
+    (1, 1, tokens, tokens) bool, whether two tokens of a window were neighbours before the roll; None if all were."""
 
     numbers: Tensor
+    places: Tensor
     size: tuple[int, int]
     tokens: Tensor | None
     same: Tensor | None
 
-    def take(self, x: Tensor) -> Tensor:
-        """Return the windows of x (B, gh * gw, ...): (B * windows, tokens, ...)."""
-        found = x if self.tokens is None else x.index_select(1, self.tokens)
-        return found.reshape(-1, self.size[0] * self.size[1], *x.shape[2:])
+    def take(self, x: Tensor, *shape: int) -> Tensor:
+        """Return these windows of x (tokens of all samples, numbers of a token): (windows, tokens, *shape)."""
+        found = x if self.tokens is None else x.index_select(0, self.tokens)
+        return found.view(len(self.numbers), self.size[0] * self.size[1], *shape)
 
     def put(self, windows: Tensor, x: Tensor) -> None:
         """Write what `take` returns for x."""
-        windows = windows.reshape(x.shape[0], -1, *x.shape[2:])
+        windows = windows.reshape(-1, x.shape[1])
         if self.tokens is None:
             x.copy_(windows)
         else:
-            x.index_copy_(1, self.tokens, windows)
+            x.index_copy_(0, self.tokens, windows)
 
-    def of_mask(self, mask: Tensor, windows: Windows, batch: int) -> Tensor:
-        """Return the part of a mask (windows or 1, H or 1, n or 1, n) that the windows of a batch see."""
-        if mask.shape[0] > 1:
-            mask = mask[self.numbers].repeat(batch, 1, 1, 1)
-        if self.size != windows.window:
-            h, w = self.size
-            mask = mask.unflatten(3, windows.window)[..., :h, :w].flatten(3)
-            if mask.shape[2] > 1:
-                mask = mask.unflatten(2, windows.window)[:, :, :h, :w].flatten(2, 3)
-        return mask
-
-    def masked(self, mask: Tensor | None, windows: Windows, batch: int) -> Tensor | None:
-        """Return what hides keys from queries, and what is added, as one mask."""
+    def masked(self, mask: Tensor | None, windows: Windows) -> Tensor | None:
+        """Return what hides keys from queries, and what is added, as one mask. mask: (windows of a sample or 1, H or 1,
+        n or 1, n)."""
         if mask is None:
             return self.same
-        mask = self.of_mask(mask, windows, batch)
+        if mask.shape[0] > 1:
+            mask = mask.index_select(0, self.numbers)
+        mask = self._that_exist(mask, windows).flatten(-2)
+        mask = mask.flatten(2, 3) if mask.dim() == 5 else mask
         if self.same is None:
             return mask
         return mask & self.same if mask.dtype is torch.bool else torch.where(self.same, mask, -torch.inf)
 
     def add_to(self, dmask: Tensor, part: Tensor, windows: Windows) -> None:
         """Add the gradient of what `masked` returns to the mask's, which is contiguous."""
-        h, w = self.size
-        into = dmask.unflatten(3, windows.window)[..., :h, :w]
-        rows = 1
-        if dmask.shape[2] > 1:
-            into, rows = into.unflatten(2, windows.window)[:, :, :h, :w], h * w
-        each = len(self.numbers) if dmask.shape[0] > 1 else 1
-        part = part.unflatten(0, (-1, each)).sum_to_size(1, each, dmask.shape[1], rows, h * w)
-        if each == dmask.shape[0]:
-            into += part.view(into.shape)
-        else:  # no other group has these windows
-            into[self.numbers] = part.view(each, *into.shape[1:])
+        into, rows = self._that_exist(dmask, windows), part.shape[2] if dmask.shape[2] > 1 else 1
+        part = part.sum_to_size(part.shape[0] if dmask.shape[0] > 1 else 1, dmask.shape[1], rows, part.shape[3])
+        part = part.view(part.shape[0], *into.shape[1:])
+        if dmask.shape[0] > 1:
+            into.index_add_(0, self.numbers, part)
+        else:
+            into += part
 
-    def of_lse(self, lse: Tensor) -> Tensor:
-        """Return the LSE of these windows from that of all of them, (B, windows, ..., wh, ww)."""
-        h, w = self.size
-        return lse[:, self.numbers, ..., :h, :w].flatten(-2).flatten(0, 1)
+    def _that_exist(self, mask: Tensor, windows: Windows) -> Tensor:
+        """Return a view of a mask (..., n or 1, n) with tokens as rows and columns of a window, without those that do
+        not exist."""
+        (h, w), several = self.size, mask.shape[2] > 1
+        mask = mask.unflatten(3, windows.window)[..., :h, :w]
+        return mask.unflatten(2, windows.window)[:, :, :h, :w] if several else mask
 
-    def put_lse(self, of_group: Tensor, lse: Tensor) -> None:
+    def of_lse(self, lse: Tensor, windows: Windows) -> Tensor:
+        """Return the LSE of these windows from that of all of them, (windows, ..., n)."""
+        h, w = self.size
+        return lse.index_select(0, self.places).unflatten(-1, windows.window)[..., :h, :w].flatten(-2)
+
+    def put_lse(self, found: Tensor, lse: Tensor, windows: Windows) -> None:
         """Write what `of_lse` returns."""
-        h, w = self.size
-        lse[:, self.numbers, ..., :h, :w] = of_group.unflatten(0, (lse.shape[0], -1)).unflatten(-1, (h, w))
+        if self.size == windows.window:
+            lse.index_copy_(0, self.places, found)
+        else:
+            h, w = self.size
+            lse.unflatten(-1, windows.window)[self.places, ..., :h, :w] = found.unflatten(-1, self.size)
 
 
-def _groups(windows: Windows, device: torch.device) -> Iterator[_Group]:
+class _Kind(NamedTuple):
+    """The windows of one sample that are cut and shifted alike: fields as of `_Part`, tokens (windows, tokens)."""
+
+    numbers: Tensor
+    size: tuple[int, int]
+    tokens: Tensor | None
+    same: Tensor | None
+
+
+@functools.lru_cache(256)
+def _kinds(windows: Windows, device: torch.device) -> list[_Kind]:
     (gh, gw), (wh, ww), (sh, sw) = windows
-    across = -(-gw // ww)
+    across, kinds = -(-gw // ww), []
     for rows in _sides(gh, wh, sh):
         for columns in _sides(gw, ww, sw):
             y, of_rows = _rows_of(rows, wh, sh, gh, device)
             x, of_columns = _rows_of(columns, ww, sw, gw, device)
             numbers = torch.tensor(rows.numbers, device=device)[:, None] * across
             numbers = (numbers + torch.tensor(columns.numbers, device=device)).flatten()
-            size = rows.length, columns.length
-            whole = size == (gh, gw) and not (sh or sw)
-            tokens = None if whole else (y[:, None, :, None] * gw + x[:, None]).flatten()
-            same = None
+            size, same = (rows.length, columns.length), None
             if rows.split or columns.split:
                 region = (of_rows[:, None] * 2 + of_columns).flatten()
                 same = (region[:, None] == region)[None, None]
-            yield _Group(numbers, size, tokens, same)
+            tokens = (y[:, None, :, None] * gw + x[:, None]).view(len(numbers), -1)
+            whole = size == (gh, gw) and not (sh or sw)
+            kinds.append(_Kind(numbers, size, None if whole else tokens, same))
+    return kinds
+
+
+_BYTES = 1 << 22  # of q, k and v at a time on a core: few enough to stay in its cache
+
+
+def _parts(qkv: Tensor, windows: Windows, whole: bool = False) -> Iterator[_Part]:
+    """Cut the windows of qkv (B, gh, gw, 3, H, d) into parts. whole: no smaller ones than windows that are alike."""
+    if qkv.numel() == 0:
+        return
+    # what is made for fake tensors is fake, and what a CUDA graph captures is made when it is replayed
+    kinds = _kinds if qkv.is_cpu and not is_fake(qkv) else _kinds.__wrapped__
+    of_window = windows.tokens * math.prod(qkv.shape[3:]) * qkv.element_size()
+    most = max(torch.get_num_threads() * _BYTES // of_window, 1)
+    sample = torch.arange(qkv.shape[0], device=qkv.device)[:, None]
+    for number, size, tokens, same in kinds(windows, qkv.device):
+        numbers, places = number.repeat(len(sample)), (sample * windows.of_sample + number).flatten()
+        if tokens is None:
+            yield _Part(numbers, places, size, None, None)
+            continue
+        tokens = (sample[..., None] * math.prod(windows.grid) + tokens).flatten(0, 1)
+        step = len(places) if whole else most
+        for i in range(0, len(places), step):
+            some = slice(i, i + step)
+            yield _Part(numbers[some], places[some], size, tokens[some].flatten(), same)
 
 
 def _rows_of(side: _Side, window: int, shift: int, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -165,23 +201,27 @@ def _rows_of(side: _Side, window: int, shift: int, size: int, device: torch.devi
     return (first + within + shift) % size, (within >= side.split).long()
 
 
+def _by_token(x: Tensor) -> Tensor:
+    """Return x (B, gh, gw, ...) as (tokens of all samples, numbers of a token)."""
+    return x.reshape(math.prod(x.shape[:3]), -1)
+
+
 def attention_windows_fwd(
     qkv: Tensor, mask: Tensor | None, seed: Tensor | None, window: list[int], shift: list[int], scale: float,
     dropout_p: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    windows, of_tokens = windows_of(qkv, window, shift), qkv.flatten(1, 2)
-    o = torch.empty((*qkv.shape[:3], *qkv.shape[4:]), dtype=qkv.dtype, device=qkv.device)
+    windows, of_token = windows_of(qkv, window, shift), qkv.shape[3:]
+    o = torch.empty((*qkv.shape[:3], *of_token[1:]), dtype=qkv.dtype, device=qkv.device)
     lse = torch.full(lse_shape(qkv, mask, windows), torch.inf, dtype=stat_dtype(qkv), device=qkv.device)
     if qkv.numel() == 0:
         return o, lse
-    of_windows = lse.unflatten(0, (qkv.shape[0], -1)).unflatten(-1, windows.window)
-    for i, group in enumerate(_groups(windows, qkv.device)):
-        q, k, v = group.take(of_tokens).unbind(2)
+    qkv_by_token, o_by_token = map(_by_token, (qkv, o))
+    for i, part in enumerate(_parts(qkv, windows, seed is not None)):
+        q, k, v = part.take(qkv_by_token, *of_token).unbind(2)
         its_seed = None if seed is None else seed + i
-        its_mask = group.masked(mask, windows, qkv.shape[0])
-        its_o, its_lse = attention_fwd(q, k, v, its_mask, its_seed, scale, dropout_p)
-        group.put(its_o, o.flatten(1, 2))
-        group.put_lse(its_lse, of_windows)
+        its_o, its_lse = attention_fwd(q, k, v, part.masked(mask, windows), its_seed, scale, dropout_p)
+        part.put(its_o, o_by_token)
+        part.put_lse(its_lse, lse, windows)
     return o, lse
 
 
@@ -196,7 +236,7 @@ def attention_windows_bwd_with_mask(
     do: Tensor, qkv: Tensor, mask: Tensor, o: Tensor, lse: Tensor, seed: Tensor | None, window: list[int],
     shift: list[int], scale: float, dropout_p: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    wide = mask.to(stat_dtype(qkv))  # of which each group adds a part of the gradient
+    wide = mask.to(stat_dtype(qkv))  # of which each part adds to the gradient
     dmask = torch.zeros(mask.shape, dtype=wide.dtype, device=mask.device)
     windows = windows_of(qkv, window, shift)
     return _backward(do, qkv, wide, o, lse, seed, windows, scale, dropout_p, dmask), dmask.to(mask.dtype)
@@ -207,39 +247,41 @@ def _backward(
     scale: float, dropout_p: float, dmask: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """Return dqkv, and add to dmask, a contiguous tensor of the mask's shape, the mask's gradient."""
-    dqkv = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
+    dqkv, of_token = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device), qkv.shape[3:]
     if qkv.numel() == 0:
         return dqkv
-    do, of_tokens, o = (t.flatten(1, 2) for t in (do, qkv, o))
-    of_windows = lse.unflatten(0, (qkv.shape[0], -1)).unflatten(-1, windows.window)
-    for i, group in enumerate(_groups(windows, qkv.device)):
-        its_qkv, its_mask = group.take(of_tokens), group.masked(mask, windows, qkv.shape[0])
+    do, qkv_by_token, o, dqkv_by_token = map(_by_token, (do, qkv, o, dqkv))
+    for i, part in enumerate(_parts(qkv, windows, seed is not None)):
+        its_qkv, its_mask = part.take(qkv_by_token, *of_token), part.masked(mask, windows)
         its_dqkv = torch.empty(its_qkv.shape, dtype=qkv.dtype, device=qkv.device)
         out = its_dqkv.unbind(2)
-        its_do, (q, k, v), its_seed = group.take(do), its_qkv.unbind(2), None if seed is None else seed + i
+        its_do, (q, k, v) = part.take(do, *of_token[1:]), its_qkv.unbind(2)
+        its_seed = None if seed is None else seed + i
         if dmask is None or its_mask is None:
-            its_o, its_lse = group.take(o), group.of_lse(of_windows)
+            its_o, its_lse = part.take(o, *of_token[1:]), part.of_lse(lse, windows)
             attention_bwd(its_do, q, k, v, its_mask, its_o, its_lse, its_seed, scale, dropout_p, out=out)
         else:  # reads neither o nor lse
             *_, of_mask = attention_bwd_with_mask(
                 its_do, q, k, v, its_mask, o, lse, its_seed, scale, dropout_p, out=out
             )
-            group.add_to(dmask, of_mask, windows)
-        group.put(its_dqkv, dqkv.flatten(1, 2))
+            part.add_to(dmask, of_mask, windows)
+        part.put(its_dqkv, dqkv_by_token)
     return dqkv
 
 
 def attention_windows_relative_fwd(
     qkv: Tensor, rows: Tensor, columns: Tensor, window: list[int], scale: float
 ) -> tuple[Tensor, Tensor]:
-    o = torch.empty((*qkv.shape[:3], *qkv.shape[4:]), dtype=qkv.dtype, device=qkv.device)
-    windows = windows_of(qkv, window)
+    windows, of_token = windows_of(qkv, window), qkv.shape[3:]
+    o = torch.empty((*qkv.shape[:3], *of_token[1:]), dtype=qkv.dtype, device=qkv.device)
     lse = qkv.new_empty(lse_shape(qkv, None, windows), dtype=stat_dtype(qkv))
-    for group in _groups(windows, qkv.device) if qkv.numel() else ():  # one
-        of_tokens, its_rows, its_columns = (group.take(t.flatten(1, 2)) for t in (qkv, rows, columns))
-        q, k, v = of_tokens.unbind(2)
-        its_o, lse = attention_relative_fwd(q, k, v, its_rows, its_columns, scale)
-        group.put(its_o, o.flatten(1, 2))
+    by_token = [_by_token(t) for t in (qkv, rows, columns, o)] if qkv.numel() else []
+    for part in _parts(qkv, windows):
+        q, k, v = part.take(by_token[0], *of_token).unbind(2)
+        its_rows, its_columns = (part.take(t, of_token[1], -1) for t in by_token[1:3])
+        its_o, its_lse = attention_relative_fwd(q, k, v, its_rows, its_columns, scale)
+        part.put(its_o, by_token[3])
+        part.put_lse(its_lse, lse, windows)
     return o, lse
 
 
@@ -247,15 +289,17 @@ def attention_windows_relative_bwd(
     do: Tensor, qkv: Tensor, rows: Tensor, columns: Tensor, o: Tensor, lse: Tensor, window: list[int], scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     gradients = tuple([torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (qkv, rows, columns)])
-    for group in _groups(windows_of(qkv, window), qkv.device) if qkv.numel() else ():
-        of_tokens, *others = (group.take(t.flatten(1, 2)) for t in (qkv, do, rows, columns))
-        its_do, its_rows, its_columns = others
-        its_dqkv = torch.empty(of_tokens.shape, dtype=qkv.dtype, device=qkv.device)
-        q, k, v = of_tokens.unbind(2)
+    windows, of_token = windows_of(qkv, window), qkv.shape[3:]
+    by_token = [_by_token(t) for t in (qkv, rows, columns, do, *gradients)] if qkv.numel() else []
+    for part in _parts(qkv, windows):
+        its_qkv = part.take(by_token[0], *of_token)
+        its_rows, its_columns, its_do = (part.take(t, of_token[1], -1) for t in by_token[1:4])
+        its_dqkv = torch.empty(its_qkv.shape, dtype=qkv.dtype, device=qkv.device)
+        q, k, v = its_qkv.unbind(2)
         *_, drows, dcolumns = attention_relative_bwd(
             its_do, q, k, v, its_rows, its_columns, o, lse, scale, out=its_dqkv.unbind(2)
         )
-        for found, gradient in zip((its_dqkv, drows, dcolumns), gradients, strict=True):
-            group.put(found, gradient.flatten(1, 2))
+        for found, gradient in zip((its_dqkv, drows, dcolumns), by_token[4:], strict=True):
+            part.put(found, gradient)
     dqkv, drows, dcolumns = gradients
     return dqkv, drows, dcolumns
