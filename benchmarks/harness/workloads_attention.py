@@ -159,9 +159,10 @@ def _attention_in_windows() -> Iterator[Workload]:
     yield from rows("verify", B=2, grid=28, window=7, H=4, d=32, shift=[0, 3], added="biases")
     yield from rows("traffic", B=2, grid=28, window=7, H=3, d=32, shift=[0, 3])
     yield from rows("traffic", B=1, grid=28, window=14, H=2, d=64, added="relative")
-    yield from rows("sanitize", B=2, grid=17, window=5, H=2, d=72, shift=2, added=["bias", "nothing"])
-    yield from rows("sanitize", B=2, grid=18, window=[6, 9], H=2, d=[32, 72], added=["biases", "relative"])
-    yield from rows("sanitize", B=2, grid=14, window=7, H=2, d=32, shift=3, dropout_p=0.1)
+    yield from rows("sanitize", B=1, grid=8, window=5, H=2, d=72, shift=2, added=["bias", "nothing"])
+    yield from rows("sanitize", B=2, grid=8, window=4, H=1, d=32, shift=2, added="biases")
+    yield from rows("sanitize", B=1, grid=18, window=9, H=1, d=[32, 72], added="relative")
+    yield from rows("sanitize", B=1, grid=14, window=7, H=1, d=32, shift=3, dropout_p=0.1)
     for d in (32, 64):
         for window, shift in ((7, 3), (8, 4), (12, 6), (14, 7), (16, 8)):
             few = "second kernels" if (d, window) == (32, 7) else ""

@@ -66,7 +66,7 @@ OTHERS = {
         {"activation": "swiglu", "recompute": "all", "norm": "rms"},
     ),
     "attention_windows dropout": OpCase(
-        "attention_windows", {"qkv": ("B", "N", 6, 3, "H", "d")}, {"window": (4, 4), "shift": (1, 2), "dropout_p": 0.4}
+        "attention_windows", {"qkv": ("B", 5, 6, 3, "H", "d")}, {"window": (4, 4), "shift": (1, 2), "dropout_p": 0.4}
     ),
     "attention_qkvpacked dropout": OpCase("attention_qkvpacked", {"qkv": QKV_PACKED}, {"dropout_p": 0.4}),
     "attention_varlen": OpCase(
@@ -105,17 +105,17 @@ def gathered(op, eps=1e-6):
     return lambda **tensors: op(**arguments(tensors, eps=eps))
 
 
-def tensors_of(shapes, dtype, device, kind="normal"):
+def tensors_of(shapes, dtype, device, kind="normal", seed=0):
     """Draw tensors by name, None for a shape of None. All of them, except row_scale and fixed ones, require a gradient.
     Matrices are divided by the root of the size that they sum over, but not integers."""
     made: dict[str, Tensor | None] = {}
-    for seed, (name, shape) in enumerate(shapes.items()):
+    for its_seed, (name, shape) in enumerate(shapes.items(), 100 * seed):
         if shape is None:
             made[name] = None
         elif name == "row_scale":
             made[name] = torch.arange(*shape, device=device).to(dtype) % 4 * 1.25  # no neighbours have the same
         else:
-            t = inputs(kind, *shape, dtype=torch.float64, device=device, seed=seed)
+            t = inputs(kind, *shape, dtype=torch.float64, device=device, seed=its_seed)
             if name.endswith("weight") and len(shape) > 1 and kind == "normal":
                 t = t / math.prod(shape[1:]) ** 0.5
             t = getattr(t, name[-3:])() if name.endswith(("sin", "cos")) else t

@@ -51,11 +51,23 @@ def test_everything_at_once(dtype, backend, device):
     assert_op_as_accurate(of(ops, scale=0.3), of(formulas, scale=0.3), args, what="packed")
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 def test_three_layers(dtype, backend, device):
     args = parted(tensors(dtype, device))
     assert_op_as_accurate(fused, eager, args, what="three")
     assert_op_as_accurate(fused, eager, args | {"qkv_bias1": None}, what="k without bias")
+
+
+def test_three_layers_are_a_packed_one(backend, device):
+    """In float32 up to the order of sums. Held against float64 they would test PyTorch's kernel of attention, which on
+    some CPUs has up to four times the formula's error in the gradients of q and k."""
+    packed = tensors(torch.float32, device)
+    (whole,), want = outputs_and_gradients(fused, packed)
+    (parts,), got = outputs_and_gradients(fused, parted(packed))
+    found = {name: torch.cat([got.pop(f"{name}{i}") for i in range(3)]) for name in LAYERS}
+    for name, t in {"out": parts, **got, **found}.items():
+        expected = whole if name == "out" else want[name]
+        torch.testing.assert_close(t, expected, rtol=0, atol=1e-5 * float(expected.abs().max()), msg=name)
 
 
 def test_without_options(backend, device):

@@ -84,10 +84,15 @@ class _Part(NamedTuple):
     tokens: Tensor | None
     same: Tensor | None
 
-    def take(self, x: Tensor, *shape: int) -> Tensor:
-        """Return these windows of x (tokens of all samples, numbers of a token): (windows, tokens, *shape)."""
-        found = x if self.tokens is None else x.index_select(0, self.tokens)
-        return found.view(len(self.numbers), self.size[0] * self.size[1], *shape)
+    def take(self, x: Tensor, H: int, count: int = 1) -> tuple[Tensor, ...]:
+        """Return these windows of x (tokens of all samples, count * H * d): `count` tensors (windows, tokens, H, d),
+        heads before tokens in memory, of which attention makes no further copies."""
+        if self.tokens is None:
+            return x.view(len(self.numbers), self.size[0] * self.size[1], count, H, -1).unbind(2)
+        which, head = (torch.arange(n, device=x.device)[:, None] for n in (count, H))
+        index = (self.tokens.view(len(self.numbers), 1, -1) * count + which[..., None, None]) * H + head
+        found = x.view(-1, x.shape[1] // (count * H)).index_select(0, index.flatten())
+        return found.view(*index.shape, -1).transpose(2, 3).unbind(0)
 
     def put(self, windows: Tensor, x: Tensor) -> None:
         """Write what `take` returns for x."""
@@ -202,22 +207,22 @@ def _rows_of(side: _Side, window: int, shift: int, size: int, device: torch.devi
 
 
 def _by_token(x: Tensor) -> Tensor:
-    """Return x (B, gh, gw, ...) as (tokens of all samples, numbers of a token)."""
-    return x.reshape(math.prod(x.shape[:3]), -1)
+    """Return x (B, gh, gw, ...) as (tokens of all samples, numbers of a token), contiguous."""
+    return x.reshape(math.prod(x.shape[:3]), -1).contiguous()
 
 
 def attention_windows_fwd(
     qkv: Tensor, mask: Tensor | None, seed: Tensor | None, window: list[int], shift: list[int], scale: float,
     dropout_p: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    windows, of_token = windows_of(qkv, window, shift), qkv.shape[3:]
-    o = torch.empty((*qkv.shape[:3], *of_token[1:]), dtype=qkv.dtype, device=qkv.device)
+    windows, H = windows_of(qkv, window, shift), qkv.shape[4]
+    o = torch.empty((*qkv.shape[:3], *qkv.shape[4:]), dtype=qkv.dtype, device=qkv.device)
     lse = torch.full(lse_shape(qkv, mask, windows), torch.inf, dtype=stat_dtype(qkv), device=qkv.device)
     if qkv.numel() == 0:
         return o, lse
     qkv_by_token, o_by_token = map(_by_token, (qkv, o))
     for i, part in enumerate(_parts(qkv, windows, seed is not None)):
-        q, k, v = part.take(qkv_by_token, *of_token).unbind(2)
+        q, k, v = part.take(qkv_by_token, H, 3)
         its_seed = None if seed is None else seed + i
         its_o, its_lse = attention_fwd(q, k, v, part.masked(mask, windows), its_seed, scale, dropout_p)
         part.put(its_o, o_by_token)
@@ -247,18 +252,18 @@ def _backward(
     scale: float, dropout_p: float, dmask: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """Return dqkv, and add to dmask, a contiguous tensor of the mask's shape, the mask's gradient."""
-    dqkv, of_token = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device), qkv.shape[3:]
+    dqkv, H = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device), qkv.shape[4]
     if qkv.numel() == 0:
         return dqkv
     do, qkv_by_token, o, dqkv_by_token = map(_by_token, (do, qkv, o, dqkv))
     for i, part in enumerate(_parts(qkv, windows, seed is not None)):
-        its_qkv, its_mask = part.take(qkv_by_token, *of_token), part.masked(mask, windows)
-        its_dqkv = torch.empty(its_qkv.shape, dtype=qkv.dtype, device=qkv.device)
+        (q, k, v), (its_do,) = part.take(qkv_by_token, H, 3), part.take(do, H)
+        its_mask = part.masked(mask, windows)
+        its_dqkv = torch.empty((*q.shape[:2], *qkv.shape[3:]), dtype=qkv.dtype, device=qkv.device)
         out = its_dqkv.unbind(2)
-        its_do, (q, k, v) = part.take(do, *of_token[1:]), its_qkv.unbind(2)
         its_seed = None if seed is None else seed + i
         if dmask is None or its_mask is None:
-            its_o, its_lse = part.take(o, *of_token[1:]), part.of_lse(lse, windows)
+            (its_o,), its_lse = part.take(o, H), part.of_lse(lse, windows)
             attention_bwd(its_do, q, k, v, its_mask, its_o, its_lse, its_seed, scale, dropout_p, out=out)
         else:  # reads neither o nor lse
             *_, of_mask = attention_bwd_with_mask(
@@ -272,13 +277,13 @@ def _backward(
 def attention_windows_relative_fwd(
     qkv: Tensor, rows: Tensor, columns: Tensor, window: list[int], scale: float
 ) -> tuple[Tensor, Tensor]:
-    windows, of_token = windows_of(qkv, window), qkv.shape[3:]
-    o = torch.empty((*qkv.shape[:3], *of_token[1:]), dtype=qkv.dtype, device=qkv.device)
+    windows, H = windows_of(qkv, window), qkv.shape[4]
+    o = torch.empty((*qkv.shape[:3], *qkv.shape[4:]), dtype=qkv.dtype, device=qkv.device)
     lse = qkv.new_empty(lse_shape(qkv, None, windows), dtype=stat_dtype(qkv))
     by_token = [_by_token(t) for t in (qkv, rows, columns, o)] if qkv.numel() else []
     for part in _parts(qkv, windows):
-        q, k, v = part.take(by_token[0], *of_token).unbind(2)
-        its_rows, its_columns = (part.take(t, of_token[1], -1) for t in by_token[1:3])
+        q, k, v = part.take(by_token[0], H, 3)
+        (its_rows,), (its_columns,) = (part.take(t, H) for t in by_token[1:3])
         its_o, its_lse = attention_relative_fwd(q, k, v, its_rows, its_columns, scale)
         part.put(its_o, by_token[3])
         part.put_lse(its_lse, lse, windows)
@@ -289,13 +294,12 @@ def attention_windows_relative_bwd(
     do: Tensor, qkv: Tensor, rows: Tensor, columns: Tensor, o: Tensor, lse: Tensor, window: list[int], scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     gradients = tuple([torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (qkv, rows, columns)])
-    windows, of_token = windows_of(qkv, window), qkv.shape[3:]
+    windows, H = windows_of(qkv, window), qkv.shape[4]
     by_token = [_by_token(t) for t in (qkv, rows, columns, do, *gradients)] if qkv.numel() else []
     for part in _parts(qkv, windows):
-        its_qkv = part.take(by_token[0], *of_token)
-        its_rows, its_columns, its_do = (part.take(t, of_token[1], -1) for t in by_token[1:4])
-        its_dqkv = torch.empty(its_qkv.shape, dtype=qkv.dtype, device=qkv.device)
-        q, k, v = its_qkv.unbind(2)
+        q, k, v = part.take(by_token[0], H, 3)
+        (its_rows,), (its_columns,), (its_do,) = (part.take(t, H) for t in by_token[1:4])
+        its_dqkv = torch.empty((*q.shape[:2], *qkv.shape[3:]), dtype=qkv.dtype, device=qkv.device)
         *_, drows, dcolumns = attention_relative_bwd(
             its_do, q, k, v, its_rows, its_columns, o, lse, scale, out=its_dqkv.unbind(2)
         )

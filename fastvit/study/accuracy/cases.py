@@ -173,7 +173,7 @@ OF_HEADS = {
     ),
     "attention_windows": OpCase(
         "attention_windows",
-        {"qkv": ("B", "N", 6, 3, "H", "d"), "attn_mask": ("H", 16, 16)},
+        {"qkv": ("B", 5, 6, 3, "H", "d"), "attn_mask": ("H", 16, 16)},
         {"window": (4, 4), "shift": (1, 2)},
     ),
     "attention_windows relative": OpCase(
