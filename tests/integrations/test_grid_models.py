@@ -140,6 +140,24 @@ def test_compiled(device: torch.device) -> None:
     assert_steps_agree(step(compiled, lambda m: m(image)), want)
 
 
+def test_a_global_block_of_any_size_is_few_graphs(device: torch.device) -> None:
+    """One for the grid of its tables, and one or two for all others, for which they are interpolated."""
+    block = sam_of_timm(window_size=3, use_rel_pos=True).blocks[1].to(device)
+    fastvit.accelerate(block)
+    graphs = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    compiled = torch.compile(block, backend=backend, dynamic=True)
+    for size in ((4, 4), (5, 7), (6, 9), (8, 5), (7, 10)):
+        x = torch.randn(2, *size, 64, device=device)
+        torch.testing.assert_close(compiled(x), block(x))
+    assert len(graphs) <= 3
+
+
 @pytest.mark.parametrize("how", ["bfloat16", "autocast"])
 def test_16_bits(how: str, device: torch.device) -> None:
     model, image = sam_of_timm(window_size=3, use_rel_pos=True).to(device), torch.randn(2, 3, 64, 64, device=device)

@@ -208,6 +208,19 @@ def test_rows_whose_keys_all_have_a_huge_number(fill, N, backend, device):
     torch.testing.assert_close(ones, torch.ones_like(o))
 
 
+def test_a_row_below_the_least_float32(device):
+    """On ATen: of a float64 mask, it hides all keys of float32, also in a backward pass that computes weights again."""
+    mask = torch.zeros(20, 20, dtype=torch.float64, device=device)
+    mask[0] = -1e300
+    for p in (0.0, 0.3):
+        tensors = {**draw_qkv(1, 20, 2, 16, device=device), "attn_mask": mask.clone().requires_grad_()}
+        with ops.use_backend("aten"):
+            o = ops.attention(**tensors, dropout_p=p)
+            gradients = torch.autograd.grad(o.sum(), list(tensors.values()))
+        assert not o[:, 0].any()
+        assert all(t.isfinite().all() for t in gradients)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_rows_of_the_lowest_number_in_16_bits(dtype, backend, device):
     mask = torch.zeros(2, 1, 33, 33, dtype=dtype, device=device)

@@ -80,9 +80,9 @@ def test_masks(kind, backend, device):
 
 def test_dropout(backend, device):
     """The backward pass applies the forward's mask, and no two windows or heads have one. v is an identity matrix in
-    the first call, which shows it."""
+    the first call, which shows it. A bias of each window has a gradient."""
     p, window, shift = 0.3, (4, 4), (0, 2)
-    tensors = draw((8, 8), window, d=16, mask=None, device=device)
+    tensors = draw((8, 8), window, d=16, mask=(4, 2), device=device)
     fused = seeded(ops.attention_windows, window=window, shift=shift, dropout_p=p)
     identity = torch.eye(16, device=device).view(4, 4, 1, 16).repeat(2, 2, 1, 1).roll((0, 2), (0, 1))
     shown = tensors["qkv"].detach().clone()
@@ -134,6 +134,7 @@ RELATIVE = {
     "padded": ((10, 14), (5, 7)),
     "several tiles": ((18, 10), (9, 10)),
     "a row a tile": ((4, 64), (2, 32)),
+    "several tiles of columns": ((2, 34), (2, 17)),
     "the whole grid": ((5, 7), (5, 7)),
 }
 

@@ -98,7 +98,7 @@ def attention_bwd(
     if k.shape[1] == 1 and seed is None and mask is None:
         return _written(gradients_of_one_key(do, q, k, v), out)
     if not _has_flash_backward(do, seed, q, k, v, mask, causal):
-        gradients = out or room(q, k, v)
+        gradients = out or empty_gradients(q, k, v)
         _backward(do, q, k, v, mask, seed, scale, dropout_p, causal, gradients)
         return gradients
     lse = lse[:, :, 0] + lse[:, :, 1].log() if is_added(mask) else lse
@@ -145,7 +145,7 @@ def attention_bwd_with_mask(
     scale: float, dropout_p: float, causal: bool = False, *, out: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Compute dq, dk, dv and the gradient of a float mask. The weights are computed once."""
-    gradients = out or room(q, k, v)
+    gradients = out or empty_gradients(q, k, v)
     return *gradients, _backward(do, q, k, v, mask, seed, scale, dropout_p, causal, gradients, True)
 
 
@@ -157,7 +157,7 @@ def attention_qkvpacked_bwd_with_mask(
     return dqkv, attention_bwd_with_mask(*arguments, out=dqkv.unbind(2))[3]
 
 
-def room(*tensors: Tensor) -> tuple[Tensor, ...]:
+def empty_gradients(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple([torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in tensors])
 
 
@@ -235,7 +235,8 @@ def _even(count: int, most: int) -> list[slice]:
 
 
 def _heads(x: Tensor, at: _At, q: Tensor) -> Tensor:
-    """Return a block of x (B, N, heads, d) as (b, heads of q, N, d), of which matmuls make no copies."""
+    """Return a block of x (B, N, heads, d) as (b, heads of q, N, d). It is contiguous where matmuls would copy it each
+    time: they read several samples, or several heads, by stride, but not both."""
     part = x[at[0], :, at[1]].transpose(1, 2).to(stat_dtype(q))
     if x.shape[2] != q.shape[2]:
         return part.repeat_interleave(q.shape[2] // x.shape[2], 1)
@@ -263,15 +264,16 @@ def _scores(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, rows: slice
 def _softmax(scores: Tensor, mask: Tensor | None) -> Tensor:
     """Return softmax(scores), with zeros in rows of minus infinity, which only a mask makes."""
     p = scores.softmax(-1)
-    if mask is None or scores.shape[-1] == 0 or not (is_fake(p) or _may_hide(mask)):
+    if mask is None or scores.shape[-1] == 0 or not (is_fake(p) or _may_hide(mask, scores.dtype)):
         return p
     hidden = scores.amax(-1, keepdim=True) == -torch.inf
     return p.masked_fill_(hidden, 0.0) if is_fake(p) or hidden.any() else p  # filling costs as much as softmax
 
 
-def _may_hide(mask: Tensor) -> bool:
-    """Return whether a mask may hide a key: it has fewer elements than the scores, of which their maxima tell more."""
-    return mask.dtype is torch.bool or bool((mask == -torch.inf).any())
+def _may_hide(mask: Tensor, dtype: torch.dtype) -> bool:
+    """Return whether sums of the mask and scores of a dtype may be minus infinity. A mask is small, so asking it first
+    is cheap."""
+    return mask.dtype is torch.bool or bool((mask <= torch.finfo(dtype).min / 2).any())
 
 
 def _softmax_and_peaks(scores: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:

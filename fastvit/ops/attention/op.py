@@ -212,7 +212,8 @@ def check_mask(
     mask: Any, x_name: str, x: Tensor, batch: int, tokens: int, heads: int, keys: int | None = None,
     batch_name: str = "B",
 ) -> None:  # fmt: skip
-    """Check a mask for x. keys: how many there are, or None for as many as x has tokens. batch_name: of the masks'."""
+    """Check a mask for x. keys: how many there are, or None for as many as x has tokens. batch_name: what the first
+    dimension is called in an error."""
     if not isinstance(mask, Tensor):
         raise TypeError(f"attn_mask must be a tensor or None, got {type(mask).__name__}")
     if mask.dtype is not torch.bool:

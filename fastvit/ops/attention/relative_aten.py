@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fastvit.ops.attention.aten import _VECTOR, _blocks, _has_flash, _heads, _softmax_backward, room
+from fastvit.ops.attention.aten import _VECTOR, _blocks, _has_flash, _heads, _softmax_backward, empty_gradients
 from fastvit.ops.runtime.dtypes import stat_dtype
 from fastvit.ops.runtime.torch_private import flash_attention
 
@@ -58,7 +58,7 @@ def attention_relative_bwd(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Compute the gradients of q, k, v, rows and columns from weights that are computed again. o and lse are not read.
     out: three tensors for the first three."""
-    gradients = *(out or room(q, k, v)), *room(rows, columns)
+    gradients = *(out or empty_gradients(q, k, v)), *empty_gradients(rows, columns)
     dq, dk, dv, drows, dcolumns = gradients
     for at, _, parts in _blocks(q, k, _BYTES):
         qb, kb, vb, dob = _heads(q, at, q) * scale, _heads(k, at, q), _heads(v, at, q), _heads(do, at, q)

@@ -15,8 +15,8 @@ from fastvit.kernels.attention_relative_bwd import (
     attention_relative_bwd_dq_kernel,
 )
 from fastvit.ops.attention.launch import readable
-from fastvit.ops.attention.windows_aten import Windows
-from fastvit.ops.attention.windows_launch import windows_if_several
+from fastvit.ops.attention.windows_aten import Windows, relative_windows_of
+from fastvit.ops.attention.windows_launch import if_several
 from fastvit.ops.attention.workload import DTYPES, in_units, shape_of_strides, stored
 from fastvit.ops.runtime import device
 from fastvit.ops.runtime.backend import KernelUnsupported
@@ -38,7 +38,7 @@ def attention_relative_fwd(
 
 
 def attention_windows_relative_fwd(
-    qkv: Tensor, rows: Tensor, columns: Tensor, window: list[int], scale: float, *, call: Call
+    qkv: Tensor, rows: Tensor, columns: Tensor, scale: float, *, call: Call
 ) -> tuple[Tensor, Tensor]:
     """Launch the forward kernel for the windows of qkv (B, gh, gw, 3, H, d), rows (B, gh, gw, H, wh) and columns (B,
     gh, gw, H, ww).
@@ -46,7 +46,7 @@ def attention_windows_relative_fwd(
     Return o (B, gh, gw, H, d), and LSE as above, with windows for samples.
     """
     q, k, v = qkv.flatten(1, 2).unbind(2)
-    windows = windows_if_several(qkv, window)
+    windows = if_several(relative_windows_of(qkv, rows, columns))
     o, lse = _run_forward(q, k, v, rows.flatten(1, 2), columns.flatten(1, 2), scale, windows, call)
     return o.view(*qkv.shape[:3], *o.shape[2:]).detach(), lse  # no view, as in aten.linear
 
@@ -71,14 +71,13 @@ def attention_relative_bwd(
 
 
 def attention_windows_relative_bwd(
-    do: Tensor, qkv: Tensor, rows: Tensor, columns: Tensor, o: Tensor, lse: Tensor, window: list[int], scale: float, *,
-    call: Call,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    do: Tensor, qkv: Tensor, rows: Tensor, columns: Tensor, o: Tensor, lse: Tensor, scale: float, *, call: Call
+) -> tuple[Tensor, Tensor, Tensor]:
     """Launch the backward kernels for windows. Return the gradients of qkv, rows and columns, contiguous."""
     dqkv = empty_like(qkv)
     q, k, v = qkv.flatten(1, 2).unbind(2)
     do, rows_, columns_, o = (t.flatten(1, 2) for t in (do, rows, columns, o))
-    gradients, windows = dqkv.flatten(1, 2).unbind(2), windows_if_several(qkv, window)
+    gradients, windows = dqkv.flatten(1, 2).unbind(2), if_several(relative_windows_of(qkv, rows, columns))
     drows, dcolumns = _run_backward(do, q, k, v, rows_, columns_, o, lse, gradients, scale, windows, call)
     return dqkv, drows.view(rows.shape).detach(), dcolumns.view(columns.shape).detach()
 
@@ -135,11 +134,13 @@ def _strides(
     """Return the strides of the first and of rows and columns, and the constants that are their units."""
     if rows.dtype not in DTYPES:
         raise KernelUnsupported(f"attention has no kernel for {rows.dtype}")
+    q, k = strided[:2]
     if windows is not None:  # offsets within a window are 32 bits
-        apart = windows.window[0] * windows.grid[1] * max(t.stride(1) for t in (*strided, rows, columns))
+        made = q.shape[2] * max(q.shape[3], rows.shape[3], columns.shape[3])  # o and the gradients of rows and columns
+        of_token = max(made, *(t.stride(1) for t in (*strided, rows, columns)))
+        apart = windows.window[0] * windows.grid[1] * of_token
         if apart >= 1 << 31:
             raise KernelUnsupported(f"attention's kernels need windows within 2^31 elements, got {apart}")
-    q, k = strided[:2]
     unit, strides = in_units(shape_of_strides(q, k), *[t.stride() for t in strided])
     other_unit, others = in_units(q.shape, rows.stride(), columns.stride())
     return strides, others, {"UNIT": unit, "OTHER_UNIT": other_unit}

@@ -115,9 +115,9 @@ def attention_windows(
             strides, read in place if rows of the grid follow each other.
         window: rows and columns of a window, (wh, ww), at least 1.
         shift: how many rows and columns the grid is rolled by, each from 0 to less than the window's.
-        attn_mask: broadcastable to (windows, H, n, n) for n = wh * ww, or None; bool or float as in `attention`. A
-            window of every sample has one, the windows counted row by row through the rolled grid; or all windows share
-            it, as they do a relative position bias. It may require a gradient.
+        attn_mask: broadcastable to (windows, H, n, n) for n = wh * ww, or None; bool or float as in `attention`. One
+            mask for each window of a sample, counted row by row in the rolled grid, the same for all samples; or one
+            for all windows, as a relative position bias is. It may require a gradient.
         relative: decomposed relative positions within the windows, or None. Takes no shift, mask or dropout, and a grid
             that the windows divide: pad it before the projection, as SAM and ViTDet do. The whole grid may be a window.
         scale, dropout_p: as in `attention`.

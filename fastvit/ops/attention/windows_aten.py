@@ -47,6 +47,11 @@ def windows_of(x: Tensor, window: Sequence[int], shift: Sequence[int] = (0, 0)) 
     return Windows((gh, gw), (window[0], window[1]), (shift[0] % max(gh, 1), shift[1] % max(gw, 1)))
 
 
+def relative_windows_of(qkv: Tensor, rows: Tensor, columns: Tensor) -> Windows:
+    """Return the windows of attention with relative positions, (B, gh, gw, H, wh) and (B, gh, gw, H, ww)."""
+    return windows_of(qkv, (rows.shape[4], columns.shape[4]))
+
+
 def lse_shape(qkv: Tensor, mask: Tensor | None, windows: Windows) -> tuple[int, ...]:
     """Return the shape of the LSE of qkv (B, gh, gw, 3, H, d): that of attention with windows for samples."""
     samples, heads = qkv.shape[0] * windows.of_sample, qkv.shape[4]
@@ -54,10 +59,12 @@ def lse_shape(qkv: Tensor, mask: Tensor | None, windows: Windows) -> tuple[int, 
 
 
 class _Side(NamedTuple):
-    """Windows along one side of the grid that are cut and shifted alike: their numbers, how many of their rows exist,
-    and how many of these come before those that the roll brings from the other end; 0 if it brings none or all."""
+    """Neighbouring windows along one side of the grid that are cut and shifted alike: the first one's number, how many
+    there are, how many of their rows exist, and how many of these come before those that the roll brings from the other
+    end; 0 if it brings none or all."""
 
-    numbers: tuple[int, ...]
+    first: int
+    windows: int
     length: int
     split: int
 
@@ -68,7 +75,7 @@ def _sides(size: int, side: int, shift: int) -> list[_Side]:
     for number, first in enumerate(range(0, size, side)):
         length, split = min(side, size - first), size - shift - first
         found.setdefault((length, split if shift and 0 < split < length else 0), []).append(number)
-    return [_Side(tuple(numbers), *of) for of, numbers in found.items()]
+    return [_Side(numbers[0], len(numbers), *of) for of, numbers in found.items()]
 
 
 class _Part(NamedTuple):
@@ -115,15 +122,16 @@ class _Part(NamedTuple):
             return mask
         return mask & self.same if mask.dtype is torch.bool else torch.where(self.same, mask, -torch.inf)
 
-    def add_to(self, dmask: Tensor, part: Tensor, windows: Windows) -> None:
-        """Add the gradient of what `masked` returns to the mask's, which is contiguous."""
+    def add_to(self, dmask: Tensor, part: Tensor, windows: Windows, samples: int) -> None:
+        """Add the gradient of what `masked` returns to the mask's, which is contiguous. If each window has a mask, this
+        part has all windows of its kind."""
         into, rows = self._that_exist(dmask, windows), part.shape[2] if dmask.shape[2] > 1 else 1
-        part = part.sum_to_size(part.shape[0] if dmask.shape[0] > 1 else 1, dmask.shape[1], rows, part.shape[3])
-        part = part.view(part.shape[0], *into.shape[1:])
-        if dmask.shape[0] > 1:
-            into.index_add_(0, self.numbers, part)
+        if dmask.shape[0] == 1:
+            into += part.sum_to_size(1, dmask.shape[1], rows, part.shape[3]).view(into.shape)
         else:
-            into += part
+            part = part.unflatten(0, (samples, -1))
+            part = part.sum_to_size(1, part.shape[1], dmask.shape[1], rows, part.shape[4])
+            into[self.numbers[: part.shape[1]]] = part.view(part.shape[1], *into.shape[1:])
 
     def _that_exist(self, mask: Tensor, windows: Windows) -> Tensor:
         """Return a view of a mask (..., n or 1, n) with tokens as rows and columns of a window, without those that do
@@ -155,7 +163,7 @@ class _Kind(NamedTuple):
     same: Tensor | None
 
 
-@functools.lru_cache(256)
+@functools.lru_cache(16)
 def _kinds(windows: Windows, device: torch.device) -> list[_Kind]:
     (gh, gw), (wh, ww), (sh, sw) = windows
     across, kinds = -(-gw // ww), []
@@ -163,8 +171,7 @@ def _kinds(windows: Windows, device: torch.device) -> list[_Kind]:
         for columns in _sides(gw, ww, sw):
             y, of_rows = _rows_of(rows, wh, sh, gh, device)
             x, of_columns = _rows_of(columns, ww, sw, gw, device)
-            numbers = torch.tensor(rows.numbers, device=device)[:, None] * across
-            numbers = (numbers + torch.tensor(columns.numbers, device=device)).flatten()
+            numbers = (_range(rows, device)[:, None] * across + _range(columns, device)).flatten()
             size, same = (rows.length, columns.length), None
             if rows.split or columns.split:
                 region = (of_rows[:, None] * 2 + of_columns).flatten()
@@ -175,7 +182,7 @@ def _kinds(windows: Windows, device: torch.device) -> list[_Kind]:
     return kinds
 
 
-_BYTES = 1 << 22  # of q, k and v at a time on a core: few enough to stay in its cache
+_BYTES = 1 << 22  # of q, k and v at a time on a core: copies of windows stay in the cache, calls are not too many
 
 
 def _parts(qkv: Tensor, windows: Windows, whole: bool = False) -> Iterator[_Part]:
@@ -186,6 +193,7 @@ def _parts(qkv: Tensor, windows: Windows, whole: bool = False) -> Iterator[_Part
     kinds = _kinds if qkv.is_cpu and not is_fake(qkv) else _kinds.__wrapped__
     of_window = windows.tokens * math.prod(qkv.shape[3:]) * qkv.element_size()
     most = max(torch.get_num_threads() * _BYTES // of_window, 1)
+    whole = whole or not qkv.is_cpu
     sample = torch.arange(qkv.shape[0], device=qkv.device)[:, None]
     for number, size, tokens, same in kinds(windows, qkv.device):
         numbers, places = number.repeat(len(sample)), (sample * windows.of_sample + number).flatten()
@@ -199,10 +207,14 @@ def _parts(qkv: Tensor, windows: Windows, whole: bool = False) -> Iterator[_Part
             yield _Part(numbers[some], places[some], size, tokens[some].flatten(), same)
 
 
+def _range(side: _Side, device: torch.device) -> Tensor:
+    return torch.arange(side.first, side.first + side.windows, device=device)
+
+
 def _rows_of(side: _Side, window: int, shift: int, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the rows of the grid in each window (windows, length), and 1 for those that the roll brings, else 0."""
     within = torch.arange(side.length, device=device)
-    first = torch.tensor(side.numbers, device=device)[:, None] * window
+    first = _range(side, device)[:, None] * window
     return (first + within + shift) % size, (within >= side.split).long()
 
 
@@ -256,7 +268,8 @@ def _backward(
     if qkv.numel() == 0:
         return dqkv
     do, qkv_by_token, o, dqkv_by_token = map(_by_token, (do, qkv, o, dqkv))
-    for i, part in enumerate(_parts(qkv, windows, seed is not None)):
+    whole = seed is not None or (dmask is not None and dmask.shape[0] > 1)
+    for i, part in enumerate(_parts(qkv, windows, whole)):
         (q, k, v), (its_do,) = part.take(qkv_by_token, H, 3), part.take(do, H)
         its_mask = part.masked(mask, windows)
         its_dqkv = torch.empty((*q.shape[:2], *qkv.shape[3:]), dtype=qkv.dtype, device=qkv.device)
@@ -269,15 +282,13 @@ def _backward(
             *_, of_mask = attention_bwd_with_mask(
                 its_do, q, k, v, its_mask, o, lse, its_seed, scale, dropout_p, out=out
             )
-            part.add_to(dmask, of_mask, windows)
+            part.add_to(dmask, of_mask, windows, qkv.shape[0])
         part.put(its_dqkv, dqkv_by_token)
     return dqkv
 
 
-def attention_windows_relative_fwd(
-    qkv: Tensor, rows: Tensor, columns: Tensor, window: list[int], scale: float
-) -> tuple[Tensor, Tensor]:
-    windows, H = windows_of(qkv, window), qkv.shape[4]
+def attention_windows_relative_fwd(qkv: Tensor, rows: Tensor, columns: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    windows, H = relative_windows_of(qkv, rows, columns), qkv.shape[4]
     o = torch.empty((*qkv.shape[:3], *qkv.shape[4:]), dtype=qkv.dtype, device=qkv.device)
     lse = qkv.new_empty(lse_shape(qkv, None, windows), dtype=stat_dtype(qkv))
     by_token = [_by_token(t) for t in (qkv, rows, columns, o)] if qkv.numel() else []
@@ -291,10 +302,10 @@ def attention_windows_relative_fwd(
 
 
 def attention_windows_relative_bwd(
-    do: Tensor, qkv: Tensor, rows: Tensor, columns: Tensor, o: Tensor, lse: Tensor, window: list[int], scale: float
+    do: Tensor, qkv: Tensor, rows: Tensor, columns: Tensor, o: Tensor, lse: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     gradients = tuple([torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (qkv, rows, columns)])
-    windows, H = windows_of(qkv, window), qkv.shape[4]
+    windows, H = relative_windows_of(qkv, rows, columns), qkv.shape[4]
     by_token = [_by_token(t) for t in (qkv, rows, columns, do, *gradients)] if qkv.numel() else []
     for part in _parts(qkv, windows):
         q, k, v = part.take(by_token[0], H, 3)

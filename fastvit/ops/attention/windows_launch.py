@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -24,7 +24,7 @@ def attention_windows_fwd(
     Return o (B, gh, gw, H, d), and LSE as of attention, with windows for samples.
     """
     q, k, v = qkv.flatten(1, 2).unbind(2)
-    windows = windows_if_several(qkv, window, shift)
+    windows = if_several(windows_of(qkv, window, shift))
     o, lse, launch, tensors = forward(q, k, v, mask, seed, scale, dropout_p, False, windows, call)
     launch(*tensors)
     return o.view(*qkv.shape[:3], *o.shape[2:]).detach(), lse  # no view, as in aten.linear
@@ -49,15 +49,13 @@ def _backward(
     seed: Tensor | None, window: list[int], shift: list[int], scale: float, dropout_p: float, call: Call,
 ) -> tuple[Tensor, Any]:  # fmt: skip
     """Return dqkv, and what `launch` returns."""
-    dqkv, windows = empty_like(qkv), windows_if_several(qkv, window, shift)
+    dqkv, windows = empty_like(qkv), if_several(windows_of(qkv, window, shift))
     q, k, v = qkv.flatten(1, 2).unbind(2)
     gradients = Gradients(*dqkv.flatten(1, 2).unbind(2))
     do, o = do.flatten(1, 2), o.flatten(1, 2)
     return dqkv, launch(do, q, k, v, mask, o, lse, seed, scale, dropout_p, False, gradients, windows, call)
 
 
-def windows_if_several(qkv: Tensor, window: list[int], shift: Sequence[int] = (0, 0)) -> Windows | None:
-    """Return the windows of qkv (B, gh, gw, ...), or None if one window has the whole grid as it is: then the kernels
-    that know no windows run."""
-    windows = windows_of(qkv, window, shift)
+def if_several(windows: Windows) -> Windows | None:
+    """Return the windows, or None if one has the whole grid as it is: then the kernels that know no windows run."""
     return None if windows.window == windows.grid and not windows.hides else windows

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fastvit.ops.attention import windows_aten as aten
 from fastvit.ops.attention.relative import check_tensors
-from fastvit.ops.attention.windows_aten import lse_shape, windows_of
+from fastvit.ops.attention.windows_aten import lse_shape, relative_windows_of
 from fastvit.ops.runtime import decompositions
 from fastvit.ops.runtime.autograd import Computed, FusedNode, inputs
 from fastvit.ops.runtime.call import Call
@@ -17,9 +17,9 @@ from fastvit.ops.runtime.dtypes import stat_dtype
 from fastvit.ops.runtime.registry import register
 
 
-def _fwd_fake(qkv: Tensor, rows: Tensor, columns: Tensor, window: list[int], *_: Any) -> tuple[Tensor, Tensor]:
-    o = qkv.new_empty((*qkv.shape[:3], *qkv.shape[4:]))
-    return o, qkv.new_empty(lse_shape(qkv, None, windows_of(qkv, window)), dtype=stat_dtype(qkv))
+def _fwd_fake(qkv: Tensor, rows: Tensor, columns: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    o, windows = qkv.new_empty((*qkv.shape[:3], *qkv.shape[4:])), relative_windows_of(qkv, rows, columns)
+    return o, qkv.new_empty(lse_shape(qkv, None, windows), dtype=stat_dtype(qkv))
 
 
 def flops(qkv: Any, window: Any) -> int:
@@ -29,24 +29,23 @@ def flops(qkv: Any, window: Any) -> int:
     return 4 * B * -(-gh // window[0]) * -(-gw // window[1]) * H * n * n * d
 
 
-# qkv (B, gh, gw, 3, H, d), rows (B, gh, gw, H, wh), columns (B, gh, gw, H, ww): `window` is (wh, ww), and the grid a
-# multiple of it. `lse` as attention_windows's without a mask
+# qkv (B, gh, gw, 3, H, d), rows (B, gh, gw, H, wh), columns (B, gh, gw, H, ww): a window is wh x ww, and divides the
+# grid. It is no argument: integers would be constants in a graph. `lse` as attention_windows's without a mask
 attention_windows_relative_fwd = register(
-    "attention_windows_relative_fwd(Tensor qkv, Tensor rows, Tensor columns, int[] window, float scale)"
-    " -> (Tensor o, Tensor lse)",
+    "attention_windows_relative_fwd(Tensor qkv, Tensor rows, Tensor columns, float scale) -> (Tensor o, Tensor lse)",
     aten=aten.attention_windows_relative_fwd,
     launch="attention.relative_launch",
     fake=_fwd_fake,
-    flops=lambda qkv, rows, columns, window, *_, **__: flops(qkv, window),
+    flops=lambda qkv, rows, columns, *_, **__: flops(qkv, (rows[4], columns[4])),
     decomposition=decompositions.attention_windows_relative_fwd,
 )
 attention_windows_relative_bwd = register(
     "attention_windows_relative_bwd(Tensor do, Tensor qkv, Tensor rows, Tensor columns, Tensor o, Tensor lse,"
-    " int[] window, float scale) -> (Tensor dqkv, Tensor drows, Tensor dcolumns)",
+    " float scale) -> (Tensor dqkv, Tensor drows, Tensor dcolumns)",
     aten=aten.attention_windows_relative_bwd,
     launch="attention.relative_launch",
     fake=lambda do, *inputs: tuple([t.new_empty(t.shape) for t in inputs[:3]]),
-    flops=lambda do, qkv, rows, columns, o, lse, window, *_, **__: flops(qkv, window) * 5 // 2,
+    flops=lambda do, qkv, rows, columns, *_, **__: flops(qkv, (rows[4], columns[4])) * 5 // 2,
 )
 
 _NAMES = "qkv", "rows", "columns"
@@ -64,12 +63,12 @@ class AttentionWindowsRelative(FusedNode):
     @staticmethod
     def compute(t: Any) -> Computed:
         *tensors, o, call = t
-        out, lse = attention_windows_relative_fwd(*tensors, o.window, o.scale, call=call)
+        out, lse = attention_windows_relative_fwd(*tensors, o.scale, call=call)
         return (out,), {"lse": lse}
 
     @staticmethod
     def gradients(s: dict[str, Any], douts: Any, o: Any, wants: Any, call: Call) -> dict[str, Any]:
-        found = attention_windows_relative_bwd(*douts, *s.values(), o.window, o.scale, call=call)
+        found = attention_windows_relative_bwd(*douts, *s.values(), o.scale, call=call)
         return dict(zip(_NAMES, found, strict=True))
 
 

@@ -168,11 +168,9 @@ def attention_windows_fwd(
     return o.unflatten(0, (B, -1)).flatten(1, 2)[:, place], lse
 
 
-def attention_windows_relative_fwd(
-    qkv: Tensor, rows: Tensor, columns: Tensor, window: list[int], scale: float
-) -> tuple[Tensor, Tensor]:
-    (B, gh, gw), (wh, ww) = qkv.shape[:3], window
-    tokens = _in_windows(torch.arange(gh * gw, device=qkv.device).view(gh, gw), window)
+def attention_windows_relative_fwd(qkv: Tensor, rows: Tensor, columns: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    (B, gh, gw), wh, ww = qkv.shape[:3], rows.shape[4], columns.shape[4]
+    tokens = _in_windows(torch.arange(gh * gw, device=qkv.device).view(gh, gw), [wh, ww])
     of_windows, rows, columns = (t.flatten(1, 2)[:, tokens].flatten(0, 1) for t in (qkv, rows, columns))
     q, k, v = of_windows.unbind(2)
     o, lse = attention_relative_fwd(q, k, v, rows, columns, scale)
