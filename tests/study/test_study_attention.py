@@ -282,6 +282,13 @@ def with_relative_positions(q: Tensor) -> Tensor:
     return ops.attention(q, q, q, relative=ops.Relative(rows, columns)).transpose(1, 2)
 
 
+def with_relative_positions_in_windows(q: Tensor) -> Tensor:
+    grid = q.transpose(1, 2).unflatten(1, GRID)
+    relative = ops.Relative(*[grid.new_zeros(*grid.shape[:4], n) for n in (2, 3)])
+    out = ops.attention_windows(torch.stack((grid, grid, grid), 3), (2, 3), relative=relative)
+    return out.flatten(1, 2).transpose(1, 2)
+
+
 @pytest.mark.parametrize(
     ("attend", "message"),
     [
@@ -295,12 +302,13 @@ def with_relative_positions(q: Tensor) -> Tensor:
         ),
         (within_windows, "it is within windows"),
         (with_relative_positions, "it has relative positions"),
+        (with_relative_positions_in_windows, "it has relative positions"),
         (lambda q: (q @ q.transpose(2, 3)).softmax(-1), "computes 24 x 24 weights"),
         (lambda q: (q[0] @ q[0].transpose(1, 2)).softmax(-1), "computes 24 x 24 weights"),
     ],
     ids=[
-        "causal", "causal op", "windows", "fewer tokens", "several lengths", "windows op", "relative", "eager",
-        "eager 3D",
+        "causal", "causal op", "windows", "fewer tokens", "several lengths", "windows op", "relative",
+        "relative in windows", "eager", "eager 3D",
     ],
 )  # fmt: skip
 def test_attention_of_other_kinds_is_named(attend, message):
