@@ -34,7 +34,9 @@ def attention_relative_fwd(
 
     Return o (B, M, H, d), contiguous, and LSE (B, H, M) float32. Raise `KernelUnsupported` for another dtype.
     """
-    return _run_forward(q, k, v, rows, columns, scale, None, call)
+    o, lse, launch, tensors = _prepared(q, k, v, rows, columns, scale, None, call)
+    launch(*tensors, o, lse)
+    return o, lse
 
 
 def attention_windows_relative_fwd(
@@ -47,18 +49,19 @@ def attention_windows_relative_fwd(
     """
     q, k, v = qkv.flatten(1, 2).unbind(2)
     windows = if_several(relative_windows_of(qkv, rows, columns))
-    o, lse = _run_forward(q, k, v, rows.flatten(1, 2), columns.flatten(1, 2), scale, windows, call)
+    rows, columns = rows.flatten(1, 2), columns.flatten(1, 2)
+    o, lse, launch, tensors = _prepared(q, k, v, rows, columns, scale, windows, call)
+    launch(*tensors, o, lse)
     return o.view(*qkv.shape[:3], *o.shape[2:]).detach(), lse  # no view, as in aten.linear
 
 
-def _run_forward(
+def _prepared(
     q: Tensor, k: Tensor, v: Tensor, rows: Tensor, columns: Tensor, scale: float, windows: Windows | None, call: Call
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Launch, tuple[Tensor, ...]]:
+    """Return o and LSE, still empty, the launch that fills them, and the tensors that it takes before them."""
     tensors = call.as_read(readable, q, k, v, rows, columns)
     launch, of_lse = call.once("attention_relative_fwd", _forward, tensors, scale, windows)
-    o, lse = empty_like(q), q.new_empty(of_lse, dtype=torch.float32)
-    launch(*tensors, o, lse)
-    return o, lse
+    return empty_like(q), q.new_empty(of_lse, dtype=torch.float32), launch, tensors
 
 
 def attention_relative_bwd(
