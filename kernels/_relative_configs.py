@@ -48,8 +48,9 @@ def attention_relative(
     instructions = _instructions(itemsize, arch, tf32)
     found = *_ROWS[kernel].get(instructions, ()), *_PLAIN.get(instructions, _PLAIN["16-bit"])
     own, loop, num_warps, _ = next(row.tile for row in found if head_dim <= row.head_dim and m <= row.longest)
-    if in_windows and arch == "sm_80" and (head_dim <= 32 if kernel == "fwd" else kernel == "dq" and head_dim > 96):
-        loop //= 2  # wider tiles spill
+    spills = (kernel == "fwd" and head_dim <= 32) or (kernel == "dq" and head_dim > 96)
+    if in_windows and arch == "sm_80" and spills:
+        loop //= 2
     # outside of the first tier: on AMD smaller tiles may get no matrix instructions, elsewhere wider ones spill
     if arch.startswith("gfx") and itemsize > 2:
         own, loop, num_warps = 32, 32, 4

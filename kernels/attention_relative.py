@@ -98,14 +98,14 @@ def _attend(q, k, v, rows, columns, o, lse_ptr, at, scale, grid, head, BLOCK_M: 
 
 @triton.jit(do_not_specialize=RELATIVE_NOT_SPECIALIZED, launch_metadata=_profiling.attention(2))
 def attention_relative_fwd_kernel(
-    # inputs: [B, M, ...] for samples that are sequences. For windows, [samples, tokens of the grid, ...], while M is a
-    # window's tokens and LSE has B windows
+    # inputs. With windows, M is a window's tokens. What is [B, M, ...] or [B, height * width, ...] below is then [B,
+    # grid_h * grid_w, ...], while lse and statistics have the windows of all samples for B
     q_ptr,  # [B, M, H, d] T by stride
-    k_ptr, v_ptr,  # [B, height * width, H, d] T by stride; of windows as q
+    k_ptr, v_ptr,  # [B, height * width, H, d] T by stride
     rows_ptr, columns_ptr,  # [B, M, H, height] and [B, M, H, width] T by stride
     # outputs
     o_ptr,  # [B, M, H, d] T, contiguous
-    lse_ptr,  # [B, H, M] f32; [B * windows of a sample, H, M]
+    lse_ptr,  # [B, H, M] f32
     # sizes; strides in UNITs of elements, those of rows and columns in OTHER_UNITs; the last dimension is contiguous
     M, H, height, width,
     grid_h, grid_w,  # of the tokens, whose windows are of height x width; None: samples are sequences

@@ -119,18 +119,18 @@ def _dq(
 
 @triton.jit(do_not_specialize=RELATIVE_NOT_SPECIALIZED, launch_metadata=_profiling.attention(3))
 def attention_relative_bwd_dq_kernel(
-    # inputs: [B, M, ...] for samples that are sequences. For windows, [samples, tokens of the grid, ...], while M is a
-    # window's tokens and LSE has B windows
+    # inputs. With windows, M is a window's tokens. What is [B, M, ...] or [B, height * width, ...] below is then [B,
+    # grid_h * grid_w, ...], while lse and statistics have the windows of all samples for B
     q_ptr,  # [B, M, H, d] T by stride
-    k_ptr, v_ptr,  # [B, height * width, H, d] T by stride; of windows as q
+    k_ptr, v_ptr,  # [B, height * width, H, d] T by stride
     o_ptr, do_ptr,  # [B, M, H, d] T by stride
     rows_ptr, columns_ptr,  # [B, M, H, height] and [B, M, H, width] T by stride
-    lse_ptr,  # [B, H, M] f32; [B * windows of a sample, H, M]
+    lse_ptr,  # [B, H, M] f32
     # outputs
     dq_ptr,  # [B, M, H, d] T by stride
     drows_ptr,  # [cdiv(width, GRID_COLUMNS), B, M, H, height] f32, parts to be summed, or T if it is one
     dcolumns_ptr,  # [B, M, H, width] T
-    statistics_ptr,  # [B, H, 2, M] f32: LSE and delta; [B * windows of a sample, H, 2, M]
+    statistics_ptr,  # [B, H, 2, M] f32: LSE and delta
     # sizes; strides in UNITs of elements, those of rows and columns in OTHER_UNITs; the last dimension is contiguous
     B, M, H, height, width,
     grid_h, grid_w,  # of the tokens, whose windows are of height x width; None: samples are sequences
@@ -153,6 +153,7 @@ def attention_relative_bwd_dq_kernel(
     else:
         at = place_in_window(M, H, Windows(grid_h, grid_w, width, 0, 0), BLOCK_M)
         in_sample = grid_h * grid_w
+    columns = multiple_of(width, GRID_COLUMNS, EVEN)
     _dq(
         Inputs(
             Tokens(q_ptr, stride_qb, stride_qn, stride_qh, UNIT),
@@ -165,13 +166,7 @@ def attention_relative_bwd_dq_kernel(
         Tokens(columns_ptr, stride_columnsb, stride_columnsn, stride_columnsh, OTHER_UNIT),
         Tokens(dq_ptr, stride_dqb, stride_dqn, stride_dqh, UNIT),
         Tokens(drows_ptr, tl.cast(in_sample, tl.int64) * H * height, H * height, height, 1),
-        Tokens(
-            dcolumns_ptr,
-            tl.cast(in_sample, tl.int64) * H * multiple_of(width, GRID_COLUMNS, EVEN),
-            H * multiple_of(width, GRID_COLUMNS, EVEN),
-            multiple_of(width, GRID_COLUMNS, EVEN),
-            1,
-        ),
+        Tokens(dcolumns_ptr, tl.cast(in_sample, tl.int64) * H * columns, H * columns, columns, 1),
         lse_ptr,
         statistics_ptr,
         at,
@@ -179,7 +174,7 @@ def attention_relative_bwd_dq_kernel(
         scale,
         Grid(
             height,
-            multiple_of(width, GRID_COLUMNS, EVEN),
+            columns,
             multiple_of(width if grid_w is None else grid_w, GRID_COLUMNS, EVEN),
             GRID_ROWS,
             GRID_COLUMNS,
@@ -305,10 +300,10 @@ def _dkdv(
 
 @triton.jit(do_not_specialize=RELATIVE_NOT_SPECIALIZED, launch_metadata=_profiling.attention(4))
 def attention_relative_bwd_dkdv_kernel(
-    # inputs: [B, M, ...] for samples that are sequences. For windows, [samples, tokens of the grid, ...], while M is a
-    # window's tokens and LSE has B windows
+    # inputs. With windows, M is a window's tokens. What is [B, M, ...] or [B, height * width, ...] below is then [B,
+    # grid_h * grid_w, ...], while lse and statistics have the windows of all samples for B
     q_ptr,  # [B, M, H, d] T by stride
-    k_ptr, v_ptr,  # [B, height * width, H, d] T by stride; of windows as q
+    k_ptr, v_ptr,  # [B, height * width, H, d] T by stride
     do_ptr,  # [B, M, H, d] T by stride
     rows_ptr, columns_ptr,  # [B, M, H, height] and [B, M, H, width] T by stride
     statistics_ptr,  # [B, H, 2, M] f32, from attention_relative_bwd_dq_kernel
