@@ -69,7 +69,7 @@ def attention_fwd(
     for at, keys, parts in _blocks(q, k):
         qb, kb, vb = _heads(q, at, q) * scale, _heads(k, keys, q), _heads(v, keys, q)
         for rows in parts:
-            its_mask = _of_mask(mask, at, rows)
+            its_mask = None if mask is None else _of_mask(mask, at, rows)
             p, base, weight = _softmax_and_peaks(_scores(qb, kb, its_mask, causal, rows), its_mask)
             of_lse = lse[(*at, ..., rows)]
             if is_added(mask):
@@ -243,9 +243,7 @@ def _heads(x: Tensor, at: _At, q: Tensor) -> Tensor:
     return part if 1 in part.shape[:2] else part.contiguous()
 
 
-def _of_mask(mask: Tensor | None, at: _At, rows: slice) -> Tensor | None:
-    if mask is None:
-        return None
+def _of_mask(mask: Tensor, at: _At, rows: slice) -> Tensor:
     return mask[tuple([part if n > 1 else slice(None) for part, n in zip((*at, rows), mask.shape, strict=False)])]
 
 
@@ -271,8 +269,8 @@ def _softmax(scores: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def _may_hide(mask: Tensor, dtype: torch.dtype) -> bool:
-    """Return whether sums of the mask and scores of a dtype may be minus infinity. A mask is small, so asking it first
-    is cheap."""
+    """Return whether sums of the mask and scores of a dtype may be minus infinity. The mask often has fewer elements
+    than the scores, so asking it first is cheap."""
     return mask.dtype is torch.bool or bool((mask <= torch.finfo(dtype).min / 2).any())
 
 
@@ -312,7 +310,7 @@ def _backward(
         of_keys: tuple[Tensor, ...] = ()
         for rows in parts:
             kept = None if words is None else _kept(words, at, rows, dropout_p, qb.dtype)
-            its_mask = _of_mask(mask, at, rows)
+            its_mask = None if mask is None else _of_mask(mask, at, rows)
             p = _softmax(_scores(qb, kb, its_mask, causal, rows), its_mask)
             dp = dob[:, :, rows] @ vb.transpose(2, 3)
             dropped = p
@@ -321,7 +319,7 @@ def _backward(
                 dropped = kept.mul_(p)
             ds = _softmax_backward(dp, p)
             if dmask is not None:
-                of_mask: Any = _of_mask(dmask, at, rows)
+                of_mask = _of_mask(dmask, at, rows)
                 of_mask += ds.sum_to_size(of_mask.shape)
             gradients[0][at[0], rows, at[1]] = (ds @ kb).mul_(scale).transpose(1, 2)
             more = ds.transpose(2, 3) @ qb[:, :, rows], dropped.transpose(2, 3) @ dob[:, :, rows]

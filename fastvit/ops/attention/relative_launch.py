@@ -15,8 +15,7 @@ from fastvit.kernels.attention_relative_bwd import (
     attention_relative_bwd_dq_kernel,
 )
 from fastvit.ops.attention.launch import readable
-from fastvit.ops.attention.windows_aten import Windows, relative_windows_of
-from fastvit.ops.attention.windows_launch import if_several
+from fastvit.ops.attention.window_layout import Windows, if_several, relative_windows_of
 from fastvit.ops.attention.workload import DTYPES, in_units, shape_of_strides, stored
 from fastvit.ops.runtime import device
 from fastvit.ops.runtime.backend import KernelUnsupported
@@ -154,8 +153,8 @@ _Workload = tuple[int, int, int, int, int, str, str, bool]
 
 
 def _workload(q: Tensor, M: int, height: int, width: int, windows: Windows | None) -> _Workload:
-    device_and_precision = device.arch(q), dot_precision(q)
-    return M, height, width, q.shape[3], q.element_size(), *device_and_precision, windows is not None
+    d, itemsize, in_windows = q.shape[3], q.element_size(), windows is not None
+    return M, height, width, d, itemsize, device.arch(q), dot_precision(q), in_windows
 
 
 @_tuned.cached

@@ -10,12 +10,11 @@ from torch import Tensor
 from fastvit.ops.attention import windows_aten as aten
 from fastvit.ops.attention.op import broadcast_mask, check_mask, checked_scale
 from fastvit.ops.attention.relative import Relative, check_alone
-from fastvit.ops.attention.windows_aten import lse_shape, windows_of
+from fastvit.ops.attention.window_layout import flops, lse_shape, windows_of
 from fastvit.ops.attention.windows_relative import (
     AttentionWindowsRelative,
     WindowsRelativeInputs,
     check_windows_relative,
-    flops,
 )
 from fastvit.ops.dropout.op import draw_seeds
 from fastvit.ops.runtime import decompositions

@@ -5,57 +5,17 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fastvit.ops.attention.aten import attention_bwd, attention_bwd_with_mask, attention_fwd, is_added
+from fastvit.ops.attention.aten import attention_bwd, attention_bwd_with_mask, attention_fwd, empty_gradients
 from fastvit.ops.attention.relative_aten import attention_relative_bwd, attention_relative_fwd
+from fastvit.ops.attention.window_layout import Windows, lse_shape, relative_windows_of, windows_of
 from fastvit.ops.runtime.device import is_fake
 from fastvit.ops.runtime.dtypes import stat_dtype
-
-
-class Windows(NamedTuple):
-    """How grids of tokens are cut into windows: rows and columns of the grid and of a window, and how far the grid is
-    rolled up and to the left before, less than the grid's size."""
-
-    grid: tuple[int, int]
-    window: tuple[int, int]
-    shift: tuple[int, int]
-
-    @property
-    def tokens(self) -> int:
-        return self.window[0] * self.window[1]
-
-    @property
-    def of_sample(self) -> int:
-        """Return how many windows a grid has; the last ones may reach beyond it."""
-        down, across = (-(-size // side) for size, side in zip(self.grid, self.window, strict=True))
-        return down * across
-
-    @property
-    def hides(self) -> bool:
-        """Return whether a token may not see all places of its window."""
-        return any(self.shift) or any(size % side for size, side in zip(self.grid, self.window, strict=True))
-
-
-def windows_of(x: Tensor, window: Sequence[int], shift: Sequence[int] = (0, 0)) -> Windows:
-    """Return the windows of x (B, gh, gw, ...)."""
-    gh, gw = x.shape[1:3]
-    return Windows((gh, gw), (window[0], window[1]), (shift[0] % max(gh, 1), shift[1] % max(gw, 1)))
-
-
-def relative_windows_of(qkv: Tensor, rows: Tensor, columns: Tensor) -> Windows:
-    """Return the windows of attention with relative positions, (B, gh, gw, H, wh) and (B, gh, gw, H, ww)."""
-    return windows_of(qkv, (rows.shape[4], columns.shape[4]))
-
-
-def lse_shape(qkv: Tensor, mask: Tensor | None, windows: Windows) -> tuple[int, ...]:
-    """Return the shape of the LSE of qkv (B, gh, gw, 3, H, d): that of attention with windows for samples."""
-    samples, heads = qkv.shape[0] * windows.of_sample, qkv.shape[4]
-    return (samples, heads, 2, windows.tokens) if is_added(mask) else (samples, heads, windows.tokens)
 
 
 class _Side(NamedTuple):
@@ -96,8 +56,9 @@ class _Part(NamedTuple):
         heads before tokens in memory, of which attention makes no further copies."""
         if self.tokens is None:
             return x.view(len(self.numbers), self.size[0] * self.size[1], count, H, -1).unbind(2)
-        which, head = (torch.arange(n, device=x.device)[:, None] for n in (count, H))
-        index = (self.tokens.view(len(self.numbers), 1, -1) * count + which[..., None, None]) * H + head
+        which = torch.arange(count, device=x.device).view(-1, 1, 1, 1)
+        head = torch.arange(H, device=x.device).view(-1, 1)
+        index = (self.tokens.view(len(self.numbers), 1, -1) * count + which) * H + head
         found = x.view(-1, x.shape[1] // (count * H)).index_select(0, index.flatten())
         return found.view(*index.shape, -1).transpose(2, 3).unbind(0)
 
@@ -220,7 +181,7 @@ def _rows_of(side: _Side, window: int, shift: int, size: int, device: torch.devi
 
 def _by_token(x: Tensor) -> Tensor:
     """Return x (B, gh, gw, ...) as (tokens of all samples, numbers of a token), contiguous."""
-    return x.reshape(math.prod(x.shape[:3]), -1).contiguous()
+    return x.reshape(math.prod(x.shape[:3]), math.prod(x.shape[3:])).contiguous()
 
 
 def attention_windows_fwd(
@@ -230,8 +191,6 @@ def attention_windows_fwd(
     windows, H = windows_of(qkv, window, shift), qkv.shape[4]
     o = torch.empty((*qkv.shape[:3], *qkv.shape[4:]), dtype=qkv.dtype, device=qkv.device)
     lse = torch.full(lse_shape(qkv, mask, windows), torch.inf, dtype=stat_dtype(qkv), device=qkv.device)
-    if qkv.numel() == 0:
-        return o, lse
     qkv_by_token, o_by_token = map(_by_token, (qkv, o))
     for i, part in enumerate(_parts(qkv, windows, seed is not None)):
         q, k, v = part.take(qkv_by_token, H, 3)
@@ -265,8 +224,6 @@ def _backward(
 ) -> Tensor:  # fmt: skip
     """Return dqkv, and add to dmask, a contiguous tensor of the mask's shape, the mask's gradient."""
     dqkv, H = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device), qkv.shape[4]
-    if qkv.numel() == 0:
-        return dqkv
     do, qkv_by_token, o, dqkv_by_token = map(_by_token, (do, qkv, o, dqkv))
     whole = seed is not None or (dmask is not None and dmask.shape[0] > 1)
     for i, part in enumerate(_parts(qkv, windows, whole)):
@@ -291,12 +248,15 @@ def attention_windows_relative_fwd(qkv: Tensor, rows: Tensor, columns: Tensor, s
     windows, H = relative_windows_of(qkv, rows, columns), qkv.shape[4]
     o = torch.empty((*qkv.shape[:3], *qkv.shape[4:]), dtype=qkv.dtype, device=qkv.device)
     lse = qkv.new_empty(lse_shape(qkv, None, windows), dtype=stat_dtype(qkv))
-    by_token = [_by_token(t) for t in (qkv, rows, columns, o)] if qkv.numel() else []
+    qkv_by_token, rows, columns, o_by_token = map(_by_token, (qkv, rows, columns, o))
     for part in _parts(qkv, windows):
-        q, k, v = part.take(by_token[0], H, 3)
-        (its_rows,), (its_columns,) = (part.take(t, H) for t in by_token[1:3])
+        (q, k, v), (its_rows,), (its_columns,) = (
+            part.take(qkv_by_token, H, 3),
+            part.take(rows, H),
+            part.take(columns, H),
+        )
         its_o, its_lse = attention_relative_fwd(q, k, v, its_rows, its_columns, scale)
-        part.put(its_o, by_token[3])
+        part.put(its_o, o_by_token)
         part.put_lse(its_lse, lse, windows)
     return o, lse
 
@@ -304,17 +264,17 @@ def attention_windows_relative_fwd(qkv: Tensor, rows: Tensor, columns: Tensor, s
 def attention_windows_relative_bwd(
     do: Tensor, qkv: Tensor, rows: Tensor, columns: Tensor, o: Tensor, lse: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    gradients = tuple([torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (qkv, rows, columns)])
+    gradients = empty_gradients(qkv, rows, columns)
     windows, H = relative_windows_of(qkv, rows, columns), qkv.shape[4]
-    by_token = [_by_token(t) for t in (qkv, rows, columns, do, *gradients)] if qkv.numel() else []
+    qkv_by_token, rows, columns, do, *gradients_by_token = map(_by_token, (qkv, rows, columns, do, *gradients))
     for part in _parts(qkv, windows):
-        q, k, v = part.take(by_token[0], H, 3)
-        (its_rows,), (its_columns,), (its_do,) = (part.take(t, H) for t in by_token[1:4])
+        q, k, v = part.take(qkv_by_token, H, 3)
+        (its_rows,), (its_columns,), (its_do,) = (part.take(t, H) for t in (rows, columns, do))
         its_dqkv = torch.empty((*q.shape[:2], *qkv.shape[3:]), dtype=qkv.dtype, device=qkv.device)
         *_, drows, dcolumns = attention_relative_bwd(
             its_do, q, k, v, its_rows, its_columns, o, lse, scale, out=its_dqkv.unbind(2)
         )
-        for found, gradient in zip((its_dqkv, drows, dcolumns), by_token[4:], strict=True):
+        for found, gradient in zip((its_dqkv, drows, dcolumns), gradients_by_token, strict=True):
             part.put(found, gradient)
     dqkv, drows, dcolumns = gradients
     return dqkv, drows, dcolumns

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fastvit.ops.attention.launch import Gradients, forward, launch_backward
 from fastvit.ops.attention.mask_launch import launch_with_mask
-from fastvit.ops.attention.windows_aten import Windows, windows_of
+from fastvit.ops.attention.window_layout import if_several, windows_of
 from fastvit.ops.runtime.call import Call
 from fastvit.ops.runtime.rows import empty_like
 
@@ -54,8 +54,3 @@ def _backward(
     gradients = Gradients(*dqkv.flatten(1, 2).unbind(2))
     do, o = do.flatten(1, 2), o.flatten(1, 2)
     return dqkv, launch(do, q, k, v, mask, o, lse, seed, scale, dropout_p, False, gradients, windows, call)
-
-
-def if_several(windows: Windows) -> Windows | None:
-    """Return the windows, or None if one has the whole grid as it is: then the kernels that know no windows run."""
-    return None if windows.window == windows.grid and not windows.hides else windows

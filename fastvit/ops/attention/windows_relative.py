@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fastvit.ops.attention import windows_aten as aten
 from fastvit.ops.attention.relative import check_tensors
-from fastvit.ops.attention.windows_aten import lse_shape, relative_windows_of
+from fastvit.ops.attention.window_layout import flops, lse_shape, relative_windows_of
 from fastvit.ops.runtime import decompositions
 from fastvit.ops.runtime.autograd import Computed, FusedNode, inputs
 from fastvit.ops.runtime.call import Call
@@ -20,13 +20,6 @@ from fastvit.ops.runtime.registry import register
 def _fwd_fake(qkv: Tensor, rows: Tensor, columns: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     o, windows = qkv.new_empty((*qkv.shape[:3], *qkv.shape[4:])), relative_windows_of(qkv, rows, columns)
     return o, qkv.new_empty(lse_shape(qkv, None, windows), dtype=stat_dtype(qkv))
-
-
-def flops(qkv: Any, window: Any) -> int:
-    """Count forward. Windows at the border of the grid, and pairs that a shift hides, count in full."""
-    B, gh, gw, _, H, d = qkv
-    n = window[0] * window[1]
-    return 4 * B * -(-gh // window[0]) * -(-gw // window[1]) * H * n * n * d
 
 
 # qkv (B, gh, gw, 3, H, d), rows (B, gh, gw, H, wh), columns (B, gh, gw, H, ww): a window is wh x ww, and divides the
@@ -75,10 +68,11 @@ class AttentionWindowsRelative(FusedNode):
 def check_windows_relative(relative: Any, qkv: Tensor, window: tuple[int, int], *, dtype: bool) -> None:
     """Check relative positions for qkv (B, gh, gw, 3, H, d). dtype: whether they must have qkv's."""
     B, gh, gw, _, H, _ = qkv.shape
+    wh, ww = window
     shapes = {
-        name: ((B, gh, gw, H, side), f"(B, gh, gw, H, {side_name})")
-        for name, side, side_name in zip(("rows", "columns"), window, ("wh", "ww"), strict=True)
+        "rows": ((B, gh, gw, H, wh), "(B, gh, gw, H, wh)"),
+        "columns": ((B, gh, gw, H, ww), "(B, gh, gw, H, ww)"),
     }
     check_tensors(relative, "qkv", qkv, shapes, dtype)
-    if gh % window[0] or gw % window[1]:
+    if gh % wh or gw % ww:
         raise ValueError(f"window must divide qkv's grid ({gh}, {gw}) with relative, got {window}")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastvit.kernels import _attention_configs, _tuned
 from fastvit.kernels._configs import register_limit
-from fastvit.ops.attention.windows_aten import Windows
+from fastvit.ops.attention.window_layout import Windows
 from fastvit.ops.runtime import device
 from fastvit.ops.runtime.backend import KernelUnsupported
 from fastvit.ops.runtime.device import dot_precision
