@@ -121,7 +121,7 @@ def _causal_and_cross_attention() -> Iterator[Workload]:
 
 
 def _relative_attention() -> Iterator[Workload]:
-    """With decomposed relative positions: SAM's windows and its global layers."""
+    """With decomposed relative positions: windows as samples, and SAM's global layers."""
     rows = functools.partial(_rows, "attention", mask="relative")
     yield from rows("quick", B=1, N=49, H=3, d=64)
     yield from rows("cpu", B=25, N=196, H=12, d=64)

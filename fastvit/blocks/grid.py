@@ -23,7 +23,7 @@ class Positions(NamedTuple):
     """Positions in attention over a grid, of one kind or none.
 
     tables: relative positions of rows and of columns, (2 * gh - 1, d) and (2 * gw - 1, d); they are interpolated for a
-    grid of another size. rotary: tables of rotary positions."""
+    grid of another size. rotary: tables of rotary positions. gh and gw are those of a window, or of the whole grid."""
 
     tables: tuple[Tensor, Tensor] | None = None
     rotary: Rotary | None = None
@@ -128,7 +128,7 @@ def _draw_windows(x: Tensor, half: HalfSpec[AttentionSpec], window: tuple[int, i
     """Draw stochastic depth for the windows of x (B, gh, gw, D): the factor of each token, (B * gh * gw,)."""
     B, gh, gw, _ = x.shape
     down, across = -(-gh // window[0]), -(-gw // window[1])
-    drawn = run.draw_drop_path(x.new_empty(B * down * across, 0), half.drop_path, half.scale_by_keep)
+    drawn = run.draw_factors(x, B * down * across, half.drop_path, half.scale_by_keep)
     of_rows = drawn.view(B, down, across).repeat_interleave(window[0], 1)[:, :gh]
     return of_rows.repeat_interleave(window[1], 2)[:, :, :gw].flatten()
 
@@ -152,6 +152,6 @@ def _between(table: Tensor, size: int) -> Tensor:
 
 
 def check_relative_positions(attn: AttentionSpec) -> None:
-    """Raise CannotFuse if the op has not all that attention with relative positions does."""
+    """Raise CannotFuse for what attention has that the op with relative positions does not."""
     if attn.attn_drop:
         raise CannotFuse("dropout of attention with relative positions")

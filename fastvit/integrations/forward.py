@@ -162,14 +162,12 @@ def _ops(description: Any) -> Iterator[str]:
     if isinstance(description, WindowBlock | GridBlock):
         attn = description.attention.branch
         yield f"{description.attention.norm.kind}_norm" if attn.adapted else "layer_norm_linear"
-        if isinstance(description, GridBlock) and not description.window:
-            yield from _ops(GridAttention(attn, description.positions))
-        else:
-            yield from _attention_on_grid(attn)
+        in_windows = description.window is not None or description.positions.tables is not None
+        yield from _attention_in_windows(attn) if in_windows else _ops(attn)
         yield from _ops(description.mlp)
         return
     if isinstance(description, GridAttention) and description.positions.tables is not None:
-        yield from _attention_on_grid(description.attention)
+        yield from _attention_in_windows(description.attention)
         return
     if isinstance(description, HalfSpec):
         if not runs_in_steps(description.branch):
@@ -198,7 +196,8 @@ def _ops(description: Any) -> Iterator[str]:
             yield from _ops(part)
 
 
-def _attention_on_grid(attn: AttentionSpec) -> Iterator[str]:
+def _attention_in_windows(attn: AttentionSpec) -> Iterator[str]:
+    """Yield the ops of attention within windows, or over a grid with relative positions."""
     if attn.qk_norm is not None:
         yield "qk_norm"
     yield "attention_windows"

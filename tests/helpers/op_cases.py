@@ -107,7 +107,7 @@ def gathered(op, eps=1e-6):
 
 def tensors_of(shapes, dtype, device, kind="normal", seed=0):
     """Draw tensors by name, None for a shape of None. All of them, except row_scale and fixed ones, require a gradient.
-    Matrices are divided by the root of the size that they sum over, but not integers."""
+    Matrices are divided by the root of the size that they sum over, but not integers. seed: another draw."""
     made: dict[str, Tensor | None] = {}
     for its_seed, (name, shape) in enumerate(shapes.items(), 100 * seed):
         if shape is None:

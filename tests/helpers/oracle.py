@@ -62,8 +62,8 @@ def assert_op_as_accurate(
 def assert_draws_as_accurate(
     fused: Callable[..., Any], eager: Callable[..., Any], draw: Callable[[int], dict[str, Tensor | None]]
 ) -> None:
-    """The same for few numbers, whose largest error is chance: where the first draw misses the rule, several draws
-    count as one. draw: function of the draw's number."""
+    """Outputs and gradients of few numbers, whose largest error is chance: where the first draw misses the rule,
+    several draws count as one. draw: function of the draw's number that returns the tensors."""
     for name, ratio in pooled_ratios(lambda i: compare(fused, eager, draw(i))).items():
         factor = GRADIENT if name.startswith("d") else OUTPUT
         assert ratio <= factor, f"{name}: {ratio:.3g} times the error of eager, which may be {factor}"

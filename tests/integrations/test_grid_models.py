@@ -54,7 +54,7 @@ def test_what_the_report_says(device: torch.device) -> None:
 
 
 def test_stochastic_depth_drops_windows_as_timm_does(device: torch.device) -> None:
-    """Of the global block and of the MLPs, samples. Windows reach beyond the grid, and there is a layer scale."""
+    """The global block and the MLPs drop samples. Windows reach beyond the grid, and there is a layer scale."""
     model = sam_of_timm(window_size=3, use_rel_pos=True, drop_path_rate=0.6, init_values=0.3).to(device).train()
     image = torch.randn(3, 3, 64, 64, device=device)
     accelerate_and_compare(model, lambda m: m(image))
