@@ -128,7 +128,7 @@ def _draw_windows(x: Tensor, half: HalfSpec[AttentionSpec], window: tuple[int, i
     """Draw stochastic depth for the windows of x (B, gh, gw, D): the factor of each token, (B * gh * gw,)."""
     B, gh, gw, _ = x.shape
     down, across = -(-gh // window[0]), -(-gw // window[1])
-    drawn = run.draw_factors(x, B * down * across, half.drop_path, half.scale_by_keep)
+    drawn = run.draw_drop_path(x, half.drop_path, half.scale_by_keep, count=B * down * across)
     of_rows = drawn.view(B, down, across).repeat_interleave(window[0], 1)[:, :gh]
     return of_rows.repeat_interleave(window[1], 2)[:, :, :gw].flatten()
 

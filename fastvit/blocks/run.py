@@ -319,20 +319,19 @@ def run_last(hidden: Tensor, last: LinearSpec, p: float, x: Tensor, half: HalfSp
     return ops.linear(hidden, *last, layer_scale=half.layer_scale, row_scale=row_scale, residual=x)
 
 
-def draw_drop_path(x: Tensor, p: float, scale_by_keep: bool, cu_seqlens: Tensor | None = None) -> Tensor:
+def draw_drop_path(
+    x: Tensor, p: float, scale_by_keep: bool, cu_seqlens: Tensor | None = None, count: int | None = None
+) -> Tensor:
     """Draw stochastic depth for a batch like x: (B,) of 0 and 1 / (1 - p), or of 0 and 1, in x's dtype. With
-    cu_seqlens, draw for the sequences of x (T, D), and return the number of each token's: (T,)."""
-    if cu_seqlens is None:
-        return draw_factors(x, x.shape[0], p, scale_by_keep)
-    # one more than there are sequences: tokens outside all of them have a number too, whatever cu_seqlens says
-    return draw_factors(x, cu_seqlens.shape[0], p, scale_by_keep)[sequence_of_tokens(x, cu_seqlens)]
-
-
-def draw_factors(x: Tensor, count: int, p: float, scale_by_keep: bool) -> Tensor:
-    """Draw `count` factors of stochastic depth, 0 and 1 / (1 - p), or 0 and 1, of x's dtype and device."""
+    cu_seqlens, draw for the sequences of x (T, D), and return the number of each token's: (T,). count: how many numbers
+    to draw if not B."""
     keep = 1.0 - p
-    factors = x.new_empty(count).bernoulli_(keep)
-    return factors.div_(keep) if scale_by_keep and keep > 0.0 else factors
+    if count is None:
+        # one more than there are sequences: tokens outside all of them have a number too, whatever cu_seqlens says
+        count = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0]
+    mask = x.new_empty(count).bernoulli_(keep)
+    mask = mask.div_(keep) if scale_by_keep and keep > 0.0 else mask
+    return mask if cu_seqlens is None else mask[sequence_of_tokens(x, cu_seqlens)]
 
 
 def sequence_of_tokens(x: Tensor, cu_seqlens: Tensor) -> Tensor:
