@@ -4,7 +4,7 @@ the end.
 pytest benchmarks --benchmark-only                      CPU path in 5 minutes, or the full grid on a GPU
 pytest benchmarks --benchmark-only --quick              one tiny case per op, under a minute
 pytest benchmarks --benchmark-only --long               CPU path, large cases too
-pytest benchmarks --benchmark-only --providers eager,sdpa,compile,graph,fused --dtype bfloat16
+pytest benchmarks --benchmark-only --providers eager,sdpa,compile,graph,fastvit --dtype bfloat16
 """
 
 from __future__ import annotations
@@ -75,13 +75,13 @@ def pytest_configure(config: pytest.Config) -> None:
         device=device,
         dtype=DTYPES[options.dtype or ("bfloat16" if gpu else "float32")],
         grid=grid,
-        providers=options.providers or (PROVIDERS if gpu else ("eager", "sdpa", "fused")),
+        providers=options.providers or (PROVIDERS if gpu else ("eager", "sdpa", "fastvit")),
         clock=Clock(device),
         schedule=Schedule(time.perf_counter() + seconds - END_SECONDS, case_seconds),
     )
     asked = ("columns", "compare", "histogram", "cprofile")
     if not any(getattr(options, f"benchmark_{name}") for name in asked):
-        options.benchmark_quiet = True  # the plugin's table: fused alone, in more columns than fit
+        options.benchmark_quiet = True  # the plugin's table: fastvit alone, in more columns than fit
     options.benchmark_columns = options.benchmark_columns or ["median", "iqr", "min", "rounds"]
 
 
@@ -187,7 +187,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     session = config.stash[SESSION]
     write = terminalreporter.write_line
     if session.records:
-        terminalreporter.section("fused against PyTorch")
+        terminalreporter.section("fastvit against PyTorch")
         ceilings = session.conditions.best
         where = table.header(environment(session.device, session.dtype), ceilings)
         where += conditions.lines(session.conditions, session.records, ceilings)

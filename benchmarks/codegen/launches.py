@@ -87,7 +87,7 @@ def record(workloads: Iterable[Workload], target: str, dtypes: Iterable[str] = t
                 for workload in workloads:
                     recorder.workload = f"{workload.op} {workload}"
                     recorder.granule = _granule(workload, DTYPES[dtype])
-                    runner = workload.runner("fused", Draw(DTYPES[dtype], "meta"))
+                    runner = workload.runner("fastvit", Draw(DTYPES[dtype], "meta"))
                     runner.gradients()
         finally:
             torch.set_float32_matmul_precision(before)

@@ -54,7 +54,7 @@ def _part_of_gpu(parts: int) -> Iterator[None]:
 
 def measure(workload: Workload) -> dict[str, Traffic]:
     """Return the traffic of the forward and of the backward pass, in bfloat16."""
-    runner = workload.runner("fused", Draw(torch.bfloat16, "cpu"))
+    runner = workload.runner("fastvit", Draw(torch.bfloat16, "cpu"))
     with _part_of_gpu(workload.parts):
         with count(compute=False) as ahead:
             outputs = runner.outputs()

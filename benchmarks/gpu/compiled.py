@@ -1,6 +1,6 @@
 """Time whole models under torch.compile: with SDPA, with fused modules, and with fastvit's ops in the graph of SDPA's.
 
-    python -m benchmarks.gpu.compiled --out FOLDER --model vit_base_patch16_224 --provider fused --go FILE --until TIME
+    python -m benchmarks.gpu.compiled --out FOLDER --model vit_base_patch16_224 --provider sdpa --go FILE --until TIME
 
 Several such processes compile at the same time. Each creates a file next to `go` when it is ready, waits for `go`, and
 then times the models that it has compiled, one process after the other. A compilation that might not end before
@@ -30,7 +30,7 @@ from fastvit.tuning.clock import Clock, Quantiles
 MODELS = ("vit_small_patch16_224", "vit_base_patch16_224")
 REHEARSED = "vit_cifar_small"
 BATCH = 32
-PROVIDERS = ("sdpa", "fused", "graph")
+PROVIDERS = ("sdpa", "fastvit", "graph")
 LONGEST = 90.0  # seconds, assumed for the first compilation of a process
 _STYLES = ("reduce-overhead", "default")
 _MODES = ("training", "inference")  # the longer one first: its time bounds the next one's
@@ -40,7 +40,7 @@ def runs(rehearse: bool) -> list[tuple[str, str]]:
     """Return (model, provider) of every process."""
     if rehearse:
         return [(REHEARSED, provider) for provider in PROVIDERS]
-    return [*((model, provider) for model in MODELS for provider in ("sdpa", "fused")), (MODELS[1], "graph")]
+    return [*((model, provider) for model in MODELS for provider in ("sdpa", "fastvit")), (MODELS[1], "graph")]
 
 
 def results(model: str, provider: str, rehearse: bool) -> dict[str, dict[str, str]]:

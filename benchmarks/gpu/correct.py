@@ -2,8 +2,8 @@
 
     python -m benchmarks.gpu.correct --out FOLDER --group "attention short"
 
-Outputs and gradients are compared. Memory that fused computes into is full of NaN before, and fused runs twice, with
-bitwise the same results. A group of cases is a process of its own: an illegal access ends no other.
+Outputs and gradients are compared. Memory that fastvit computes into is full of NaN before, and fastvit runs twice,
+with bitwise the same results. A group of cases is a process of its own: an illegal access ends no other.
 """
 
 from __future__ import annotations
@@ -76,12 +76,12 @@ def group(case: Workload) -> str:
 
 
 def build(case: Workload, provider: str, draw: Draw) -> Runner:
-    """Build the workload's runner; with dropout, fused draws the masks of one seed, and eager gets the same masks."""
+    """Build the workload's runner; with dropout, fastvit draws the masks of one seed, and eager gets the same masks."""
     runner = case.runner(provider, draw)
     p = 0.1 if case.op == "dropout" else case.sizes.get("dropout_p", 0.0)
     if not p:
         return runner
-    forward = runner.forward if provider == "fused" else _masked(case, runner, p)
+    forward = runner.forward if provider == "fastvit" else _masked(case, runner, p)
 
     def seeded() -> Tensor | tuple[Tensor, ...]:
         torch.manual_seed(SEED)
@@ -145,12 +145,12 @@ def check(case: Workload, dtype: torch.dtype, device: torch.device) -> tuple[lis
     def compared(number: int) -> Iterator[Compared]:
         nonlocal same
         found = []
-        for provider, compute in (("fused", None), ("eager", None), ("eager", torch.float64)):
+        for provider, compute in (("fastvit", None), ("eager", None), ("eager", torch.float64)):
             runner = build(case, provider, draw := Draw(dtype, device, compute, number))
             gradients = draw.cotangents(runner.outputs())
-            with poisoned() if provider == "fused" else contextlib.nullcontext():
+            with poisoned() if provider == "fastvit" else contextlib.nullcontext():
                 found.append(results(runner, gradients))
-                if provider == "fused":
+                if provider == "fastvit":
                     again = results(runner, gradients)
         same &= all(torch.equal(a, b) for kind in (0, 1) for a, b in zip(found[0][kind], again[kind], strict=True))
         yield from rule.compared("output", *(outputs for outputs, _ in found))

@@ -1,4 +1,4 @@
-"""Time the most important rows: fused against eager and PyTorch's attention kernels by name, in bfloat16.
+"""Time the most important rows: fastvit against eager and PyTorch's attention kernels by name, in bfloat16.
 
     python -m benchmarks.gpu.headline --out FOLDER --part first
 
@@ -108,10 +108,10 @@ class Row:
         self.name = f"{workload.op} {workload} {mode}"  # seed of the orders: rows have different ones
         self.figures: dict[str, dict[str, Any]] = {}
         self.results: dict[str, tuple[Tensor, ...]] = {}
-        self.tuned: set[str] = set()  # measured choices that fused's launches take, "table[key]"
+        self.tuned: set[str] = set()  # measured choices that fastvit's launches take, "table[key]"
 
     def measure(self) -> str:
-        """Time all providers. Returns how fused's results are wrong, or "". Raises what fused raises."""
+        """Time all providers. Returns how fastvit's results are wrong, or "". Raises what fastvit raises."""
         names = [name for name in summary.PROVIDERS if name not in _BACKENDS or "sdpa" in self.workload.providers]
         steps = {name: step for name in names if (step := self._begin(name)) is not None}
         self._time_calls(steps)
@@ -119,11 +119,11 @@ class Row:
         return self._disagreement()
 
     def _disagreement(self) -> str:
-        """Say by how much fused's results differ from the first provider's, if that is more than other providers' do,
+        """Say by how much fastvit's results differ from the first provider's, if that is more than other providers' do,
         or "". This finds gross errors at the timed sizes; benchmarks/gpu/correct.py checks accuracy."""
         baseline, *others = self.results
         apart = {name: difference(self.results[name], self.results[baseline]) for name in others}
-        own = apart.pop("fused", 0.0)
+        own = apart.pop("fastvit", 0.0)
         bound = max([summary.TOLERANCE, *(3 * value for value in apart.values())])
         return f"differs from {baseline} by {own:.2g} of the largest result, allowed {bound:.2g}" if own > bound else ""
 
@@ -137,7 +137,7 @@ class Row:
                 self.results[name] = step()
             return step
         except RuntimeError as error:  # too little memory, no such kernel
-            if name == "fused":
+            if name == "fastvit":
                 raise
             figures["skipped"] = words(error)
         self.results.pop(name, None)

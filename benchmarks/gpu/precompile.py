@@ -70,7 +70,7 @@ def record_candidates(tables: Iterable[str], machine: Machine) -> list[Launch]:
 def _run(recorder: Any, items: Iterable[Item]) -> None:
     for workload, dtype in items:
         recorder.dtype = dtype
-        runner = workload.runner("fused", Draw(DTYPES[dtype], "meta"))
+        runner = workload.runner("fastvit", Draw(DTYPES[dtype], "meta"))
         runner.gradients()
         runner.infer()
 
@@ -79,7 +79,7 @@ def _try_in_block() -> None:
     """Record the launches of the rows for every choice that tuning before them may make: blocks have other epilogues
     than the works that tuning measures. One block has all of them, at every batch and width."""
     block = next(w for w in headline.rows(False) if w.op == "block")
-    runner = block.runner("fused", Draw(headline.DTYPE, "meta"))
+    runner = block.runner("fastvit", Draw(headline.DTYPE, "meta"))
     for choice in candidates("gemm", ()):
         with using({("gemm", ()): choice, ("use_triton_gemm", ()): (1,)}):
             runner.gradients()

@@ -42,7 +42,7 @@ def ops() -> list[str]:
 def run(op: str, device: torch.device, *dtypes: torch.dtype) -> None:
     """Run the op's workloads, forward and backward."""
     for workload, dtype in itertools.product(workloads("sanitize", ops=(op,)), dtypes):
-        runner = workload.runner("fused", Draw(dtype, device))
+        runner = workload.runner("fastvit", Draw(dtype, device))
         with backends.use_backend("triton", strict=True):
             runner.gradients()
     if device.type == "cuda":

@@ -11,7 +11,7 @@ from benchmarks.gpu.journal import BEGUN, Record
 from benchmarks.gpu.verdict import figures, ratios, reason
 
 MODES = {"inference": "forward", "training": "forward + backward"}
-PROVIDERS = ("eager", "flash", "cudnn", "fused")
+PROVIDERS = ("eager", "flash", "cudnn", "fastvit")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 TOLERANCE = 0.05  # of the largest result, by which a timed result may differ from another provider's
 
@@ -93,8 +93,8 @@ def _rows(records: list[Record]) -> list[str]:
         name = r["name"] if r["status"] == "passed" else f"{r['name']} (**{reason(r)[:160].replace('|', '/')}**)"
         over = ", ".join(f"{value:.2f}x {key}" for key, value in ratios(r, "graph").items())
         rows.append([name, *graph, *called, over, str(len(r.get("tuned", ())) or "-")])
-    head = ["row", *(f"{name} us" for name in PROVIDERS), *(f"{name} us called" for name in PROVIDERS), "us / fused's",
-            "tuned"]  # fmt: skip
+    times = [f"{name} us{called}" for called in ("", " called") for name in PROVIDERS]
+    head = ["row", *times, "us / fastvit's", "tuned"]
     notes = [
         f"- {r['name']}, {name}: {words}"
         for r in records
@@ -105,7 +105,7 @@ def _rows(records: list[Record]) -> list[str]:
     ]
     legend = [
         "us: of the GPU, by replays of a graph (* without one), cache cleared; called: host included, in a loop; "
-        "tuned: launch choices of fused that were measured on this GPU, - where all are as shipped"
+        "tuned: launch choices of fastvit that were measured on this GPU, - where all are as shipped"
     ]
     return [*_table(head, rows), *legend * bool(rows), *notes]
 
@@ -148,7 +148,7 @@ def short(records: list[Record]) -> list[str]:
     for r in records:
         if r["kind"] == "row" and r["status"] == "passed":
             pair = [", ".join(f"{k} {v:.2f}x" for k, v in ratios(r, which).items()) for which in ("graph", "called")]
-            lines.append(f"{r['name']}: {_us(r['providers'], 'fused', 'graph')} us, {pair[0]}; as called {pair[1]}")
+            lines.append(f"{r['name']}: {_us(r['providers'], 'fastvit', 'graph')} us, {pair[0]}; as called {pair[1]}")
         elif r["kind"] == "row":
             lines.append(f"{r['name']}: {reason(r)}")
         elif r["kind"] == "compiled" and r.get("called"):

@@ -74,7 +74,7 @@ def works(*, tiny: bool = False, headline: bool = False) -> Iterator[Work]:
 
 
 def _build(workload: Workload, step: str, leaves: tuple[int, ...], device: torch.device) -> Run:
-    runner = workload.runner("fused", Draw(torch.bfloat16, device))
+    runner = workload.runner("fastvit", Draw(torch.bfloat16, device))
     if step == "forward":
         return runner.infer
     outputs = runner.outputs()

@@ -14,7 +14,7 @@ _NAMED = 8  # results at most that are named
 
 def lines(records: list[Record]) -> list[str]:
     """Return wrong results first, then those that failed, did not end or are missing, then times of others over
-    fused's."""
+    fastvit's."""
     results = [r for r in records if r["kind"] in KINDS]
     wrong = [r for r in results if is_wrong(r)]
     failed = [r for r in results if r["status"] in ("failed", BEGUN) and not is_wrong(r)]
@@ -48,9 +48,9 @@ def figures(r: Record) -> str:
 
 
 def ratios(r: Record, which: str) -> dict[str, float]:
-    """Return the time of each other provider over fused's. which: "graph" or "called"."""
+    """Return the time of each other provider over fastvit's. which: "graph" or "called"."""
     times = {name: f[which]["median"] for name, f in r.get("providers", {}).items() if f.get(which)}
-    own = times.pop("fused", None)
+    own = times.pop("fastvit", None)
     return {name: value / own for name, value in times.items()} if own else {}
 
 
@@ -74,8 +74,8 @@ def _times(results: list[Record]) -> Iterator[str]:
         yield f"{without} rows have no time of the GPU alone: table.md says why"
     if not found:
         return
-    yield "GPU time of others over that of fused: median (least to most) over shapes;"
-    yield "above 1 fused is faster"
+    yield "GPU time of others over that of fastvit: median (least to most) over shapes;"
+    yield "above 1 fastvit is faster"
     yield f"{'':<28} {'SDPA flash':<22} {'the fastest other':<21} shapes"
     for (op, mode), rows in found.items():
         flash, fastest = (_spread(r["flash"] for r in rows if "flash" in r), _spread(min(r.values()) for r in rows))
@@ -90,7 +90,7 @@ def _compiled(results: list[Record]) -> Iterator[str]:
         if r["kind"] == "compiled" and r["status"] == "passed" and r.get("graph")
     }
     lines = []
-    for provider, words in (("fused", "fused modules"), ("graph", "fastvit.compile")):
+    for provider, words in (("fastvit", "fused modules"), ("graph", "fastvit.compile")):
         for mode, title in PASSES.items():
             pairs = [
                 times[*of, mode, "sdpa"] / own

@@ -18,11 +18,11 @@ from fastvit.study.accuracy.rule import DRAWS, GRADIENT, OUTPUT, Compared, poole
 def agreement(
     workload: Workload, mode: str, providers: Sequence[str], dtype: torch.dtype, device: torch.device
 ) -> dict[str, float]:
-    """Return each provider's error ratio over all outputs or all gradients of one draw. Where fused misses the rule on
-    that draw, its ratio is that of several draws together.
+    """Return each provider's error ratio over all outputs or all gradients of one draw. Where fastvit misses the rule
+    on that draw, its ratio is that of several draws together.
 
     Raises:
-        AssertionError: fused misses the rule on several draws, too.
+        AssertionError: fastvit misses the rule on several draws, too.
     """
     kind, factor = ("output", OUTPUT) if mode == "inference" else ("d", GRADIENT)
 
@@ -42,11 +42,11 @@ def agreement(
 
     ratios = {}
     for provider in providers:
-        draws = DRAWS if provider == "fused" else 1
+        draws = DRAWS if provider == "fastvit" else 1
         ratios[provider] = max(pooled_ratios(functools.partial(compared, provider), draws).values())
-    fused = ratios.get("fused", 0.0)
+    fused = ratios.get("fastvit", 0.0)
     assert fused <= factor, (
-        f"{workload.op} {workload}, {mode}: fused is not timed, its error ratio {fused:.2f} is over {factor}: "
+        f"{workload.op} {workload}, {mode}: fastvit is not timed, its error ratio {fused:.2f} is over {factor}: "
         "error / (error of eager + ulp), against float64"
     )
     return ratios

@@ -105,7 +105,7 @@ def fit_at(case: Case, device: torch.device, dtype: str) -> list[dict[str, Any]]
             size, setting = (case.image_size, case.image_size), Setting("train", dtype)
             prepare = partial(choose, choices=fit.choices)
             rows[-1]["measured"] = measurement.measure(
-                find(case.model), "fused", size, case.batch, setting, device, prepare=prepare
+                find(case.model), "fastvit", size, case.batch, setting, device, prepare=prepare
             )
         print(*render_rows(rows[-1:]), sep="\n", flush=True)
     return rows
@@ -116,7 +116,7 @@ def add_seconds(case: Case, rows: list[dict[str, Any]], device: torch.device, dt
     recomputes every block."""
     size = case.image_size, case.image_size
     with device:
-        model = find(case.model).build("fused", size).to(DTYPES[dtype])
+        model = find(case.model).build("fastvit", size).to(DTYPES[dtype])
         pixels = images_for(model, case.batch, size, DTYPES[dtype])
     step = Step(model, pixels, Setting("train", dtype), gpu=device.type == "cuda")
     step.make_state()

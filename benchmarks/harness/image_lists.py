@@ -24,7 +24,7 @@ MIXES = {
 
 def image_list(provider: str, draw: Draw, name: str, mix: str, B: int = 1, depth: int = 12) -> Runner:
     """Build a model of the zoo on B lists of a mix together, as batches of images of one size."""
-    fused = provider == "fused"
+    fused = provider == "fastvit"
     make: Any = fastvit.create_model if fused else reference_model
     vit: Any = draw.module(lambda: make(name, dynamic_img_size=True, depth=depth))
     grids = {grid: B * MIXES[mix].count(grid) for grid in MIXES[mix]}

@@ -97,10 +97,10 @@ def cost(workload: Workload, mode: str, dtype: torch.dtype) -> tuple[int, int]:
 
 
 def measure(benchmark: BenchmarkFixture, session: Session, workload: Workload, mode: str) -> Record:
-    """Fill `benchmark` with fused's samples (the last provider's if fused was not requested) and record all providers'.
+    """Fill `benchmark` with fastvit's samples, or the last provider's without fastvit, and record all providers'.
 
     Raises:
-        AssertionError: before any timing, if fused is less accurate than the rule allows.
+        AssertionError: before any timing, if fastvit is less accurate than the rule allows.
         OutOfTime: if the run's time ends within the case.
     """
     names = [name for name in session.providers if name in workload.providers]
@@ -116,7 +116,7 @@ def measure(benchmark: BenchmarkFixture, session: Session, workload: Workload, m
         try:
             steps[name], seconds[name] = _first_calls(session, workload, name, record)
         except torch.OutOfMemoryError as error:
-            if name == "fused":
+            if name == "fastvit":
                 raise
             provider.skipped = f"does not fit: {str(error).splitlines()[0]}"
     if workload.max_rounds == 1:  # time is not studied; pytest-benchmark wants at least one round
@@ -131,7 +131,7 @@ def measure(benchmark: BenchmarkFixture, session: Session, workload: Workload, m
     for name, values in samples.items():
         if good := measured(values):
             record.providers[name].time = Quantiles.of(good)
-            record.providers[name].over_fused = _over_fused(samples, name)
+            record.providers[name].over_fastvit = _over_fastvit(samples, name)
         else:
             record.providers[name].remark += HOST_BOUND
     where = environment(session.device, session.dtype)
@@ -167,11 +167,11 @@ def _time_calls(steps: Mapping[str, Step], device: torch.device, record: Record)
     called = per_call(steps, device, seconds=0.05, rounds=ROUNDS)
     for name, values in called.items():
         record.providers[name].called = Quantiles.of(values)
-        record.providers[name].called_over_fused = _over_fused(called, name)
+        record.providers[name].called_over_fastvit = _over_fastvit(called, name)
 
 
-def _over_fused(samples: Mapping[str, Sequence[float]], name: str) -> tuple[float, float] | None:
-    return paired_interval(samples[name], samples["fused"]) if name != "fused" and "fused" in samples else None
+def _over_fastvit(samples: Mapping[str, Sequence[float]], name: str) -> tuple[float, float] | None:
+    return paired_interval(samples[name], samples["fastvit"]) if name != "fastvit" and "fastvit" in samples else None
 
 
 def interleave(

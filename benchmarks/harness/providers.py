@@ -25,10 +25,10 @@ from fastvit.study.accuracy.cases import Shapes, sizes
 from fastvit.study.sources.baselines import use_sdpa
 from fastvit.study.sources.from_zoo import reference_model
 
-PROVIDERS = ("eager", "sdpa", "compile", "graph", "fused")
+PROVIDERS = ("eager", "sdpa", "compile", "graph", "fastvit")
 COMPILED = ("compile", "graph")
 Sizes = dict[str, Any]
-_OF_ATTENTION = ("eager", "sdpa", "compile", "fused")
+_OF_ATTENTION = ("eager", "sdpa", "compile", "fastvit")
 
 
 def compiled(provider: str, forward: Callable[..., Any], **options: Any) -> Callable[..., Any]:
@@ -44,7 +44,7 @@ def attention(
     """kv_heads: heads of k and v, fewer than H. mask: "padding" hides the last third of the keys of every other sample;
     "positions" adds H x N x keys numbers, which all samples share and which require a gradient. keys: how many, N if
     0. "relative" adds decomposed relative positions of a square grid of keys, which eager and SDPA materialise."""
-    options: dict[str, Any] = {"dropout_p": dropout_p} if provider == "fused" else {"sdpa": provider == "sdpa"}
+    options: dict[str, Any] = {"dropout_p": dropout_p} if provider == "fastvit" else {"sdpa": provider == "sdpa"}
     if causal:
         options["is_causal"] = True
     if not (separate or kv_heads or mask or keys):
@@ -72,7 +72,7 @@ def attention_varlen(
     shapes: Shapes = {"q": (of_q[-1], H, d), **dict.fromkeys("kv", (ends[-1], kv_heads or H, d))}
     # numbers on the host for eager: reading them from a GPU would make it wait
     options: dict[str, Any] = {"cu_seqlens": of_q, "sdpa": provider == "sdpa"}
-    if provider == "fused":
+    if provider == "fastvit":
         on_device = functools.partial(torch.tensor, dtype=torch.int32, device=draw.device)
         options = {"cu_seqlens": on_device(of_q), "max_seqlen": queries or N}
         options |= {"cu_seqlens_k": on_device(ends), "max_seqlen_k": N} if queries else {}
@@ -93,7 +93,7 @@ def attention_windows(
         shapes |= dict.fromkeys(("rows", "columns"), (B, grid, grid, H, window))
     elif added != "nothing":
         shapes["attn_mask"] = (*[(grid // window) ** 2] * (added == "biases"), H, window**2, window**2)
-    options: dict[str, Any] = {"dropout_p": dropout_p} if provider == "fused" else {"sdpa": provider == "sdpa"}
+    options: dict[str, Any] = {"dropout_p": dropout_p} if provider == "fastvit" else {"sdpa": provider == "sdpa"}
     options |= {"window": (window, window), "shift": (shift, shift)}
     return _runner(provider, draw, "attention_windows", shapes, **options)
 
@@ -187,7 +187,7 @@ def mlp(
     options: dict[str, Any] = {"activation": activation}
     if not (residual or scales or norm):
         options["residual"] = None
-    if provider == "fused":
+    if provider == "fastvit":
         options |= {"recompute": recompute, "dropout_p": dropout_p}
     op = "layer_norm_mlp" if norm else "mlp"
     return _runner(provider, draw, op, shapes, sizes(B, N, D, hidden=hidden, gated=hidden), **options)
@@ -224,7 +224,7 @@ def _runner(provider: str, draw: Draw, op: str, shapes: Shapes, of: Sizes | None
     """
     row = cases.OpCase(op, shapes)
     drawn = {name: draw.tensor(name, *shape) for name, shape in row.shapes(of or {}).items()}
-    function, every = getattr(ops if provider == "fused" else eager, op), row.arguments(drawn, **arguments)
+    function, every = getattr(ops if provider == "fastvit" else eager, op), row.arguments(drawn, **arguments)
     tensors = {name: t for name, t in (arguments | drawn).items() if isinstance(t, Tensor)}
     inputs = tuple(t for name, t in tensors.items() if name in _INPUTS)
     others = {*_INPUTS, *cases.WITHOUT_GRADIENT, "cu_seqlens", "cu_seqlens_k"}
@@ -243,7 +243,7 @@ def _tables(of: str) -> Shapes:
 
 
 def block(provider: str, draw: Draw, B: int, N: int, D: int, H: int, causal: bool = False) -> Runner:
-    kind = layers.Block if provider == "fused" else reference.Block
+    kind = layers.Block if provider == "fastvit" else reference.Block
     module = draw.module(lambda: kind(D, H, qkv_bias=True))
     if provider == "sdpa":
         use_sdpa(module)
@@ -254,7 +254,7 @@ def block(provider: str, draw: Draw, B: int, N: int, D: int, H: int, causal: boo
 def model(provider: str, draw: Draw, name: str, B: int, px: int, **options: int) -> Runner:
     """Build a model of the zoo, on photographs. The CIFAR models' dropout of attention is left out, because providers
     with dropout take other paths: SDPA has no flash kernel with dropout on a CPU."""
-    make: Callable[..., Any] = fastvit.create_model if provider == "fused" else reference_model
+    make: Callable[..., Any] = fastvit.create_model if provider == "fastvit" else reference_model
     vit = draw.module(lambda: make(name, img_size=px, attn_drop_rate=0.0, **options))
     if provider == "sdpa":
         use_sdpa(vit)
@@ -264,7 +264,7 @@ def model(provider: str, draw: Draw, name: str, B: int, px: int, **options: int)
 def accelerate(provider: str, draw: Draw, library: str, B: int, **options: int) -> Runner:
     """ViT-B/16 of another library: unchanged (as "sdpa", which the libraries use, or compiled), or accelerated."""
     vit = draw.module(lambda: VIT_B_16[library](**options))
-    if provider == "fused":
+    if provider == "fastvit":
         fastvit.accelerate(vit, strict=True)
     images = draw.photographs(B, 224)
     return Runner(lambda: output(vit(images)), (images,), tuple(vit.parameters()), vit)
@@ -292,7 +292,7 @@ class Op:
     """check: sizes to use instead where providers are compared with float64."""
 
     build: Callable[..., Runner]
-    providers: tuple[str, ...] = ("eager", "compile", "fused")
+    providers: tuple[str, ...] = ("eager", "compile", "fastvit")
     check: Callable[[Sizes], Sizes] = lambda sizes: {}
     note: str = ""
 
@@ -303,7 +303,7 @@ OPS = {
     "attention_windows": Op(attention_windows, _OF_ATTENTION, lambda sizes: {"B": min(sizes["B"], 2)}),
     "rotary": Op(rotary),
     "qk_norm": Op(qk_norm),
-    "dropout": Op(dropout, ("fused",)),
+    "dropout": Op(dropout, ("fastvit",)),
     "layer_norm": Op(layer_norm),
     "add_layer_norm": Op(add_layer_norm),
     "linear": Op(linear),
@@ -316,7 +316,7 @@ OPS = {
     "model": Op(model, _OF_ATTENTION, _few_images, f"on {SOURCE}"),
     "image list": Op(
         image_list,
-        ("eager", "sdpa", "fused"),
+        ("eager", "sdpa", "fastvit"),
         lambda sizes: {"B": 1, "depth": 2},
         f"several sizes together, on {SOURCE}; eager and sdpa: tokens padded to the longest image's, with a mask",
     ),

@@ -21,7 +21,7 @@ class Provider:
     """One provider's figures; `skipped` says why there are none.
 
     On a GPU `time` is the GPU's alone, from the replays of a graph where there can be one; `remark` says why there was
-    none. `over_fused` is the interval of this provider's time over fused's, by `timing.paired_interval`, from the
+    none. `over_fastvit` is the interval of this provider's time over fastvit's, by `timing.paired_interval`, from the
     rounds that they share.
     """
 
@@ -32,8 +32,8 @@ class Provider:
     skipped: str = ""
     remark: str = ""
     called: Quantiles | None = None  # of a call in a steady loop, host and GPU together; on a GPU only
-    over_fused: tuple[float, float] | None = None
-    called_over_fused: tuple[float, float] | None = None
+    over_fastvit: tuple[float, float] | None = None
+    called_over_fastvit: tuple[float, float] | None = None
 
 
 @dataclass
@@ -50,21 +50,21 @@ class Record:
     note: str = ""
 
     def time_ratios(self) -> dict[str, float]:
-        """Median time of each provider / that of fused."""
-        return self._over_fused({name: p.time.median for name, p in self.providers.items() if p.time})
+        """Median time of each provider / that of fastvit."""
+        return self._over_fastvit({name: p.time.median for name, p in self.providers.items() if p.time})
 
     def memory_ratios(self) -> dict[str, float]:
-        """Peak of each provider / peak of fused."""
-        return self._over_fused({name: p.peak_bytes for name, p in self.providers.items() if p.peak_bytes})
+        """Peak of each provider / peak of fastvit."""
+        return self._over_fastvit({name: p.peak_bytes for name, p in self.providers.items() if p.peak_bytes})
 
     @staticmethod
-    def _over_fused(values: dict[str, float]) -> dict[str, float]:
-        own = values.pop("fused", None)
+    def _over_fastvit(values: dict[str, float]) -> dict[str, float]:
+        own = values.pop("fastvit", None)
         return {name: value / own for name, value in values.items()} if own else {}
 
     def told_apart(self, name: str) -> bool:
         """Whether the rounds say at 95 % which of the two is faster, and the printed ratio says the same."""
-        interval, ratio = self.providers[name].over_fused, self.time_ratios()[name]
+        interval, ratio = self.providers[name].over_fastvit, self.time_ratios()[name]
         return interval is not None and (min(interval[0], ratio) > 1 or max(interval[1], ratio) < 1)
 
     def share_of_ceiling(self, name: str, ceilings: Ceilings) -> float | None:

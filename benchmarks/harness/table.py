@@ -26,17 +26,17 @@ sdpa      the same with torch's scaled_dot_product_attention
 compile   the latter, or where an op has no attention the former, under
           torch.compile
 graph     the same under fastvit.compile, with fastvit's ops in the graph
-fused     fastvit
+fastvit   this package
 ms        median of interleaved rounds, at least seven, their order random
 MB        the most that one step allocates at a time: activations, temporaries,
           results, gradients; those of parameters do not grow with N
-/ fused   that provider's figure in the row over fused's: above 1 where fused is
-          faster or smaller; ~ where the rounds do not tell the two apart: the
+/ fastvit that provider's figure in the row over fastvit's: above 1 where fastvit
+          is faster or smaller; ~ where the rounds do not tell the two apart: the
           interval of the median ratio of a round holds 1 at 95 % (by order
           statistics, for noise of any distribution)
-ceiling   share that fused reaches of what the machine's measured limits allow;
+ceiling   share that fastvit reaches of what the measured limits allow;
           what moves less than 134 MB is held against a copy in the cache
-error     fused's against float64, over eager's + one ulp: at most 2 forward,
+error     fastvit's against float64, over eager's + one ulp: at most 2 forward,
           3 for gradients"""
 
 
@@ -83,28 +83,28 @@ def _small_first(records: Sequence[Record]) -> list[Record]:
 def _table(records: Sequence[Record], names: list[str], unit: str, ceilings: Ceilings | None, width: int) -> list[str]:
     """Return one table. unit: "ms" for times, with the share of the ceilings and the error; "ms called"; "MB" for
     peaks."""
-    rivals = [name for name in names if name != "fused"]
+    rivals = [name for name in names if name != "fastvit"]
     rows = []
     for r in records:
         figures = [r.providers.get(name, Provider()) for name in names]
-        fused = r.providers.get("fused", Provider())
+        fused = r.providers.get("fastvit", Provider())
         if unit == "MB":
             peaks = ["-" if p.peak_bytes is None else _digits(p.peak_bytes / 1e6) for p in figures]
             rows.append([r.case, MODE[r.mode], *peaks, *(ratio(r.memory_ratios().get(name)) for name in rivals)])
             continue
         error = fused.error_ratio
-        share = r.share_of_ceiling("fused", ceilings) if ceilings else None
+        share = r.share_of_ceiling("fastvit", ceilings) if ceilings else None
         rows.append([
             r.case, MODE[r.mode], *map(_time, figures),
             *(time_ratio(r, name) for name in rivals),
             *("-" if share is None else f"{share:.0%}", "-" if error is None else f"{error:.2f}") * (unit == "ms"),
         ])  # fmt: skip
-    columns = ["case", "step", *(f"{name}\n{unit}" for name in names), *(f"{name}\n/ fused" for name in rivals)]
+    columns = ["case", "step", *(f"{name}\n{unit}" for name in names), *(f"{name}\n/ fastvit" for name in rivals)]
     return make(columns + ["ceiling", "error"] * (unit == "ms"), rows, left=2, width=width)
 
 
 def _as_called(r: Record) -> Record:
-    called = {name: replace(p, time=p.called, over_fused=p.called_over_fused) for name, p in r.providers.items()}
+    called = {name: replace(p, time=p.called, over_fastvit=p.called_over_fastvit) for name, p in r.providers.items()}
     return replace(r, providers=called)
 
 

@@ -51,7 +51,7 @@ def table(device: torch.device) -> Iterator[tuple[str, ...]]:
     """Yield the rows: workload, passes, and of each provider the least and the median."""
     for workload in rows():
         for mode, title in MODES.items():
-            providers: list[str] = [name for name in ("eager", "sdpa", "fused") if name in workload.providers]
+            providers: list[str] = [name for name in ("eager", "sdpa", "fastvit") if name in workload.providers]
             steps = {name: workload.step(name, mode, Draw(torch.bfloat16, device))[0] for name in providers}
             for step in steps.values():
                 for _ in range(3):
@@ -60,7 +60,7 @@ def table(device: torch.device) -> Iterator[tuple[str, ...]]:
             found = queue(steps, calls, device)
             cells = [
                 f"{min(found[name]):,.0f} / {statistics.median(found[name]):,.0f}" if name in found else "-"
-                for name in ("eager", "sdpa", "fused")
+                for name in ("eager", "sdpa", "fastvit")
             ]
             yield f"{workload.op} {workload}", title, *cells
 

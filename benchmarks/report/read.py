@@ -48,5 +48,5 @@ def record(data: dict[str, Any]) -> Record:
 
 def _provider(data: dict[str, Any]) -> Provider:
     times = {name: Quantiles(**data[name]) for name in ("time", "called") if data.get(name)}
-    intervals = {name: tuple(data[name]) for name in ("over_fused", "called_over_fused") if data.get(name)}
+    intervals = {name: tuple(data[name]) for name in ("over_fastvit", "called_over_fastvit") if data.get(name)}
     return Provider(**{**data, **times, **intervals})

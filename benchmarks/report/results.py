@@ -116,7 +116,7 @@ _OPS = [
     ("Block", ("block", "B1 N1025 D768 H12"), "layer_norm_attention, layer_norm_mlp", "10"),
 ]  # fmt: skip
 _OPS_HEAD = """\
-| op | what is fused | saved | time, eager / fused | time, SDPA / fused | peak, eager / fused | peak, SDPA / fused |
+| op | what is fused | saved | time, eager / fastvit | SDPA / fastvit | peak, eager / fastvit | SDPA / fastvit |
 |---|---|---|---|---|---|---|"""
 
 

@@ -15,7 +15,7 @@ minute; `make bench` runs all of them. The status is pytest's.
 examples:
   fastvit bench
   fastvit bench -- -k attention --dtype bfloat16
-  fastvit bench -- --providers eager,sdpa,fused
+  fastvit bench -- --providers eager,sdpa,fastvit
 """
 
 

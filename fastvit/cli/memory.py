@@ -17,7 +17,7 @@ from fastvit.cli import options, terminal
 if TYPE_CHECKING:
     from fastvit.study import MemoryPoint, MemoryStudy
 
-PROVIDERS = ("eager", "sdpa", "compile", "fused")
+PROVIDERS = ("eager", "sdpa", "compile", "fastvit")
 
 EXAMPLES = """examples:
   fastvit memory vit_large_patch16_224 --image-size 224,512,1024,2048
@@ -54,7 +54,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--providers",
         type=options.words_of(PROVIDERS),
         metavar="P,...",
-        help=f"of {', '.join(PROVIDERS)} (default: all but compile; with --together fused, which alone takes lists)",
+        help=f"of {', '.join(PROVIDERS)} (default: all but compile; with --together fastvit, which alone takes lists)",
     )
     options.add_planned_device(parser)
     parser.add_argument("--measured", action="store_true", help="run the steps too, and read the allocator")
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     if args.together and args.budget:
         raise ValueError("--budget searches batches of one image size, and --together has several")
     if args.providers is None:
-        args.providers = ["fused"] if args.together else ["eager", "sdpa", "fused"]
+        args.providers = ["fastvit"] if args.together else ["eager", "sdpa", "fastvit"]
     setting: dict[str, Any] = {
         "mode": args.mode,
         "dtype": args.dtype,

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 _DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 _EPILOG = """the rule:
-  error of fused <= 2 * error of eager PyTorch in the same dtype + one ulp,
+  error of fastvit <= 2 * error of eager PyTorch in the same dtype + one ulp,
   against float64, in the maximum and in the RMS; for gradients 3 times. A
-  figure in the table is fused's error over (eager's error + ulp / 2 or 3): 1.0
+  figure in the table is fastvit's error over (eager's error + ulp / 2 or 3): 1.0
   is as accurate as eager; 2 is allowed for outputs, 3 for gradients. A case
   with more is judged again on four draws of data together, so that no single
   rounding decides. If it still has more, it is a FAIL, and the status is 1.

@@ -94,7 +94,7 @@ def calls_of(
     found: dict[OpCall, OpCall] = {}
     for mode in modes:
         setting = Setting(mode, dtype, optimizer="none")
-        for op in trace_step(source, "fused", image_size, batch, setting, gpu=True).seen.ops:
+        for op in trace_step(source, "fastvit", image_size, batch, setting, gpu=True).seen.ops:
             call = OpCall(op.op, op.leaves, op.nested)
             found.setdefault(call, call).counts[mode] += 1
     if not found:

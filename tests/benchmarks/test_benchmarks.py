@@ -53,12 +53,12 @@ class _Plugin:
 
 def test_rounds_are_interleaved_and_all_recorded():
     calls: list[str] = []
-    steps = {name: lambda name=name: calls.append(name) for name in ("eager", "sdpa", "fused")}
+    steps = {name: lambda name=name: calls.append(name) for name in ("eager", "sdpa", "fastvit")}
     seconds = dict.fromkeys(steps, 0.1)
     samples = interleave(_Plugin(), Clock(CPU), steps, seconds, Schedule(math.inf, 2.5), 200)
     assert calls == [name for names in timing.orders(steps, 8) for name in names]
     assert [len(values) for values in samples.values()] == [8, 8, 8]
-    assert samples["fused"] == [1.0] * 8
+    assert samples["fastvit"] == [1.0] * 8
     short = interleave(_Plugin(), Clock(CPU), steps, seconds, Schedule(math.inf, 0.1), 200)
     assert len(short["eager"]) == measure.ROUNDS
 
@@ -108,15 +108,15 @@ def _workload(monkeypatch: pytest.MonkeyPatch, build: Callable[..., Runner], **s
 def test_agreement_lets_through_what_is_right_and_stops_what_is_wrong(error, monkeypatch):
     def build(provider: str, draw: Draw, M: int) -> Runner:
         x = draw.normal(M, 8)
-        return Runner(lambda: x * x + (error if provider == "fused" else 0.0), (x,))
+        return Runner(lambda: x * x + (error if provider == "fastvit" else 0.0), (x,))
 
     toy = _workload(monkeypatch, build, M=16)
     if error:
-        with pytest.raises(AssertionError, match="fused is not timed"):
-            agreement(toy, "inference", ("eager", "fused"), torch.float32, CPU)
+        with pytest.raises(AssertionError, match="fastvit is not timed"):
+            agreement(toy, "inference", ("eager", "fastvit"), torch.float32, CPU)
     else:
-        ratios = agreement(toy, "inference", ("eager", "fused"), torch.float32, CPU)
-        assert ratios["fused"] == ratios["eager"] < 1.0
+        ratios = agreement(toy, "inference", ("eager", "fastvit"), torch.float32, CPU)
+        assert ratios["fastvit"] == ratios["eager"] < 1.0
 
 
 def test_agreement_judges_one_unlucky_element_by_other_draws(monkeypatch):
@@ -125,15 +125,15 @@ def test_agreement_judges_one_unlucky_element_by_other_draws(monkeypatch):
 
     def build(provider: str, draw: Draw) -> Runner:
         x = draw.normal(1000)
-        if provider == "fused":
+        if provider == "fastvit":
             seen.append(x)
         error = torch.full((1000,), 0.0 if draw.compute is torch.float64 else 1e-3, dtype=x.dtype)
-        if provider == ("fused" if len(seen) < 2 else "eager"):
+        if provider == ("fastvit" if len(seen) < 2 else "eager"):
             error[0] *= 9
         return Runner(lambda: x * x + error, (x,))
 
-    ratios = agreement(_workload(monkeypatch, build), "inference", ("eager", "fused"), torch.float32, CPU)
-    assert ratios["fused"] == pytest.approx(1, abs=0.1)
+    ratios = agreement(_workload(monkeypatch, build), "inference", ("eager", "fastvit"), torch.float32, CPU)
+    assert ratios["fastvit"] == pytest.approx(1, abs=0.1)
     assert len(seen) == 4
     assert not torch.equal(seen[0], seen[1])
 
@@ -179,16 +179,16 @@ def test_sdpa_baseline_is_the_reference(options):
 
 
 def test_a_provider_that_waited_for_its_host_has_no_time(monkeypatch):
-    samples = {"eager": [math.nan, math.nan, 1.0], "fused": [1.0, math.nan, 2.0]}
+    samples = {"eager": [math.nan, math.nan, 1.0], "fastvit": [1.0, math.nan, 2.0]}
     monkeypatch.setattr(measure, "interleave", lambda *_, **__: samples)
     schedule = Schedule(deadline=1e18, case_seconds=0.1)
-    session = measure.Session(CPU, torch.float32, ("quick",), ("eager", "fused"), Clock(CPU), schedule)
+    session = measure.Session(CPU, torch.float32, ("quick",), ("eager", "fastvit"), Clock(CPU), schedule)
     benchmark: Any = SimpleNamespace(extra_info={})
     (workload,) = workloads("quick", ops=("layer_norm",))
     record = measure.measure(benchmark, session, workload, "inference")
     assert record.providers["eager"].time is None
     assert record.providers["eager"].remark == HOST_BOUND
-    assert record.providers["fused"].time == Quantiles.of([1.0, 2.0])
+    assert record.providers["fastvit"].time == Quantiles.of([1.0, 2.0])
 
 
 @pytest.mark.parametrize("tokens", [False, True])
@@ -240,7 +240,7 @@ def test_the_ops_of_the_readme_are_benchmarks():
 @pytest.mark.parametrize("workload", workloads("sanitize", "kernels"), ids=lambda w: w.id)
 def test_every_option_builds_on_a_device_without_memory(workload):
     """The workloads of the sanitizer and the compilers, on meta tensors: shapes and leaves fit together."""
-    runner = workload.runner("fused", Draw(torch.bfloat16, "meta"))
+    runner = workload.runner("fastvit", Draw(torch.bfloat16, "meta"))
     outputs = runner.outputs()
     gradients = runner.gradients(tuple(torch.empty_like(out) for out in outputs))
     assert [g.shape for g in gradients] == [leaf.shape for leaf in runner.leaves]

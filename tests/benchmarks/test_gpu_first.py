@@ -85,7 +85,7 @@ def test_what_is_wrong_fails(how, reason, monkeypatch):
 
     def runner(self: Workload, provider: str, draw: Draw, *, check: bool = False) -> Runner:
         made = plain(self, provider, draw, check=check)
-        if provider == "fused":
+        if provider == "fastvit":
             made.forward = lambda: wrong(*made.inputs, *made.parameters)
         return made
 
@@ -123,7 +123,7 @@ def test_no_compilation_begins_that_would_run_into_the_timing(seconds, modes, tm
 
     monkeypatch.setattr(compiled, "warm", warm)
     journal = Journal(tmp_path, "a GPU", code="code")
-    chosen = types.SimpleNamespace(model=compiled.MODELS[0], provider="fused", rehearse=False, until=1000.0 + seconds)
+    chosen = types.SimpleNamespace(model=compiled.MODELS[0], provider="fastvit", rehearse=False, until=1000.0 + seconds)
     found = compiled.compile_all(journal, chosen, CPU)
     assert [about["mode"] for _, about in found.values()] == modes
     cut = [r for r in journal.records() if r["status"] == "cut"]
@@ -172,16 +172,16 @@ def test_what_still_compiles_when_the_timing_begins_is_ended(tmp_path, monkeypat
         "else: time.sleep(60)"
     )
 
-    steps = {("m", name): Step(f"torch.compile {name} m", ("-c", code, name)) for name in ("sdpa", "fused")}
+    steps = {("m", name): Step(f"torch.compile {name} m", ("-c", code, name)) for name in ("sdpa", "fastvit")}
     monkeypatch.setattr(compiled, "results", lambda model, provider, rehearse: {f"{provider} result": {}})
     journal = Journal(tmp_path, "a GPU", code="code")
     runner = StepRunner(journal)
     with first.CompiledModels(runner, 2.0, steps, True) as models:
         models.measure(60.0)
     ended = [(r["name"], r["status"]) for r in journal.records() if r["kind"] == "step"]
-    assert ended == [("torch.compile fused m", "cut"), ("torch.compile sdpa m", "passed")]
+    assert ended == [("torch.compile fastvit m", "cut"), ("torch.compile sdpa m", "passed")]
     (cut,) = [r for r in journal.records() if r["kind"] == "compiled"]
-    assert (cut["name"], cut["status"]) == ("fused result", "cut")
+    assert (cut["name"], cut["status"]) == ("fastvit result", "cut")
     assert "still compiling" in cut["reason"]
 
 

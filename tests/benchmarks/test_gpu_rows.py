@@ -111,9 +111,9 @@ def test_the_table_says_what_is_wrong_and_what_is_missing():
     figures = {
         "eager": {"called": time_of(3e-4), "graph": time_of(1.5e-4)},
         "cudnn": {"skipped": "RuntimeError: No available kernel"},
-        "fused": {"called": time_of(1e-4), "graph": time_of(5e-5)},
+        "fastvit": {"called": time_of(1e-4), "graph": time_of(5e-5)},
     }
-    unhidden = {"fused": {"called": time_of(1e-4), "remark": "the GPU waited for the host"}}
+    unhidden = {"fastvit": {"called": time_of(1e-4), "remark": "the GPU waited for the host"}}
     records = [
         record("correct", "mlp x bf16", case="mlp x", dtype="bf16", ratios=[0.5, 1.25]),
         record("correct", "mlp x fp16", "failed", case="mlp x", dtype="fp16", ratios=[None, 1.0], reason="inaccurate"),
@@ -130,7 +130,7 @@ def test_the_table_says_what_is_wrong_and_what_is_missing():
     assert "| block forward | - | - | - | - | - | - | - | 100.0 |  | - |" in text, (
         "no time of the host as one of the GPU"
     )
-    assert "- block forward, fused: the GPU waited for the host" in text
+    assert "- block forward, fastvit: the GPU waited for the host" in text
     assert "| model forward (**did not end**) |" in text
     lines = summary.short(records)
     assert "mlp: 1 of 3 correct, worst error ratio 1.25" in lines
@@ -147,14 +147,14 @@ def test_the_verdict_has_what_is_wrong_first_and_compares_what_was_timed():
 
     records = [
         record("plan", "results", expected={"row": ["a", "b", "c", "d", "e"], "correct": ["mlp x"]}),
-        row("a", "attention", "inference", eager=5.0, flash=3.0, cudnn=1.5, fused=2.0),
-        row("b", "attention", "inference", eager=5.0, flash=4.0, cudnn=5.0, fused=2.0),
-        row("c", "block", "training", eager=1.0, fused=2.0),
+        row("a", "attention", "inference", eager=5.0, flash=3.0, cudnn=1.5, fastvit=2.0),
+        row("b", "attention", "inference", eager=5.0, flash=4.0, cudnn=5.0, fastvit=2.0),
+        row("c", "block", "training", eager=1.0, fastvit=2.0),
         record("row", "d", "failed", op="block", mode="inference", reason="OutOfMemoryError", wrong=False),
         record("correct", "mlp x", "failed", case="mlp x", dtype="bf16", ratios=[9.0, 1.0], reason="inaccurate"),
         record("step", "sanitize", "skipped", last=["SKIPPED: no compute-sanitizer"]),
         model("sdpa", 3.0),
-        model("fused", 2.0),
+        model("fastvit", 2.0),
     ]
     said = verdict.lines(records)
     assert said[:5] == [

@@ -105,7 +105,7 @@ def test_rehearsal_with_a_process_that_dies_killed_and_taken_up_again(tmp_path):
     shown = table.split("```")[1].strip().splitlines()
     assert out.splitlines()[-1 - len(shown) : -1] == shown, "the verdict is first in the table and last in print"
     assert "measure nothing" in shown[1]
-    assert "| model vit_cifar_small B1 px32 depth2 fused, default, forward |" in table
+    assert "| model vit_cifar_small B1 px32 depth2 fastvit, default, forward |" in table
     assert "did not end" not in table
     assert {step.name for step in rest.rehearsal_steps(folder)} <= set(again)
     tuned = json.loads((folder / "tuned" / "tuned_interpreter.json").read_text())

@@ -19,9 +19,9 @@ CPU = torch.device("cpu")
 def a_record(op: str, N: int, eager_peak: int, fused_peak: int) -> Record:
     record = Record(op, f"N{N}", "training", {"N": N}, {}, flops=10**9, moved_bytes=10**6)
     record.providers = {
-        "eager": Provider(Quantiles.of([0.012, 0.0123, 0.0126]), eager_peak, 100, 1.0, over_fused=(2.9, 3.1)),
+        "eager": Provider(Quantiles.of([0.012, 0.0123, 0.0126]), eager_peak, 100, 1.0, over_fastvit=(2.9, 3.1)),
         "sdpa": Provider(skipped="does not fit"),
-        "fused": Provider(Quantiles.of([0.004, 0.0041, 0.0042]), fused_peak, 10, 0.5),
+        "fastvit": Provider(Quantiles.of([0.004, 0.0041, 0.0042]), fused_peak, 10, 0.5),
     }
     return record
 
@@ -49,20 +49,23 @@ def test_table_shows_times_ratios_and_gaps():
 
 def test_the_table_has_calls_and_the_gpu_alone():
     record = a_record("attention", 197, 8, 2)
-    record.providers["eager"].called, record.providers["eager"].called_over_fused = Quantiles.of([0.03] * 3), (1.4, 1.6)
-    record.providers["fused"].called = Quantiles.of([0.02] * 3)
-    record.providers["fused"].remark = "no graph: refused"
+    record.providers["eager"].called, record.providers["eager"].called_over_fastvit = (
+        Quantiles.of([0.03] * 3),
+        (1.4, 1.6),
+    )
+    record.providers["fastvit"].called = Quantiles.of([0.02] * 3)
+    record.providers["fastvit"].remark = "no graph: refused"
     lines = lines_of(record)
     assert row(lines, "ms")[2:6] == ["12.3", "skipped", "4.10", "3.00x"]
     assert row(lines, "called")[2:6] == ["30.0", "skipped", "20.0", "1.50x"]
-    assert "N197 fwd+bwd, fused: no graph: refused" in lines
+    assert "N197 fwd+bwd, fastvit: no graph: refused" in lines
 
 
 def test_printed_ratios_are_those_of_the_printed_figures():
     """The median of the rounds' own ratios is another one: 1.5 here."""
     record = a_record("attention", 197, 8, 2)
     fused, eager = [1.0, 2.0, 4.0], [1.5, 1.9, 6.0]
-    record.providers = {"eager": Provider(Quantiles.of(eager)), "fused": Provider(Quantiles.of(fused))}
+    record.providers = {"eager": Provider(Quantiles.of(eager)), "fastvit": Provider(Quantiles.of(fused))}
     assert row(lines_of(record), "ms")[2:5] == ["1,900", "2,000", "~0.95x"]
 
 
@@ -79,15 +82,15 @@ def test_printed_ratios_are_those_of_the_printed_figures():
 def test_what_the_rounds_do_not_tell_apart_is_marked(eager, interval, apart):
     """In the last case medians and pairs disagree."""
     record = a_record("attention", 197, 8, 2)
-    record.providers = {name: Provider(Quantiles.of([value])) for name, value in (("eager", eager), ("fused", 1.0))}
-    record.providers["eager"].over_fused = interval
+    record.providers = {name: Provider(Quantiles.of([value])) for name, value in (("eager", eager), ("fastvit", 1.0))}
+    record.providers["eager"].over_fastvit = interval
     assert record.told_apart("eager") is apart
     assert row(lines_of(record), "ms")[4].startswith("~") is not apart
 
 
 def test_table_without_fused_has_no_ratios():
     record = a_record("attention", 197, 8, 2)
-    del record.providers["fused"]
+    del record.providers["fastvit"]
     assert record.memory_ratios() == record.time_ratios() == {}
     assert row(lines_of(record), "ms")[-4:] == ["-", "-", "-", "-"]
 
@@ -111,11 +114,11 @@ def test_growth_is_fitted_to_the_largest_sizes_and_says_which():
     records = [a_record("memory, attention", n, 4 * n * n, 64 * n) for n in (4097, 2305, 1025, 577, 197)]
     assert table.growth_lines(records) == [
         "eager: peak grows as N^2.00 from N = 1025 to 4097",
-        "fused: peak grows as N^1.00 from N = 1025 to 4097",
+        "fastvit: peak grows as N^1.00 from N = 1025 to 4097",
     ]
     for few in (records[:2], records[-2:], [a_record("memory, attention", n, n, n) for n in (50, 197, 577)]):
         (line,) = table.growth_lines(few)
-        assert line.startswith("eager, fused: no exponent of growth")
+        assert line.startswith("eager, fastvit: no exponent of growth")
 
 
 def test_rows_are_in_order_of_work_and_notes_stand_once():
@@ -177,7 +180,7 @@ def test_a_busy_machine_marks_the_run():
         "matmul at the end -20% against the start",
         "layer_norm N197",
     ]
-    assert reasons[1].endswith("fused at 122% of the limits")
+    assert reasons[1].endswith("fastvit at 122% of the limits")
 
 
 def test_what_fits_into_a_cache_is_held_against_a_copy_in_the_cache():
@@ -195,7 +198,7 @@ def test_record_survives_json():
     again = read.record(data)
     assert again == record
     for provider in data["providers"].values():
-        del provider["over_fused"], provider["called_over_fused"]
+        del provider["over_fastvit"], provider["called_over_fastvit"]
     assert not read.record(data).told_apart("eager"), "a file of before has no intervals"
     assert (again.memory_ratios(), again.time_ratios()) == ({"eager": 4.0}, {"eager": pytest.approx(3.0)})
-    assert again.share_of_ceiling("fused", ceilings) == pytest.approx(1 / 4.1)
+    assert again.share_of_ceiling("fastvit", ceilings) == pytest.approx(1 / 4.1)

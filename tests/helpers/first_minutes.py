@@ -21,7 +21,7 @@ def key(launch: Launch) -> str:
 
 
 def run(workload: Workload) -> None:
-    runner = workload.runner("fused", Draw(torch.bfloat16, "meta"))
+    runner = workload.runner("fastvit", Draw(torch.bfloat16, "meta"))
     runner.gradients()
     runner.infer()
 

@@ -45,7 +45,7 @@ def warm_up() -> None:
         before = entries()
         source = find(name)
         side = (56, 56) if size else source.image_size
-        model = source.build("fused", side).to(DTYPES[dtype])
+        model = source.build("fastvit", side).to(DTYPES[dtype])
         pixels = images_for(model, BATCH, side, DTYPES[dtype])
         with stub_gpu(compiles=True) as gpu:
             for mode in ("infer", "train"):
@@ -80,7 +80,7 @@ def benchmark() -> None:
     before = entries()
     with stub_gpu(compiles=True) as gpu:
         for workload, _ in items:
-            runner = workload.runner("fused", Draw(torch.bfloat16, "cpu"))
+            runner = workload.runner("fastvit", Draw(torch.bfloat16, "cpu"))
             runner.gradients()
             runner.infer()
     assert len(launches) == len(gpu.binaries)

@@ -81,11 +81,11 @@ def test_a_training_step_peaks_no_higher_than_plain_pytorch(op, monkeypatch):
     monkeypatch.setenv("FASTVIT_BACKEND", "aten")
     workload, device = Workload(op, {"B": 1, "N": 33, "D": 96, **PEAKS[op]}), torch.device("cpu")
     peaks = {}
-    for provider in ("sdpa" if "sdpa" in workload.providers else "eager", "fused"):
+    for provider in ("sdpa" if "sdpa" in workload.providers else "eager", "fastvit"):
         step, _ = workload.step(provider, "training", Draw(torch.float32, device))
         step()
         peaks[provider] = peak_bytes(step, device)
-    fused = peaks.pop("fused")
+    fused = peaks.pop("fastvit")
     extra = 4 * (6 * 33 + 2 * 96)  # log-sum-exp of six heads; gradients of the norm, which come earlier than PyTorch's
     assert fused <= max(peaks.values()) + extra
     assert fused > 4 * 96 * 96 * 3  # the count itself works: there are gradients of weights
@@ -94,7 +94,7 @@ def test_a_training_step_peaks_no_higher_than_plain_pytorch(op, monkeypatch):
 @pytest.mark.parametrize("op", PEAKS)
 def test_a_retained_graph_keeps_what_it_saved(op):
     workload = Workload(op, {"B": 1, "N": 18, "D": 96, **PEAKS[op]})
-    runner = workload.runner("fused", Draw(torch.float32, "cpu"))
+    runner = workload.runner("fastvit", Draw(torch.float32, "cpu"))
     (out,) = runner.outputs()
     first, second = (torch.autograd.grad(out.sum(), runner.leaves, retain_graph=again) for again in (True, False))
     for a, b in zip(first, second, strict=True):

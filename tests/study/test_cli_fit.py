@@ -144,7 +144,7 @@ def test_the_picture_is_the_fit(between, far, chosen):
     for points, label in ((found.frontier, "the cheapest choice"), (found.whole_blocks, "checkpointing")):
         (curve,) = (curve for name, curve in curves.items() if name.startswith(label))
         assert curve == [[p.peak / 2**30, 100 * p.recomputed] for p in points]
-    marked = [line for line in axis.lines if line.get_markeredgecolor() == COLOURS["light"]["fused"]][-1]
+    marked = [line for line in axis.lines if line.get_markeredgecolor() == COLOURS["light"]["fastvit"]][-1]
     assert marked.get_xydata().tolist() == [[found.peak / 2**30, 100 * found.recomputed]]
     budget, name = axis.texts
     assert f"budget {found.budget / MIB:.1f} MiB" in budget.get_text()

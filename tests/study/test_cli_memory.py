@@ -61,7 +61,7 @@ def test_the_plot(tmp_path, capsys):
 
 
 def test_a_budget_by_the_command(capsys):
-    assert main([*FAST, "--budget", "64MiB", "--providers", "fused", "--json"]) == 0
+    assert main([*FAST, "--budget", "64MiB", "--providers", "fastvit", "--json"]) == 0
     (fit,) = json.loads(capsys.readouterr().out)["fits"]
     want = study.largest_batch(SMALL, 64 << 20, image_size=64, mode="infer", dtype="bf16", device="cpu")
     assert fit["batch"]["64"] == want
@@ -80,7 +80,7 @@ def test_a_budget_of_other_patches_and_of_one_size(capsys):
 
 def test_a_function_in_the_folder_of_the_caller(tmp_path):
     (tmp_path / "mine.py").write_text("import fastvit\ndef vit(): return fastvit.create_model('vit_cifar_small')\n")
-    words = ["memory", "mine:vit", "--providers", "fused", "--mode", "infer", "--device", "cpu", "--json"]
+    words = ["memory", "mine:vit", "--providers", "fastvit", "--mode", "infer", "--device", "cpu", "--json"]
     program = f"import sys; sys.path.pop(0); sys.argv[1:] = {words!r}\nfrom fastvit.cli import main; sys.exit(main())"
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run(

@@ -34,9 +34,9 @@ def print_memory() -> set[str]:
         parts = Parts(*(n * scale * M for n in (100, 200, 300, 40, 500, 600, 70)))
         return MemoryPoint(provider, (px, px + 14), tokens, batch, parts, 10 * tokens, 0, 12_345 * scale * M)
 
-    sizes = [("eager", 518, 1370, 8, 7), ("fused", 518, 1370, 8, 11), ("eager", 2044, 21317, 128, 1013)]
+    sizes = [("eager", 518, 1370, 8, 7), ("fastvit", 518, 1370, 8, 11), ("eager", 2044, 21317, 128, 1013)]
     found = MemoryStudy(LONG, "cuda", (14, 14), Setting(), tuple(point(*size) for size in sizes))
-    fits = [{"provider": "fused", "batch": {"518x532": 1234}, "image_size": {"8": 4321}}]
+    fits = [{"provider": "fastvit", "batch": {"518x532": 1234}, "image_size": {"8": 4321}}]
     memory._print(found, argparse.Namespace(measured=True), fits)
     numbers = {f"{n * scale:,}" for scale in (11, 1013) for n in (100, 200, 300, 500, 600, 110, 1810, 12_345)}
     return {"518x532", "2044x2058", "1370", "21317", "8", "128", "1234", "4321", *numbers}

@@ -147,7 +147,7 @@ def test_a_model_with_rotary_positions_has_none_to_show():
     assert "rotates queries and keys" in found["note"]
 
 
-@pytest.mark.parametrize("provider", ["eager", "sdpa", "fused"])
+@pytest.mark.parametrize("provider", ["eager", "sdpa", "fastvit"])
 def test_memory_of_the_page_is_that_of_the_study(explored, provider):
     memory = explored[0].data["memory"]
     assert memory["patches"] == [4, 8]
@@ -171,7 +171,7 @@ def test_recomputation_of_the_page_is_that_of_the_study(explored):
     memory = explored[0].data["memory"]
     assert set(memory["fit"]) == {"bfloat16", "float32"}
     assert [*memory["fit"]["float32"]] == [b for b in memory["batches"] if b > 1]
-    peak = sum(memory["plan"]["fused"]["train"]["bfloat16"]["40x8"][32])
+    peak = sum(memory["plan"]["fastvit"]["train"]["bfloat16"]["40x8"][32])
     gib = [share * peak / 2**30 for share in (0.1, 0.9, 1.01)]
     found = recomputation.collect(find(NAME), (40, 40), True, {"bfloat16": {2: 0, 32: peak, 256: 0}}, gib)["bfloat16"]
     assert found[2] == found[256] == {}
@@ -188,7 +188,9 @@ def test_recomputation_of_the_page_is_that_of_the_study(explored):
 
 def test_a_page_says_why_it_has_no_recomputation():
     plans = {
-        "fused": {"train": {d: {"32x8": dict.fromkeys(explored_memory.BATCHES, (0,))} for d in explored_memory.DTYPES}}
+        "fastvit": {
+            "train": {d: {"32x8": dict.fromkeys(explored_memory.BATCHES, (0,))} for d in explored_memory.DTYPES}
+        }
     }
     found, (why,) = explored_memory._fit(find("study_models:of_one_block"), (32, 32), True, plans, "32x8")
     assert found is None
@@ -197,8 +199,8 @@ def test_a_page_says_why_it_has_no_recomputation():
 
 @pytest.mark.parametrize(
     ("provider", "mode", "gpu"),
-    [("eager", "train", True), ("sdpa", "infer", False), ("fused", "train", True), ("fused", "infer", True),
-     ("fused", "train", False)],
+    [("eager", "train", True), ("sdpa", "infer", False), ("fastvit", "train", True), ("fastvit", "infer", True),
+     ("fastvit", "train", False)],
 )  # fmt: skip
 def test_a_plan_scaled_from_one_step_is_the_plan(provider, mode, gpu, monkeypatch):
     """A trace of several images scales to any number but one, which has a trace of its own."""
@@ -210,7 +212,7 @@ def test_a_plan_scaled_from_one_step_is_the_plan(provider, mode, gpu, monkeypatc
     [("vit_small_plus_patch16_dinov3", 5), ("aimv2_large_patch14_224", 0), ("vit_small_patch16_rope_224", 1)],
 )
 def test_plans_of_rotary_gated_and_qk_normed_models_scale(name, prefix, monkeypatch):
-    scaled_is_planned(monkeypatch, name, prefix, "fused", Setting(), gpu=True)
+    scaled_is_planned(monkeypatch, name, prefix, "fastvit", Setting(), gpu=True)
 
 
 def scaled_is_planned(

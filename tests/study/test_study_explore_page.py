@@ -16,7 +16,7 @@ from fastvit import study
 from fastvit.study.explore import recomputation
 from fastvit.study.sources.find import find
 
-PROVIDERS = ("eager", "sdpa", "fused")
+PROVIDERS = ("eager", "sdpa", "fastvit")
 
 
 @pytest.fixture(scope="module")
@@ -124,10 +124,12 @@ def test_a_budget_says_what_fits(opened):
     window.slide("#memory", "Batch", "End")
     window.slide("#memory", "Budget", "Home")
     peaks = {provider: window.parts(provider)["peak"] / 2**30 for provider in PROVIDERS}
-    assert peaks["sdpa"] > 2 > 0.2 < peaks["fused"], "the budget must separate fused from sdpa"
+    assert peaks["sdpa"] > 2 > 0.2 < peaks["fastvit"], "the budget must separate fastvit from sdpa"
     for _ in range(14):
         budget = int(re.findall(r"into (\d+) GiB", window.text("#memory-sum"))[0])
-        fits = [name for name, p in (("Eager", "eager"), ("SDPA", "sdpa"), ("Fused", "fused")) if peaks[p] <= budget]
+        fits = [
+            name for name, p in (("Eager", "eager"), ("SDPA", "sdpa"), ("fastvit", "fastvit")) if peaks[p] <= budget
+        ]
         words = {
             0: "None of them fits",
             1: f"{''.join(fits)} fits",
@@ -143,7 +145,7 @@ def test_recomputation_that_fits(browser, written):
     """Below the bars, where the fused step is over the budget, of the model's own sizes."""
     found, path = written
     memory = found.data["memory"]
-    peak = sum(memory["plan"]["fused"]["train"]["float32"]["40x8"][64])
+    peak = sum(memory["plan"]["fastvit"]["train"]["float32"]["40x8"][64])
     budgets = [share * peak / 2**30 for share in (0.1, 0.9, 1.1)]
     fit = recomputation.collect(find(NAME), (40, 40), True, {"float32": {2: 0, 64: peak}}, budgets)
     data = found.data | {"memory": memory | {"budgets": budgets, "fit": {"bfloat16": {}} | fit}}
@@ -319,7 +321,7 @@ CONTRAST = """() => {
   const ratio = (a, b) => Math.max(light(a), light(b)) / Math.min(light(a), light(b));
   const on = (paper, ...names) => names.map((name) => [name + " on " + paper, ratio(name, paper)]);
   return Object.fromEntries([
-    ...on("--paper", "--ink", "--soft", "--accent", "--eager", "--sdpa", "--fused"),
+    ...on("--paper", "--ink", "--soft", "--accent", "--eager", "--sdpa", "--fastvit"),
     ...on("--raised", "--ink", "--soft"),
   ]);
 }"""  # as WCAG 2.2 defines the contrast ratio

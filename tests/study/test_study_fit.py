@@ -164,7 +164,7 @@ def test_a_measured_peak_is_the_planned_one():
     assert found.fits
     assert found.recomputed == found.least_recomputed > 0
     measured = measure(
-        find(TINY), "fused", (96, 96), 16, found.setting, torch.device("cpu"),
+        find(TINY), "fastvit", (96, 96), 16, found.setting, torch.device("cpu"),
         prepare=lambda model: [put_on(*pair) for pair in zip(blocks_of(model).values(), found.choices, strict=True)],
     )  # fmt: skip
     assert abs(found.peak / measured - 1) < 0.03

@@ -47,7 +47,7 @@ def test_a_list_takes_memory_for_its_tokens(kind, device):
     few, many = found.points
     assert many.tokens == 2 * few.tokens == 4 * (3 + 256 + 64 + 288)
     assert many.activations == pytest.approx(2 * few.activations, rel=0.02)
-    options_alone = {"dtype": "float32", "device": kind, "providers": ("fused",)}
+    options_alone = {"dtype": "float32", "device": kind, "providers": ("fastvit",)}
     (alone,) = study.memory(SMALL, image_sizes=(64,), batches=(8,), **options_alone).points
     assert many.activations / many.tokens == pytest.approx(alone.activations / (8 * alone.tokens), rel=0.05)
     if options["measured"]:
@@ -58,7 +58,7 @@ def test_rotary_positions_are_planned_in_place(device, monkeypatch):
     """Without an observer, ops copy no q, k and v. The plan must not count such copies, which would be the peak."""
     name = "vit_small_patch16_dinov3"
     monkeypatch.setitem(zoo.CONFIGS, name, {**zoo.CONFIGS[name], "depth": 2, "embed_dim": 128, "num_heads": 2})
-    options = {"mode": "infer", "dtype": "float32", "device": device.type, "measured": True, "providers": ("fused",)}
+    options = {"mode": "infer", "dtype": "float32", "device": device.type, "measured": True, "providers": ("fastvit",)}
     assert_planned_is_measured(study.memory(name, image_sizes=(256,), batches=(8,), **options))
 
 
@@ -75,7 +75,7 @@ def test_dropout_saves_its_seed(kind, monkeypatch):
     saved = []
     for rate in (0.0, 0.1):
         monkeypatch.setitem(zoo.CONFIGS, SMALL, CONFIG | {"proj_drop_rate": rate, "attn_drop_rate": rate})
-        found = study.memory(SMALL, image_sizes=(64,), batches=(4,), device=kind, providers=("fused",))
+        found = study.memory(SMALL, image_sizes=(64,), batches=(4,), device=kind, providers=("fastvit",))
         saved.append(found.points[0].planned.saved)
     assert saved[1] - saved[0] <= 2 * 4 * 512
 
@@ -84,11 +84,11 @@ def test_dropout_saves_its_seed(kind, monkeypatch):
 def test_how_memory_grows(kind, mode):
     found = study.memory(SMALL, image_sizes=(32, 64, 128, 256), batches=(2,), mode=mode, device=kind)
     assert all(p.attention <= p.activations <= p.planned.peak for p in found.points)
-    eager, fused = found.exponents("eager"), found.exponents("fused")
+    eager, fused = found.exponents("eager"), found.exponents("fastvit")
     assert eager["attention"] == pytest.approx(2.0, abs=0.05)
     assert fused["activations"] == pytest.approx(1.0, abs=0.05)
     assert "attention" not in fused
-    assert all(p.attention == p.planned.attention == 0 for p in found.of("fused"))
+    assert all(p.attention == p.planned.attention == 0 for p in found.of("fastvit"))
     one = found.of("eager")[-1]
     matrix = 2 * 3 * one.tokens**2 * 2  # B, H, N, N in bfloat16
     assert one.tokens == 64 * 64 + 1
@@ -99,12 +99,12 @@ def test_how_memory_grows(kind, mode):
 @KINDS
 def test_the_parts_of_a_step(kind):
     source = find.find("vit_tiny_patch16_224")
-    parameters = list(source.build("fused").parameters())
+    parameters = list(source.build("fastvit").parameters())
     weights = sum(2 * p.numel() for p in parameters)
     rounded = 512 * len(parameters) if kind == "cuda" else 0
 
     def parts(**setting: object) -> study.Parts:
-        return plan(source, "fused", (224, 224), B, Setting(**setting), gpu=kind == "cuda").parts
+        return plan(source, "fastvit", (224, 224), B, Setting(**setting), gpu=kind == "cuda").parts
 
     B = 8  # at fewer the peak is the optimizer's step
     step = parts()
@@ -167,7 +167,7 @@ def test_a_gpus_attention_drops_out_in_its_kernel():
     assert on_cpu.points[0].attention > 0
 
 
-@pytest.mark.parametrize("provider", ["sdpa", "fused"])
+@pytest.mark.parametrize("provider", ["sdpa", "fastvit"])
 def test_a_function_that_reads_values_while_it_makes_the_model(provider):
     got, want = (
         study.memory(name, image_sizes=(32,), device="cpu", mode="infer", providers=(provider,)).points[0]
@@ -195,7 +195,7 @@ def test_a_cpu_without_memory(monkeypatch):
         raise RuntimeError(message)
 
     monkeypatch.setattr(measurement, "measure", measure)
-    options = {"image_sizes": (32,), "device": "cpu", "providers": ("fused",), "mode": "infer", "measured": True}
+    options = {"image_sizes": (32,), "device": "cpu", "providers": ("fastvit",), "mode": "infer", "measured": True}
     message = "[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9"
     assert study.memory(SMALL, **options).points[0].measured is None
     message = "another"
@@ -263,7 +263,7 @@ def test_a_search_traces_few_steps(name, batch, monkeypatch):
 
 def test_a_search_that_cannot_scale(monkeypatch):
     """The model has one size only, or its plan differs from the traced step's."""
-    options = {"provider": "fused", "device": "cpu"}
+    options = {"provider": "fastvit", "device": "cpu"}
     batch = study.largest_batch("study_models:of_one_size", 64 << 20, **options)
     assert batch == study.largest_batch(TIMM, 64 << 20, **options) > 1
     with pytest.raises(ValueError, match="takes no image_size"):
@@ -283,7 +283,7 @@ def test_a_search_that_cannot_scale(monkeypatch):
         ({"providers": ("compile",)}, "'compile' has no planned figures"),
         ({"device": "tpu"}, "device must be one of"),
         ({"batches": (0,)}, "batch must be a positive integer, got 0"),
-        ({"together": True, "providers": ("fused", "sdpa")}, "providers must be .'fused',. with together=True"),
+        ({"together": True, "providers": ("fastvit", "sdpa")}, "providers must be .'fastvit',. with together=True"),
         ({"together": True, "model": TIMM}, "of_timm: AttributeError: 'list' object has no attribute"),
     ],
 )
@@ -295,7 +295,7 @@ def test_what_it_refuses(arguments, message):
 
 @pytest.mark.parametrize(
     ("provider", "kept", "ops"),
-    [("eager", 16 + 197 / 64, 17), ("sdpa", 16, 10), ("fused", 10, 7)],
+    [("eager", 16 + 197 / 64, 17), ("sdpa", 16, 10), ("fastvit", 10, 7)],
 )
 def test_what_a_block_keeps(provider, kept, ops):
     """In token tensors, for ViTs whose heads are of 64: eager also keeps H * N^2 probabilities."""

@@ -81,7 +81,7 @@ def test_another_size_and_batch():
 
 def test_saved_bytes_are_those_of_a_real_step():
     (cost,) = models(SMALL, batch=2)
-    model = find.find(SMALL).build("fused").bfloat16().train()
+    model = find.find(SMALL).build("fastvit").bfloat16().train()
     images = torch.randn(2, 3, 32, 32, dtype=torch.bfloat16)
     assert cost.saved_bytes == saved_bytes(lambda: model(images), list(model.parameters()))
     N, D, L = 65, 48, 2

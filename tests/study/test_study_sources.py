@@ -36,8 +36,8 @@ def test_names_of_no_model(name, error, message):
         (SMALL, {"image_size": 32, "patch_size": 5}, "32 is not a multiple of the patch size 5"),
         (SMALL, {"provider": "flash"}, "provider must be one of .*got 'flash'"),
         ("study_models:of_one_size", {"image_size": 64}, "takes no image_size"),
-        ("study_models:of_the_reference", {"provider": "fused"}, "the reference has no fused form"),
-        ("study_models:of_no_library", {"provider": "fused"}, "accelerate knows no block of Sequential"),
+        ("study_models:of_the_reference", {"provider": "fastvit"}, "the reference has no fused form"),
+        ("study_models:of_no_library", {"provider": "fastvit"}, "accelerate knows no block of Sequential"),
         ("study_models:of_no_library", {"provider": "eager"}, "Sequential has no switch for eager attention"),
     ],
 )
@@ -71,7 +71,7 @@ def test_a_configuration_of_transformers(tmp_path):
         for provider, attention in (("eager", "eager"), ("sdpa", "sdpa")):
             built = source.on_meta(provider, 56)
             assert (built.config.image_size, built.config._attn_implementation) == (56, attention)
-        assert source.prefix_tokens(source.on_meta("fused"), (28, 28), (14, 14)) == 1
+        assert source.prefix_tokens(source.on_meta("fastvit"), (28, 28), (14, 14)) == 1
     for text, message in (("{", "is not a configuration in JSON"), ("{}", "no model_type")):
         config.write_text(text)
         with pytest.raises(ValueError, match=message):
@@ -79,7 +79,7 @@ def test_a_configuration_of_transformers(tmp_path):
 
 
 def test_providers_of_the_zoo():
-    eager, sdpa, fused = (find(SMALL).on_meta(provider) for provider in ("eager", "sdpa", "fused"))
+    eager, sdpa, fused = (find(SMALL).on_meta(provider) for provider in ("eager", "sdpa", "fastvit"))
     assert isinstance(eager, reference.VisionTransformer)
     assert not isinstance(fused, reference.VisionTransformer)
     assert "attend" in vars(sdpa.blocks[0].attn)

@@ -11,7 +11,7 @@ from .state import Record, Run
 
 HEADS = ["run", "model", "params", "GFLOPs", "accuracy", "best", "loss", "images/s", "peak MiB", "minutes"]
 THEMES = ("light", "dark")
-_LINES = ("fused", "sdpa", "compile", "eager")  # colours of the memory study, in the order of the runs
+_LINES = ("fastvit", "sdpa", "compile", "eager")  # colours of the memory study, in the order of the runs
 
 
 class Curve(NamedTuple):

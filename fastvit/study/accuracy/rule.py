@@ -93,7 +93,7 @@ def ulp(exact: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class Compared(NamedTuple):
-    """One result ("output 0") or gradient ("dx"): fused's, eager's in the same dtypes, and eager's in float64."""
+    """One result ("output 0") or gradient ("dx"): fastvit's, eager's in the same dtypes, and eager's in float64."""
 
     name: str
     got: Tensor

@@ -170,10 +170,10 @@ def _compared_model(
     torch.manual_seed(draw)
     images = model_source.images_for(subject.on_meta("sdpa"), _BATCH, subject.image_size, dtype).to(device)
     # SDPA for the exact one: the eager attention of transformers computes its softmax in float32 for any input
-    for provider, compute in (("fused", dtype), ("eager", dtype), ("sdpa", torch.float64)):
+    for provider, compute in (("fastvit", dtype), ("eager", dtype), ("sdpa", torch.float64)):
         module = _randomised(_built(subject, provider, depth), dtype).to(device, compute).eval()
         parameters = dict(module.named_parameters())
-        with _fused(strict) if provider == "fused" else contextlib.nullcontext():
+        with _fused(strict) if provider == "fastvit" else contextlib.nullcontext():
             out = model_source.output_of(module(images.to(compute)))
             dout = rule.gradient(out.to(dtype), seed=90).to(compute)
             gradients = torch.autograd.grad(out, list(parameters.values()), dout, allow_unused=True)

@@ -53,8 +53,8 @@ def _heads(panel: Any, found: AttentionDistance, colours: dict[str, str]) -> Non
 def _states(panel: Any, found: ClsEvolution, colours: dict[str, str]) -> None:
     blocks = range(found.cosine.shape[1])
     for image in found.cosine if len(found.cosine) > 1 else ():
-        panel.plot(blocks, image.tolist(), color=colours["fused"], linewidth=0.8, alpha=0.45)
-    panel.plot(blocks, found.mean.tolist(), color=colours["fused"], linewidth=2.2, marker="o", markersize=4.5)
+        panel.plot(blocks, image.tolist(), color=colours["fastvit"], linewidth=0.8, alpha=0.45)
+    panel.plot(blocks, found.mean.tolist(), color=colours["fastvit"], linewidth=2.2, marker="o", markersize=4.5)
     panel.set_ylim(min(0.0, found.cosine.min().item()) - 0.05, 1.05)
     panel.set_title(
         f"cosine of {found.state} to its last state", loc="left", fontsize=12, fontweight="bold", color=colours["ink"]

@@ -22,7 +22,7 @@ BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 BUDGETS = (2, 4, 6, 8, 12, 16, 24, 32, 40, 48, 80, 96, 141, 192)  # GiB
 _SIZES = (224, 256, 320, 384, 448, 512, 640, 768, 1024, 1536, 2048)
 _START = 8  # images
-NAMES = {"eager": "eager attention", "sdpa": "SDPA", "fused": "the fused ops"}
+NAMES = {"eager": "eager attention", "sdpa": "SDPA", "fastvit": "fastvit's ops"}
 
 
 def collect(
@@ -88,9 +88,9 @@ def _fit(
     source: ModelSource, size: tuple[int, int], gpu: bool, plans: dict[str, Any], start: str
 ) -> tuple[dict[str, Any] | None, list[str]]:
     """Return what the blocks of the fused step recompute, at the model's own sizes, or None and the reason."""
-    if "fused" not in plans:
+    if "fastvit" not in plans:
         return None, []
-    trained = plans["fused"]["train"]
+    trained = plans["fastvit"]["train"]
     peaks = {d: {b: sum(trained[d][start][b]) for b in BATCHES if b > 1} for d in DTYPES}
     try:
         return recomputation.collect(source, size, gpu, peaks, BUDGETS), []

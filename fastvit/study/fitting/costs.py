@@ -126,7 +126,7 @@ class Trace:
             self._marks = _Marks([*blocks.values()], seen)
 
         found = trace_step(
-            step.source, "fused", step.image_size, step.batch, step.setting, gpu=step.gpu, seen=_Counted(step.gpu),
+            step.source, "fastvit", step.image_size, step.batch, step.setting, gpu=step.gpu, seen=_Counted(step.gpu),
             prepare=prepare, accumulates=step.accumulates,
         )  # fmt: skip
         if self._marks.ran != [*range(len(self.names))]:

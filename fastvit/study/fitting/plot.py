@@ -46,7 +46,7 @@ def draw(fit: Fit, theme: str) -> Any:
 
 def _curves(axis: Any, fit: Fit, colours: dict[str, str]) -> None:
     for points, label, colour, style in (
-        (fit.frontier, "the cheapest choice of what each block recomputes", "fused", {"linewidth": 2.4}),
+        (fit.frontier, "the cheapest choice of what each block recomputes", "fastvit", {"linewidth": 2.4}),
         (
             fit.whole_blocks, "checkpointing: the first blocks as a whole, one more at each point", "eager",
             {"linewidth": 1.6, "linestyle": (0, (4, 2.5))},
@@ -93,11 +93,11 @@ def _chosen(axis: Any, fit: Fit, colours: dict[str, str], background: str) -> No
     at = fit.peak / _GIB, 100 * fit.recomputed
     axis.plot(
         *at, linestyle="none", marker="o", markersize=12, markerfacecolor=background,
-        markeredgecolor=colours["fused"], markeredgewidth=2.6, zorder=5,
+        markeredgecolor=colours["fastvit"], markeredgewidth=2.6, zorder=5,
     )  # fmt: skip
     name = "chosen" if fit.micro_batch else "least"
     axis.annotate(
         f"{name}: {size_in_words(fit.peak)}\n{at[1]:.1f} % again", at, (-9, -5), textcoords="offset points",
-        ha="right", va="top", fontweight="bold", color=colours["fused"], zorder=6,
+        ha="right", va="top", fontweight="bold", color=colours["fastvit"], zorder=6,
         bbox={"facecolor": background, "alpha": 0.85, "linewidth": 0, "pad": 1},
     )  # fmt: skip

@@ -34,7 +34,7 @@ class BlockCost:
     """The forward pass of a model's first block in training.
 
     Attributes:
-        provider: "eager", "sdpa" or "fused".
+        provider: "eager", "sdpa" or "fastvit".
         tokens: N.
         ops: in their order, without views.
     """
@@ -76,14 +76,14 @@ class _Steps(Allocations):
 
 
 def block(
-    model: str, *, provider: str = "fused", image_size: Pair | None = None, patch_size: Pair | None = None,
+    model: str, *, provider: str = "fastvit", image_size: Pair | None = None, patch_size: Pair | None = None,
     dtype: str = "bfloat16",
 ) -> BlockCost:  # fmt: skip
     """List the ops of a model's first block in training, and what each keeps, from a run on fake tensors as on a GPU.
 
     Args:
         model, patch_size: as in `memory`.
-        provider: "eager" (N x N scores), "sdpa" or "fused".
+        provider: "eager" (N x N scores), "sdpa" or "fastvit".
         image_size: None for the model's default.
         dtype: "float32", "bfloat16" or "float16".
 

@@ -28,7 +28,7 @@ class MemoryPoint:
     """One step of one provider.
 
     Attributes:
-        provider: "eager", "sdpa", "fused", or "compile" (SDPA under torch.compile).
+        provider: "eager", "sdpa", "fastvit", or "compile" (SDPA under torch.compile).
         image_size: (height, width) in pixels; of a list, the first.
         tokens: N, prefix tokens included; of a list, those of all images; 0 if nothing was planned.
         batch: images; of a list, images of each size.
@@ -92,7 +92,7 @@ def memory(
     allocator keeps or fragments, are not planned.
 
         study = fastvit.study.memory("vit_large_patch16_224", image_sizes=(224, 1024), device="cuda")
-        print(study.of("fused")[0].planned.peak, study.exponents("eager"))
+        print(study.of("fastvit")[0].planned.peak, study.exponents("eager"))
         crops = fastvit.study.memory("vit_small_patch14_dinov2", image_sizes=(518, 224, 224), together=True)
 
     Args:
@@ -105,8 +105,8 @@ def memory(
         dtype: "float32", "bfloat16", "float16", or "amp": float32 parameters under autocast to bfloat16.
         optimizer: "adamw", "sgd" (with momentum), or "none".
         checkpointing: recompute every block in the backward pass.
-        providers: some of "eager" (N x N scores), "sdpa", "fused", and "compile" (SDPA under torch.compile), which can
-            only be measured. None for the first three; with `together` "fused", which alone takes lists.
+        providers: some of "eager" (N x N scores), "sdpa", "fastvit", and "compile" (SDPA under torch.compile), which
+            can only be measured. None for the first three; with `together` "fastvit", which alone takes lists.
         device: "cuda" or "cpu"; None for a GPU if there is one. Planning for "cuda" needs no GPU.
         measured: run the steps too, on `device`, and read its allocator.
         together: one step with images of all sizes, as a list that has a batch of each, instead of a step for each
@@ -123,9 +123,9 @@ def memory(
     source = find(model)
     kind = checked_device(device)
     if providers is None:
-        providers = ("fused",) if together else PROVIDERS
-    if together and set(providers) != {"fused"}:
-        raise ValueError(f"providers must be ('fused',) with together=True, got {tuple(providers)}")
+        providers = ("fastvit",) if together else PROVIDERS
+    if together and set(providers) != {"fastvit"}:
+        raise ValueError(f"providers must be ('fastvit',) with together=True, got {tuple(providers)}")
     for provider in providers:
         if provider not in (*PROVIDERS, "compile"):
             raise ValueError(f"providers must be of {(*PROVIDERS, 'compile')}, got {provider!r}")

@@ -7,14 +7,14 @@ from typing import Any
 from fastvit.study.memory.peak import growth_exponent
 
 COLOURS = {
-    "light": {"eager": "#cf222e", "sdpa": "#8250df", "compile": "#9a6700", "fused": "#1a7f37"}
+    "light": {"eager": "#cf222e", "sdpa": "#8250df", "compile": "#9a6700", "fastvit": "#1a7f37"}
     | {"ink": "#1f2328", "faint": "#d1d9e0"},
-    "dark": {"eager": "#ff7b72", "sdpa": "#d2a8ff", "compile": "#d29922", "fused": "#3fb950"}
+    "dark": {"eager": "#ff7b72", "sdpa": "#d2a8ff", "compile": "#d29922", "fastvit": "#3fb950"}
     | {"ink": "#e6edf3", "faint": "#3d444d"},
 }
 BACKGROUNDS = {"light": "#ffffff", "dark": "#0d1117"}
-NAMES = {"eager": "eager", "sdpa": "SDPA", "compile": "compile", "fused": "fastvit"}
-LEVEL = 1.25  # if the lines of SDPA and fused end within this factor, they share a label
+NAMES = {"eager": "eager", "sdpa": "SDPA", "compile": "compile", "fastvit": "fastvit"}
+LEVEL = 1.25  # if the lines of SDPA and fastvit end within this factor, they share a label
 Curves = dict[str, tuple[list[int], list[int]]]  # provider -> tokens, peaks
 
 
@@ -46,7 +46,7 @@ def draw(panels: dict[str, Curves], caption: str, theme: str, what: str) -> Any:
 
 def _panel(panel: Any, title: str, curves: Curves, colours: dict[str, str]) -> None:
     ends = {name: peaks[-1] for name, (_, peaks) in curves.items()}
-    pair = sorted({"sdpa", "fused"} & ends.keys(), key=lambda name: -ends[name])
+    pair = sorted({"sdpa", "fastvit"} & ends.keys(), key=lambda name: -ends[name])
     level = len(pair) == 2 and ends[pair[0]] / ends[pair[1]] < LEVEL
     for name, (tokens, peaks) in curves.items():
         above = level and name == "sdpa"  # dashed, so that the line below stays visible

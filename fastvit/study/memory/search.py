@@ -15,14 +15,14 @@ from fastvit.study.sources.find import find
 
 def largest_batch(
     model: str, budget: int, *, image_size: Pair | None = None, patch_size: Pair | None = None,
-    provider: str = "fused", device: str | None = None, **setting: object,
+    provider: str = "fastvit", device: str | None = None, **setting: object,
 ) -> int:  # fmt: skip
     """Return the largest batch whose planned peak is at most `budget` bytes, or 0 if one image does not fit.
 
     Args:
         model, patch_size, device: as in `memory`.
         image_size: None for the model's default.
-        provider: "eager", "sdpa" or "fused".
+        provider: "eager", "sdpa" or "fastvit".
         setting: mode, dtype, optimizer, checkpointing, as in `memory`.
 
     Raises:
@@ -33,7 +33,7 @@ def largest_batch(
 
 
 def largest_image(
-    model: str, budget: int, *, batch: int = 8, patch_size: Pair | None = None, provider: str = "fused",
+    model: str, budget: int, *, batch: int = 8, patch_size: Pair | None = None, provider: str = "fastvit",
     device: str | None = None, **setting: object,
 ) -> int:  # fmt: skip
     """Return the largest side in pixels of square images, at which the planned peak of a batch is at most `budget`
@@ -42,7 +42,7 @@ def largest_image(
     Args:
         model, patch_size, device: as in `memory`; patches must be square.
         batch: images.
-        provider: "eager", "sdpa" or "fused".
+        provider: "eager", "sdpa" or "fastvit".
         setting: mode, dtype, optimizer, checkpointing, as in `memory`.
     """
     search = Search(model, patch_size=patch_size, provider=provider, device=device, **setting)
@@ -57,7 +57,7 @@ class Search:
     """
 
     def __init__(
-        self, model: str, *, patch_size: Pair | None = None, provider: str = "fused", device: str | None = None,
+        self, model: str, *, patch_size: Pair | None = None, provider: str = "fastvit", device: str | None = None,
         **setting: object,
     ) -> None:  # fmt: skip
         self.source, self.setting, self.provider = find(model), _setting(**setting), provider

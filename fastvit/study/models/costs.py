@@ -185,7 +185,7 @@ def _cost(
 ) -> ModelCost:
     patch: tuple[int, int] | None = patch_size if source.has_patches else None  # None: the default of build()
     try:
-        model, fused = source.on_meta("fused", image_size, patch), True
+        model, fused = source.on_meta("fastvit", image_size, patch), True
     except NoFusedForm:
         model, fused = source.on_meta("sdpa", image_size, patch), False
     model = model.to(_DTYPE).train()

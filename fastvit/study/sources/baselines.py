@@ -17,16 +17,16 @@ class NoFusedForm(ValueError):
 
 
 def as_provider(provider: str, model: nn.Module) -> nn.Module:
-    """Change a plain model, in place, into what "eager", "sdpa" or "fused" runs.
+    """Change a plain model, in place, into what "eager", "sdpa" or "fastvit" runs.
 
     Raises:
         ValueError: the model has no such form; NoFusedForm where `accelerate` finds no block.
     """
     if isinstance(model, reference.VisionTransformer):
-        if provider == "fused":
+        if provider == "fastvit":
             raise ValueError("the reference has no fused form; the models of fastvit.list_models() have all three")
         return use_sdpa(model) if provider == "sdpa" else model
-    if provider == "fused":
+    if provider == "fastvit":
         entries = integrations.accelerate(model).entries
         # a ParallelScalingBlock is attention and MLP at once, and has no `part`
         if not any(entry.fused and (entry.part or entry.kind == "ParallelScalingBlock") for entry in entries):

@@ -28,7 +28,7 @@ class ModuleSource(ModelSource):
         raise NotImplementedError("a module that exists is copied, not made")
 
     def on_meta(
-        self, provider: str = "fused", image_size: Pair | None = None, patch_size: Pair | None = None, **options: Any
+        self, provider: str = "fastvit", image_size: Pair | None = None, patch_size: Pair | None = None, **options: Any
     ) -> nn.Module:
         """Return a copy on the meta device. The arguments are those of the base; all sizes are the model's own."""
         known: dict[int, Any] = {}

@@ -37,14 +37,14 @@ class ZooSource(ModelSource):
     def make(self, provider: str, image_size: tuple[int, int] | None = None, **options: Any) -> nn.Module:
         if image_size is not None:
             options["img_size"] = image_size
-        if provider == "fused":
+        if provider == "fastvit":
             return zoo.create_model(self.name, **options)
         return as_provider(provider, reference_model(self.name, **options))
 
     def with_weights(self, weights: str | Path | None, image_size: Pair | None = None) -> nn.Module:
         if weights is None:
-            return self.build("fused", image_size)
-        return self.build("fused", image_size, weights=weights, num_classes=0, drop_head=True)
+            return self.build("fastvit", image_size)
+        return self.build("fastvit", image_size, weights=weights, num_classes=0, drop_head=True)
 
     def normalization(self) -> Statistics:
         return statistics(self.name)

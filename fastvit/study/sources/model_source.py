@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fastvit.modules.arguments import Pair, checked_pair
 from fastvit.study.sources.normalization import IMAGENET, Statistics
 
-PROVIDERS = ("eager", "sdpa", "fused")
+PROVIDERS = ("eager", "sdpa", "fastvit")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -48,13 +48,13 @@ class ModelSource(ABC):
         """
 
     def build(
-        self, provider: str = "fused", image_size: Pair | None = None, patch_size: Pair | None = None, **options: Any
+        self, provider: str = "fastvit", image_size: Pair | None = None, patch_size: Pair | None = None, **options: Any
     ) -> nn.Module:
         """Build the model with random weights, on the default device.
 
         Args:
-            provider: "eager" (attention with N x N scores), "sdpa" (PyTorch's), or "fused" (fastvit's ops). A zoo model
-                is the reference or ours, a model of another library is its own, accelerated for "fused".
+            provider: "eager" (attention with N x N scores), "sdpa" (PyTorch's), or "fastvit" (our ops). A zoo model
+                is the reference or ours, a model of another library is its own, accelerated for "fastvit".
             image_size, patch_size: None for the defaults.
             options: more arguments of the model's constructor, such as num_classes.
 
@@ -71,7 +71,7 @@ class ModelSource(ABC):
         return self.make(provider, **options)
 
     def on_meta(
-        self, provider: str = "fused", image_size: Pair | None = None, patch_size: Pair | None = None, **options: Any
+        self, provider: str = "fastvit", image_size: Pair | None = None, patch_size: Pair | None = None, **options: Any
     ) -> nn.Module:
         """Build the model on the meta device. A constructor that computes with values runs on the CPU first."""
         with warnings.catch_warnings():

@@ -64,9 +64,9 @@
     const box = $("evolution-chart");
     const label = `Cosine of ${state} after each block to the last: ${signed(cosine[0])} after block 0, ${signed(cosine.at(-2) ?? 1)} after the last but one`;
     const [svg, x, y] = grid(box, cosine.length, Math.min(0, ...cosine) * 1.04, 1, label);
-    line(svg, cosine.map((value, i) => `${x(i)},${y(value)}`), "fused");
+    line(svg, cosine.map((value, i) => `${x(i)},${y(value)}`), "fastvit");
     cosine.forEach((value, i) => {
-      const dot = shape(svg, "circle", { cx: x(i), cy: y(value), r: 4, fill: "var(--fused)" });
+      const dot = shape(svg, "circle", { cx: x(i), cy: y(value), r: 4, fill: "var(--fastvit)" });
       shape(dot, "title", {}, `after block ${i}: ${signed(value)}`);
     });
     box.replaceChildren(svg);

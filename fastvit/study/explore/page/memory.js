@@ -7,7 +7,7 @@
     return;
   }
   const GIB = 2 ** 30;
-  const NAMES = { eager: "Eager", sdpa: "SDPA", fused: "Fused" };
+  const NAMES = { eager: "Eager", sdpa: "SDPA", fastvit: "fastvit" };
   const PARTS = {
     weights: "Weights", gradients: "Gradients", optimizer: "Optimizer state", inputs: "Images", saved: "Saved activations",
     attention: "Attention matrices", temporaries: "Temporaries",
@@ -46,7 +46,7 @@
     const tokens = memory.tokens[`${controls.size.value}x${controls.patch.value}`];
     $("memory-sum").textContent = `${integer(tokens)} tokens an image, ${controls.batch.value} image${controls.batch.value > 1 ? "s" : ""} a step. ${verb} into ${controls.budget.value} GiB.`;
     $("memory-command").textContent = `fastvit memory ${DATA.model.quoted} --image-size ${controls.size.value} --patch-size ${controls.patch.value} --batch ${controls.batch.value} --mode ${controls.mode.value} --dtype ${dtype()} --device ${memory.device}`;
-    recomputation(totals[memory.providers.indexOf("fused")] > budget);
+    recomputation(totals[memory.providers.indexOf("fastvit")] > budget);
   }
 
   // What the blocks of the fused step recompute where it is over the budget, which the page has for the model's own sizes
@@ -57,9 +57,9 @@
     const { size, patch } = memory.start;
     const [batch, budget, own] = [controls.batch.value, controls.budget.value, controls.patch.value === patch];
     const found = own && controls.size.value === size ? memory.fit[controls.dtype.value][batch]?.[budget] : undefined;
-    let words = `What the blocks recompute so that the fused step fits is on this page for ${size} px, patches of ${patch} px and two images or more.`;
-    if (found) words = `The fused step fits into ${budget} GiB if it recomputes: ${found.words}. Its planned peak is then ${(found.peak / GIB).toFixed(2)} GiB, and ${percent(found.recomputed)} of the step’s FLOPs are computed again.`;
-    if (found === null) words = `The fused step does not fit into ${budget} GiB, whatever its blocks recompute. Smaller batches whose gradients are accumulated may.`;
+    let words = `What the blocks recompute so that fastvit’s step fits is on this page for ${size} px, patches of ${patch} px and two images or more.`;
+    if (found) words = `fastvit’s step fits into ${budget} GiB if it recomputes: ${found.words}. Its planned peak is then ${(found.peak / GIB).toFixed(2)} GiB, and ${percent(found.recomputed)} of the step’s FLOPs are computed again.`;
+    if (found === null) words = `fastvit’s step does not fit into ${budget} GiB, whatever its blocks recompute. Smaller batches whose gradients are accumulated may.`;
     const command = `fastvit fit ${DATA.model.quoted} --budget ${budget}GiB --batch ${batch} --image-size ${controls.size.value} --dtype ${dtype()} --device ${memory.device}`;
     box.replaceChildren(words, ...(own ? [" Planned for this step by itself: ", make("code", {}, command)] : []));
   }
