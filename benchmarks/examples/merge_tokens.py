@@ -1,7 +1,10 @@
 """Merge half of the patches half-way through a Vision Transformer, as Token Merging does (Bolya et al. 2023,
 arXiv:2210.09461), and measure the time that it saves and what it changes.
 
-    python benchmarks/examples/merge_tokens.py --weights dinov2_vits14_pretrain.pth
+    python benchmarks/examples/merge_tokens.py --weights facebook/dinov2-small
+
+The weights come from the Hugging Face Hub, or from a file. Without --weights they are random, and only the time says
+something. The images are photographs of scikit-image.
 
 Every other patch joins the most similar of the rest; the later blocks have half as many. A token made of s patches
 must weigh as much as s keys, so log(s) is added to its scores (proportional attention). The paper merges fewer patches
@@ -9,15 +12,17 @@ in every block and compares keys; here all is done at once and tokens are compar
 """
 
 import argparse
+import sys
 import time
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from skimage import data
+from extra import guarded
 from torch import Tensor
 
 import fastvit
+from fastvit.cli import options
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's
 PHOTOGRAPHS = ("astronaut", "chelsea", "coffee", "rocket")
@@ -25,6 +30,8 @@ PHOTOGRAPHS = ("astronaut", "chelsea", "coffee", "rocket")
 
 def photographs(size: int) -> Tensor:
     """The squares in the middle of four photographs that scikit-image ships, (4, 3, size, size) in [0, 1]."""
+    from skimage import data
+
     images = []
     for name in PHOTOGRAPHS:
         image = torch.from_numpy(getattr(data, name)().copy()).permute(2, 0, 1).float() / 255
@@ -73,18 +80,18 @@ def seconds(calls: list[Callable[[], Tensor]], rounds: int) -> Tensor:
     return taken[1:]
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="vit_small_patch14_dinov2", help="one of fastvit.list_models() with CLS")
     parser.add_argument("--weights", help="a checkpoint of timm, transformers, torchvision, Meta, OpenAI or open_clip")
-    parser.add_argument("--img-size", type=int, default=518)
-    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--image-size", type=options.count, default=518)
+    parser.add_argument("--rounds", type=options.count, default=10)
     args = parser.parse_args()
     torch.manual_seed(0)
     device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
-    model = fastvit.create_model(args.model, args.weights, num_classes=0, img_size=args.img_size)
+    model = fastvit.create_model(args.model, args.weights, num_classes=0, img_size=args.image_size)
     model = model.to(device, dtype).eval().requires_grad_(False)
-    images = photographs(args.img_size).to(device, dtype)
+    images = photographs(args.image_size).to(device, dtype)
     if args.weights is None:
         print("no --weights: the features are those of random ones")
 
@@ -96,7 +103,8 @@ def main() -> None:
     times = seconds([lambda: model(images), lambda: forward_merged(model, images)], args.rounds)
     speed, ms = (times[:, 0] / times[:, 1]).median(), 1e3 * times[:, 0].median()
     print(f"{speed:.2f}x the speed of the full model, which takes {ms:.1f} ms (medians, {args.rounds} rounds in turn)")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(guarded(main))

@@ -1,19 +1,22 @@
 """Semantic segmentation by a linear head on the dense features of a frozen Vision Transformer.
 
-    python benchmarks/examples/segment.py --weights dinov2_vits14_pretrain.pth
+    python benchmarks/examples/segment.py --weights facebook/dinov2-small
 
+The weights come from the Hugging Face Hub, or from a file. Without --weights they are random.
 The images are mosaics of three textures that scikit-image ships: brick, grass and gravel. Those of the left halves of
 the photographs train the head, those of the right halves test it. The baseline is the same head on each patch's pixels.
 """
 
 import argparse
+import sys
 
 import torch
 import torch.nn.functional as F
-from skimage import data
+from extra import guarded
 from torch import Tensor, nn
 
 import fastvit
+from fastvit.cli import options
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's
 TEXTURES = ("brick", "grass", "gravel")
@@ -22,6 +25,8 @@ TEXTURES = ("brick", "grass", "gravel")
 def mosaics(count: int, size: int, *, right: bool) -> tuple[Tensor, Tensor]:
     """Images (count, 3, size, size) uint8 and the texture of every pixel (count, size, size): that of the nearest of
     four random points. Textures have one brightness and contrast, so that only their structure tells them apart."""
+    from skimage import data
+
     generator = torch.Generator().manual_seed(int(right))
     photographs = [torch.tensor(getattr(data, name)(), dtype=torch.float32) for name in TEXTURES]
     halves = [photo.chunk(2, dim=1)[right] for photo in photographs]
@@ -64,30 +69,35 @@ def mean_iou(train: Tensor, labels: Tensor, test: Tensor, test_labels: Tensor, s
     return torch.stack(ious).mean().item()
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="vit_small_patch14_dinov2", help="one of fastvit.list_models()")
     parser.add_argument("--weights", help="a checkpoint of timm, transformers, torchvision, Meta, OpenAI or open_clip")
-    parser.add_argument("--img-size", type=int, default=224, help="at most 256")
-    parser.add_argument("--images", type=int, default=64, help="to train with; half as many test")
-    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--image-size", type=options.count, default=224, help="at most 256")
+    parser.add_argument("--images", type=options.count, default=64, help="to train with; half as many test")
+    parser.add_argument("--steps", type=options.count, default=100)
     args = parser.parse_args()
+    if args.image_size > 256 or args.images < 2:
+        raise ValueError(
+            f"--image-size must be at most 256 and --images at least 2, got {args.image_size}, {args.images}"
+        )
     torch.manual_seed(0)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
     model = fastvit.create_model(
-        args.model, args.weights, num_classes=0, img_size=args.img_size, mean=MEAN, std=STD, device=device
+        args.model, args.weights, num_classes=0, img_size=args.image_size, mean=MEAN, std=STD, device=device
     ).eval()
     if args.weights is None:
         print("no --weights: the features are those of random ones")
-    train, labels = (t.to(device) for t in mosaics(args.images, args.img_size, right=False))
-    test, test_labels = (t.to(device) for t in mosaics(args.images // 2, args.img_size, right=True))
+    train, labels = (t.to(device) for t in mosaics(args.images, args.image_size, right=False))
+    test, test_labels = (t.to(device) for t in mosaics(args.images // 2, args.image_size, right=True))
 
     pixels = [F.pixel_unshuffle(images[:, :1].float(), model.patch_embed.patch_size[0]) for images in (train, test)]
     features = [dense_features(model, images).clone() for images in (train, test)]
     for name, (x, y) in {"pixels of a patch": pixels, f"features of {args.model}": features}.items():
         print(f"mean IoU {mean_iou(x, labels, y, test_labels, args.steps):.3f}  linear head on {name}")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(guarded(main))

@@ -8,15 +8,17 @@ the accelerated model runs PyTorch's own fused functions: fastvit's kernels are 
 
 import argparse
 import copy
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
-import timm.data
 import torch
+from extra import guarded
 from torch import Tensor
 
 import fastvit
+from fastvit.cli import options
 
 WARM_UP = 5
 
@@ -34,11 +36,13 @@ def latencies(models: dict[str, Callable[..., Any]], image: Tensor, rounds: int)
     return {name: torch.tensor(times[WARM_UP:]) for name, times in taken.items()}
 
 
-def main() -> None:
+def main() -> int:
+    import timm.data
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="vit_base_patch16_224", help="a Vision Transformer of timm")
     parser.add_argument("--pretrained", action="store_true", help="timm's weights, which it downloads")
-    parser.add_argument("--rounds", type=int, default=100)
+    parser.add_argument("--rounds", type=options.count, default=100)
     args = parser.parse_args()
     gpu = torch.cuda.is_available()
     device, dtype = ("cuda", torch.bfloat16) if gpu else ("cpu", torch.float32)
@@ -58,7 +62,8 @@ def main() -> None:
     print(f"{'':30}{'median':>9}{'p99':>9}")
     for name, times in latencies(models, image, args.rounds).items():
         print(f"{name:30}{times.median().item():9.2f}{times.quantile(0.99).item():9.2f}")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(guarded(main))

@@ -4,10 +4,12 @@
     python benchmarks/examples/train.py run --model resnet --out runs/resnet
     python benchmarks/examples/train.py compare runs/vit runs/resnet --plot comparison.svg
 
-The data are scikit-learn's digits, or what --data names: a CIFAR-10 or CIFAR-100 archive, in the binary or the Python
-form, or a folder of images, <folder>/train/<class>/ and <folder>/val/<class>/. To fetch CIFAR-10:
+--data takes:
 
-    curl -O https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz
+    digits                            scikit-learn's, which need no download (default)
+    cifar10, cifar100, fashion-mnist  torchvision downloads them into ~/.cache/torch/datasets ($TORCH_HOME/datasets)
+    FOLDER                            images in FOLDER/train/CLASS/ and FOLDER/val/CLASS/, or in FOLDER/CLASS/,
+                                      of which a fifth is then for testing; or MNIST's four files, packed or not
 
 The recipe is a usual one for ViTs: AdamW, weight decay 0.05, warm-up and cosine decay, RandomResizedCrop, RandAugment,
 MixUp 0.8, CutMix 1.0, label smoothing 0.1, dropout and stochastic depth 0.1. Every model gets the same one.
@@ -24,16 +26,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from extra import guarded
+
 from fastvit.cli import options, terminal
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silence the profiler that reads the CPU's allocator
 
 _DEVICES = ("auto", "cpu", "cuda")
 _EXAMPLES = """examples:
-  train.py run --data cifar-10-python.tar.gz --model vit_cifar_small --epochs 200 --amp --out runs/cifar
+  train.py run --data cifar10 --model vit_cifar_small --epochs 200 --amp --out runs/cifar
   train.py resume runs/cifar                          # goes on where a run has stopped
   train.py run --plain --dropout 0 --out runs/plain   # in plain PyTorch: the losses of --dropout 0 without --plain
-  train.py run --model vit_small_patch14_dinov2 --weights dinov2_vits14_pretrain.pth --img-size 56 --mixup 0 \\
+  train.py run --model vit_small_patch14_dinov2 --weights dinov2_vits14_pretrain.pth --image-size 56 --mixup 0 \\
       --cutmix 0 --layer-decay 0.75 --lr 3e-4 --out runs/tuned              # fine-tuning; --freeze: the head alone
   train.py run --teacher runs/resnet --distill hard --out runs/taught
   torchrun --nproc-per-node 8 benchmarks/examples/train.py run --parallel fsdp --compile --amp --out runs/eight
@@ -44,7 +48,7 @@ _EXAMPLES = """examples:
 def _run_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--out", type=Path, required=True, help="folder of the run: settings, log, checkpoint, model.safetensors")
-    add("--data", default="digits", help="digits, a CIFAR archive, or a folder of images")
+    add("--data", default="digits", help="digits, cifar10, cifar100, fashion-mnist, or a folder")
     add("--model", default="vit", help="vit, resnet, or a name of fastvit.list_models() or of timm")
     add("--set", nargs="+", action="extend", type=_assignment, default=[], metavar="NAME=VALUE",
         help="arguments of the model: depth=6")  # fmt: skip
@@ -52,7 +56,7 @@ def _run_options(parser: argparse.ArgumentParser) -> None:
     add("--accelerate", action="store_true", help="fastvit.accelerate timm's model")
     add("--weights", help="start from this file, with a new head; our models also from a repository of the Hub")
     add("--freeze", action="store_true", help="train the head alone")
-    add("--img-size", type=options.count, help="side of the images in pixels; default: the data's, 224 for a folder")
+    add("--image-size", type=options.count, help="side of the images in pixels; default: the data's, 224 for a folder")
 
     group = parser.add_argument_group("recipe")
     add = group.add_argument
@@ -62,7 +66,6 @@ def _run_options(parser: argparse.ArgumentParser) -> None:
     add("--lr", type=_rate, default=1e-3, help="highest learning rate")
     add("--warm-up", type=_amount, default=5.0, metavar="EPOCHS", help="epochs of linear warm-up")
     add("--weight-decay", type=_amount, default=0.05, help="not of biases, norms, positions and tokens")
-    add("--beta2", type=_share, default=0.999, help="AdamW's second beta")
     add("--layer-decay", type=_rate, help="each layer learns more slowly than the next one by this factor")
     add("--clip", type=_amount, default=1.0, help="largest norm of the gradient; 0: not clipped")
     add("--ema", type=_share, default=0.0, help="also average the weights, with this decay; 0.9998 is usual")
@@ -110,7 +113,7 @@ def _train(args: argparse.Namespace, new: bool) -> int:
     import torch._dynamo
     import torch.distributed as dist
     from training import models
-    from training.data import read
+    from training.data import DOWNLOADED, read
     from training.loop import Stopped, Trainer
     from training.state import Run
 
@@ -126,6 +129,8 @@ def _train(args: argparse.Namespace, new: bool) -> int:
     if world > 1:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     try:
+        if world > 1 and args.data in DOWNLOADED:
+            _by_one_process(lambda: read(args.data), world)  # downloads what the others then read
         data = read(args.data)
         if new:
             models.settle(args, data)
@@ -148,17 +153,18 @@ def _train(args: argparse.Namespace, new: bool) -> int:
     return 0
 
 
-def _by_one_process(function: Callable[[], None], world: int) -> None:
+def _by_one_process(function: Callable[[], Any], world: int) -> None:
     """Call the function in one of the processes. Raises in all of them what it raises."""
     import torch.distributed as dist
 
     if world == 1:
-        return function()
+        function()
+        return
     failed: list[Any] = [None]
     if dist.get_rank() == 0:
         try:
             function()
-        except (ValueError, OSError) as error:
+        except (ValueError, OSError, ImportError) as error:
             failed = [error]
     dist.broadcast_object_list(failed)
     if failed[0] is not None:
@@ -280,4 +286,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(terminal.guarded(main))
+    sys.exit(guarded(main))

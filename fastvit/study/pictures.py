@@ -1,8 +1,9 @@
-"""Reads a picture from a file, as a model takes it. Needs Pillow, of the extra `study`."""
+"""Read pictures from files, as a model takes them. Needs Pillow, of the extra `study`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -51,7 +52,7 @@ def read_picture(path: str | Path, size: Pair, mean: Sequence[float], std: Seque
         from PIL import Image, ImageOps
     except ImportError:
         raise ImportError("pictures need pillow, which is not installed: pip install 'fastvit[study]'") from None
-    rgb = _rgb(path)
+    rgb = read_rgb(path)
     scale = min(rgb.width / width, rgb.height / height)
     shown = ImageOps.fit(rgb, (max(1, round(scale * width)), max(1, round(scale * height))))
     pixels = np.asarray(shown.resize((width, height), Image.Resampling.BICUBIC), np.float32) / 255
@@ -59,20 +60,48 @@ def read_picture(path: str | Path, size: Pair, mean: Sequence[float], std: Seque
     return Picture(shown, torch.from_numpy(pixels).permute(2, 0, 1).contiguous())
 
 
-def _rgb(path: str | Path) -> Image:
+def read_rgb(path: str | Path) -> Image:
+    """Read a picture in RGB. It is turned upright by its EXIF orientation; transparency becomes white; of 16 bits the
+    upper 8 are taken. Of an animation, the first picture is read.
+
+    Raises:
+        ValueError, OSError: as `read_picture`.
+    """
     from PIL import Image, ImageOps
+
+    with _opened(path) as file:
+        file.load()
+        try:
+            picture = ImageOps.exif_transpose(file)
+        except SyntaxError:  # Pillow's, if the EXIF data are damaged
+            picture = file
+        if picture.mode.startswith("I;16"):
+            return Image.fromarray((np.asarray(picture) >> 8).astype(np.uint8)).convert("RGB")
+        if picture.has_transparency_data:
+            picture = picture.convert("RGBA")
+            picture = Image.alpha_composite(Image.new("RGBA", picture.size, "white"), picture)
+        return picture.convert("RGB")
+
+
+def check_header(path: str | Path) -> None:
+    """Check that a file is a picture by its header alone, without decoding it.
+
+    Raises:
+        ValueError, OSError: as `read_picture`.
+    """
+    with _opened(path):
+        pass
+
+
+@contextlib.contextmanager
+def _opened(path: str | Path) -> Iterator[Image]:
+    from PIL import Image
 
     try:
         with Image.open(path) as file:
-            picture = ImageOps.exif_transpose(file)
-            if picture.mode.startswith("I;16"):
-                return Image.fromarray((np.asarray(picture) >> 8).astype(np.uint8)).convert("RGB")
-            if picture.mode in ("I", "F"):
-                raise ValueError(f"pixels of mode {picture.mode}, whose range is unknown")
-            if picture.has_transparency_data:
-                picture = picture.convert("RGBA")
-                picture = Image.alpha_composite(Image.new("RGBA", picture.size, "white"), picture)
-            return picture.convert("RGB")
+            if file.mode in ("I", "F"):
+                raise ValueError(f"pixels of mode {file.mode}, whose range is unknown")
+            yield file
     except OSError as error:
         if error.errno is not None:  # the file system's error, which names the file
             raise

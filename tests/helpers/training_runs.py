@@ -1,15 +1,12 @@
 """Runs of benchmarks/examples/train.py, in this process and in others, and data sets in the real formats."""
 
 import importlib
-import io
 import json
 import os
-import pickle
 import subprocess
 import sys
-import tarfile
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -69,64 +66,6 @@ def log(run: Path, kind: str = "") -> list[Record]:
 
 def losses(run: Path) -> list[float]:
     return [record["loss"] for record in log(run, "train")]
-
-
-class OldPickler(pickle._Pickler):
-    """Writes what Python 2 wrote, in which CIFAR's files were made: bytes as strings, and numpy's old module names."""
-
-    dispatch: ClassVar = dict(pickle._Pickler.dispatch)
-
-    def save_old_string(self, value: bytes) -> None:
-        self.write(pickle.BINSTRING + len(value).to_bytes(4, "little", signed=True) + value)
-
-    def save_old_global(self, value: Any, name: str | None = None) -> None:
-        module = value.__module__.replace("numpy._core", "numpy.core")
-        self.write(pickle.GLOBAL + f"{module}\n{name or value.__qualname__}\n".encode())
-
-    dispatch[bytes] = save_old_string
-    save_global = save_old_global  # type: ignore[assignment]
-
-
-def pickled(value: object, pickler: Any = OldPickler) -> bytes:
-    file = io.BytesIO()
-    pickler(file, 2).dump(value)
-    return file.getvalue()
-
-
-def cifar_files(classes: int, form: str, images: np.ndarray, labels: np.ndarray) -> dict[str, bytes]:
-    """Return the files of an archive by name. images: (6, n, 3072) uint8, the last n for the test; labels: (6, n)."""
-    names = [f"class{i}" for i in range(classes)]
-    files = {}
-    if classes == 10:
-        parts = dict(zip([*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"], range(6), strict=True))
-        of_part = {name: (images[i], labels[i]) for name, i in parts.items()}
-    else:
-        of_part = {"train": (images[:5].reshape(-1, 3072), labels[:5].reshape(-1)), "test": (images[5], labels[5])}
-    for name, (pixels, numbers) in of_part.items():
-        if form == "binary":
-            coarse = [numbers[:, None] // 5] * (classes == 100)
-            files[f"{name}.bin"] = (
-                np.concatenate([*coarse, numbers[:, None], pixels], axis=1).astype(np.uint8).tobytes()
-            )
-        else:
-            key = b"labels" if classes == 10 else b"fine_labels"
-            files[name] = pickled({b"batch_label": b"a batch", key: numbers.tolist(), b"data": pixels})
-    if form == "binary":
-        files["batches.meta.txt" if classes == 10 else "fine_label_names.txt"] = "\n".join([*names, ""]).encode()
-    else:
-        key = b"label_names" if classes == 10 else b"fine_label_names"
-        files["batches.meta" if classes == 10 else "meta"] = pickled({key: [name.encode() for name in names]})
-    return files
-
-
-def packed(files: dict[str, bytes], path: Path) -> Path:
-    """Write a .tar.gz as the archives are."""
-    with tarfile.open(path, "w:gz") as archive:
-        for name, content in files.items():
-            member = tarfile.TarInfo(f"cifar/{name}")
-            member.size = len(content)
-            archive.addfile(member, io.BytesIO(content))
-    return path
 
 
 def image_folder(folder: Path, *, splits: tuple[str, ...] = ("train", "val"), count: int = 8) -> Path:

@@ -34,7 +34,7 @@ def numbers(text: str, pattern: str) -> list[float]:
 def test_segment(tmp_path: Path) -> None:
     file = tmp_path / "dinov2_vits14_pretrain.pth"
     torch.save(pretrained.meta_spelling(pretrained.state_dict()), file)
-    text = run("segment.py", "--weights", str(file), "--img-size", "112", "--images", "16", "--steps", "50")
+    text = run("segment.py", "--weights", str(file), "--image-size", "112", "--images", "16", "--steps", "50")
     file.unlink()  # 88 MB, which pytest would not delete
     baseline, features = numbers(text, r"mean IoU (\S+)")
     assert features > 0.6 > baseline + 0.2
@@ -44,7 +44,7 @@ def test_merge_tokens(tmp_path: Path) -> None:
     """A trained model's features stay, and less without the sizes of tokens."""
     file = tmp_path / "dinov2_vits14_pretrain.pth"
     torch.save(pretrained.meta_spelling(pretrained.state_dict()), file)
-    text = run("merge_tokens.py", "--weights", str(file), "--img-size", "112", "--rounds", "1")
+    text = run("merge_tokens.py", "--weights", str(file), "--image-size", "112", "--rounds", "1")
     file.unlink()  # as above
     proportional, without, another = numbers(text, r"^cosine.* (\d\.\d+)")
     assert proportional > 0.96 > without > another + 0.3

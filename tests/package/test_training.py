@@ -110,7 +110,7 @@ def test_options_of_the_machine_leave_the_losses(tmp_path):
 
 def test_what_is_learnt_from_scratch_and_from_a_teacher(tmp_path, capsys):
     folder = image_folder(tmp_path / "data")
-    data = ["--data", folder, "--img-size", "32", "--batch", "8", "--workers", "0", "--clip", "0"]
+    data = ["--data", folder, "--image-size", "32", "--batch", "8", "--workers", "0", "--clip", "0"]
     sizes = ["--model", "vit_tiny_patch16_224", "--set", "depth=2", "embed_dim=32", "num_heads=1"]
     assert train("run", *data, *sizes, "--epochs", "12", "--lr", "3e-3", "--out", tmp_path / "vit") == 0
     assert log(tmp_path / "vit", "epoch")[-1]["accuracy"] == 1.0
@@ -165,11 +165,13 @@ def test_losses_of_distillation():
 
 
 MISTAKES = {
-    "no data": (["--data", "nowhere"], "No such file or folder: nowhere"),
+    "no data": (["--data", "nowhere"], "or a folder that exists, got nowhere"),
+    "a misspelt data set": (["--data", "cifar-10"], "got cifar-10; did you mean cifar10?"),
     "no model": (["--model", "vit_smal_patch16_224"], "nearest: vit_small_patch16_224"),
+    "no model of timm": (["--model", "resnet81"], "nearest: resnet18"),
     "no argument": (["--set", "width=3"], "width is not an argument of VisionTransformer"),
     "no argument of timm's": (["--model", "resnet18", "--set", "width=3"], "resnet18 takes no such argument"),
-    "an argument that has an option": (["--set", "img_size=8"], "--set img_size: --img-size says it"),
+    "an argument that has an option": (["--set", "img_size=8"], "--set img_size: --image-size says it"),
     "two of which one is wrong": (["--set", "width=3", "--set", "depth=2"], "width is not an argument"),
     "no backend": (["--compile", "nonsense"], "--compile must name a backend"),
     "fused already": (["--accelerate"], "vit_cifar_small, which is fused already"),
@@ -221,12 +223,15 @@ def test_a_bad_option_is_one_line(option, capsys):
     assert f"argument {option[0]}" in capsys.readouterr().err
 
 
-def test_a_damaged_image_is_named_also_by_a_worker(tmp_path, capsys):
+def test_a_damaged_image_is_named_before_training_or_also_by_a_worker(tmp_path, capsys):
     folder = image_folder(tmp_path / "data")
-    (folder / "train" / "dark" / "1.png").write_bytes(b"no picture")
-    settings = ["--data", folder, "--img-size", "16", "--model", "resnet18", "--batch", "16", "--epochs", "1"]
-    for workers in ("0", "1"):
-        assert train("run", *settings, "--workers", workers, "--out", tmp_path / workers) == 2
+    settings = ["--data", folder, "--image-size", "16", "--model", "resnet18", "--batch", "16", "--epochs", "1"]
+    damaged = folder / "train" / "dark" / "1.png"
+    whole = damaged.read_bytes()
+    for name, content, workers in (("header", b"no picture", 0), ("cut", whole[:400], 0), ("worker", whole[:400], 1)):
+        damaged.write_bytes(content)
+        assert train("run", *settings, "--workers", workers, "--out", tmp_path / name) == 2
         err = capsys.readouterr().err
-        assert "dark/1.png is no readable image" in err
+        assert f"{damaged} is no picture that Pillow reads" in err
         assert len(err.strip().splitlines()) == 1
+        assert (tmp_path / name).exists() == (name != "header")

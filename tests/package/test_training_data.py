@@ -1,99 +1,93 @@
 """The data readers of benchmarks/examples/training, on small files in the real formats, and its batches."""
 
-import lzma
-import os
-import tarfile
+import gzip
+import pickle
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
-from training_runs import cifar_files, example, image_folder, packed, pickled
+from training_runs import example, image_folder
 
-IMAGES = np.random.default_rng(0).integers(0, 256, (6, 4, 3072), dtype=np.uint8)
-
-
-@pytest.mark.parametrize("classes", [10, 100])
-@pytest.mark.parametrize("form", ["binary", "python"])
-@pytest.mark.parametrize("archive", [True, False], ids=["packed", "unpacked"])
-def test_cifar(classes, form, archive, tmp_path):
-    labels = np.arange(24).reshape(6, 4) * (classes // 10) % classes
-    files = cifar_files(classes, form, IMAGES, labels)
-    path = packed(files, tmp_path / "cifar.tar.gz") if archive else tmp_path
-    if not archive:
-        for name, content in files.items():
-            (tmp_path / name).write_bytes(content)
-    data = example("training.data").read(str(path))
-    assert data.name == f"CIFAR-{classes}"
-    assert data.classes[:2] == ["class0", "class1"]
-    assert len(data.classes) == classes
-    assert data.train.labels.tolist() == labels[:5].reshape(-1).tolist()
-    assert data.test.labels.tolist() == labels[5].tolist()
-    np.testing.assert_array_equal(data.train.images, IMAGES[:5].reshape(20, 3, 32, 32))
-    np.testing.assert_array_equal(np.asarray(data.test.load(3)), IMAGES[5, 3].reshape(3, 32, 32).transpose(1, 2, 0))
-    pixels = IMAGES[:5].reshape(20, 3, 1024) / 255
-    np.testing.assert_allclose(data.mean, pixels.mean((0, 2)), atol=1e-4)
-    np.testing.assert_allclose(data.std, pixels.std((0, 2)), atol=1e-4)
+RANDOM = np.random.default_rng(0)
+IDX = {
+    "train-images-idx3-ubyte": RANDOM.integers(0, 256, (12, 28, 28), dtype=np.uint8),
+    "train-labels-idx1-ubyte": np.arange(12, dtype=np.uint8) % 10,
+    "t10k-images-idx3-ubyte": RANDOM.integers(0, 256, (10, 28, 28), dtype=np.uint8),
+    "t10k-labels-idx1-ubyte": np.arange(10, dtype=np.uint8),
+}
 
 
-class Evil:
-    def __reduce__(self):
-        return os.mkdir, ("made",)
+def idx(name: str) -> bytes:
+    return b"\0\0\x08" + bytes([IDX[name].ndim]) + np.array(IDX[name].shape, ">i4").tobytes() + IDX[name].tobytes()
 
 
-PYTHON = cifar_files(10, "python", IMAGES, np.zeros((6, 4), int))
-BINARY = cifar_files(10, "binary", IMAGES, np.zeros((6, 4), int))
-FLOATS = {b"labels": [0] * 4, b"data": IMAGES[0].astype(np.float32)}
-NO_VALUES = b"\x80\x02}(U\x06labels]K\x00aU\x04datacnumpy\nndarray\n)Ru."
-DAMAGED = {
-    "a record too short": (BINARY | {"data_batch_2.bin": BINARY["data_batch_2.bin"][:-1]}, "must have records of 3073"),
-    "no record": (BINARY | {"test_batch.bin": b""}, "test_batch.bin must have records"),
-    "a class too many": (BINARY | {"data_batch_1.bin": b"\x0a" + IMAGES[0, 0].tobytes()}, "classes from 0 to 9, got 1"),
-    "a file too few": ({k: v for k, v in BINARY.items() if k != "data_batch_4.bin"}, "is no complete CIFAR"),
-    "names too few": (BINARY | {"batches.meta.txt": b"cat\n"}, "names of 10 classes, got 1"),
-    "a pickle cut off": (PYTHON | {"data_batch_3": PYTHON["data_batch_3"][:-9]}, "data_batch_3 is no readable pickle"),
-    "a call of a function": (PYTHON | {"test_batch": pickled({b"data": Evil()})}, "no CIFAR file has"),
-    "an array of floats": (PYTHON | {"test_batch": pickled(FLOATS)}, "of bytes"),
-    "labels too few": (PYTHON | {"test_batch": pickled({b"labels": [0], b"data": IMAGES[0]})}, "a class for each"),
-    "labels of words": (PYTHON | {"test_batch": pickled({b"labels": ["a"], b"data": IMAGES[0]})}, "the list 'labels'"),
-    "an array without values": (PYTHON | {"test_batch": NO_VALUES}, "of bytes"),
-    "tuples of tuples": (PYTHON | {"test_batch": b"\x80\x02}(K\x00" + b"\x85" * 99 + b"K\x00u."}, "TUPLE1 where no"),
-    "a far memo": (PYTHON | {"test_batch": b"\x80\x02}r\xff\xff\xff\x0f."}, "LONG_BINPUT where no CIFAR"),
-    "no dict": (PYTHON | {"test_batch": pickled([1])}, "must have a dict"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("files", "message"), list(DAMAGED.values()), ids=list(DAMAGED))
-def test_damaged_cifar(files, message, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    path = packed(files, tmp_path / "cifar.tar.gz")
-    with pytest.raises(ValueError, match=message) as raised:
-        example("training.data").read(str(path))
-    assert str(path) in str(raised.value)
-    assert not (tmp_path / "made").exists()
-
-
-def test_damaged_archives(tmp_path):
+def test_data_sets_that_torchvision_downloads(tmp_path, monkeypatch):
     read = example("training.data").read
-    path = packed(BINARY, tmp_path / "cifar.tar.gz")
-    path.write_bytes(path.read_bytes()[:-4000])
-    with pytest.raises(ValueError, match=r"cifar\.tar\.gz is no readable tar archive"):
-        read(str(path))
-    path.write_bytes(b"<html>not found</html>")
-    with pytest.raises(ValueError, match=r"cifar\.tar\.gz is no readable tar archive"):
-        read(str(path))
-    path.write_bytes(lzma.compress(packed(BINARY, tmp_path / "again.tar.gz").read_bytes())[:-4000])
-    with pytest.raises(ValueError, match=r"cifar\.tar\.gz is no readable tar archive"):
-        read(str(path))
-    with tarfile.open(tmp_path / "other.tar", "w"):
-        pass
-    with pytest.raises(ValueError, match="it has no file"):
-        read(str(tmp_path / "other.tar"))
-    with pytest.raises(FileNotFoundError, match="nowhere"):
-        read("nowhere")
+    datasets = pytest.importorskip("torchvision.datasets")
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    monkeypatch.setattr(datasets.CIFAR10, "url", "http://127.0.0.1:9/cifar.tar.gz")  # a port that refuses
+    monkeypatch.setattr(datasets.FashionMNIST, "mirrors", ["http://127.0.0.1:9/"])
+    for name, advice in {"cifar10": rf"put http\S+ into {tmp_path}/datasets", "fashion-mnist": "as --data"}.items():
+        with pytest.raises(ValueError, match=f"^{name} cannot be downloaded into .*; without a network .*{advice}: "):
+            read(name)
+
+    cifar, raw = tmp_path / "datasets" / "cifar-10-batches-py", tmp_path / "datasets" / "FashionMNIST" / "raw"
+    cifar.mkdir(parents=True)
+    pixels = RANDOM.integers(0, 256, (20, 3072), dtype=np.uint8)
+    names = [f"class{i}" for i in range(10)]
+    for file, content in {
+        "data_batch_1": {"data": pixels[:16], "labels": [3] * 16},
+        "test_batch": {"data": pixels[16:], "labels": [0, 1, 2, 9]},
+        "batches.meta": {"label_names": names},
+    }.items():
+        (cifar / file).write_bytes(pickle.dumps(content))
+    monkeypatch.setattr(datasets.CIFAR10, "train_list", [["data_batch_1", None]])
+    monkeypatch.setattr(datasets.CIFAR10, "test_list", [["test_batch", None]])
+    monkeypatch.setattr(datasets.CIFAR10, "meta", datasets.CIFAR10.meta | {"md5": None})
+    data = read("cifar10")
+    assert (data.name, data.classes, data.size) == ("cifar10", names, 32)
+    assert (data.train.labels.tolist(), data.test.labels.tolist()) == ([3] * 16, [0, 1, 2, 9])
+    np.testing.assert_array_equal(np.asarray(data.test.load(3)), pixels[19].reshape(3, 32, 32).transpose(1, 2, 0))
+    channels = pixels[:16].reshape(16, 3, 1024) / 255
+    np.testing.assert_allclose(data.mean, channels.mean((0, 2)), atol=1e-4)
+    np.testing.assert_allclose(data.std, channels.std((0, 2)), atol=1e-4)
+
+    for name in IDX:
+        (raw / name).write_bytes(idx(name))
+    data = read("fashion-mnist")
+    assert (data.classes[0], data.size, data.mirrored) == ("T-shirt/top", 28, True)
+    assert (len(data.train.labels), len(data.test.labels)) == (12, 10)
 
 
-def test_folders_of_images(tmp_path):
+@pytest.mark.parametrize("packed", [True, False])
+def test_idx_files(packed, tmp_path):
+    read = example("training.data").read
+    path = {name: tmp_path / (f"{name}.gz" if packed else name) for name in IDX}
+    pack = gzip.compress if packed else bytes
+    for name in IDX:
+        path[name].write_bytes(pack(idx(name)))
+    data = read(str(tmp_path))
+    assert (data.classes, data.size, data.mirrored) == ([str(i) for i in range(10)], 28, False)
+    assert data.train.labels.tolist() == IDX["train-labels-idx1-ubyte"].tolist()
+    np.testing.assert_array_equal(np.asarray(data.test.load(9))[..., 2], IDX["t10k-images-idx3-ubyte"][9])
+    np.testing.assert_allclose(data.mean, [IDX["train-images-idx3-ubyte"].mean() / 255] * 3, atol=1e-4)
+
+    images, labels = path["train-images-idx3-ubyte"], path["train-labels-idx1-ubyte"]
+    labels.write_bytes(pack(idx("t10k-labels-idx1-ubyte")))
+    with pytest.raises(ValueError, match="12 images and 10 labels"):
+        read(str(tmp_path))
+    for content in (images.read_bytes()[:-9], b"", pack(b"<html>not found</html>")):
+        images.write_bytes(content)
+        with pytest.raises(ValueError, match=r"train-images-idx3-ubyte is no readable idx file"):
+            read(str(tmp_path))
+    labels.unlink()
+    images.write_bytes(pack(idx(images.name.removesuffix(".gz"))))
+    with pytest.raises(ValueError, match="neither train-labels-idx1-ubyte nor"):
+        read(str(tmp_path))
+
+
+def test_folders_of_images(tmp_path, capsys):
     read = example("training.data").read
     data = read(str(image_folder(tmp_path / "split")))
     assert data.classes == ["bright", "dark"]
@@ -104,27 +98,74 @@ def test_folders_of_images(tmp_path):
     assert len(whole.test.labels) == 3
     assert not {*whole.train.paths} & {*whole.test.paths}
 
-    for name in ("._0.png", ".hidden/0.png"):
-        (tmp_path / "split" / "train" / name).parent.mkdir(exist_ok=True)
-        (tmp_path / "split" / "train" / name).write_bytes(b"no picture")
-    (tmp_path / "split" / "train" / "dark" / "._0.png").write_bytes(b"no picture")
+    train, val = tmp_path / "split" / "train", tmp_path / "split" / "val"
+    for name in ("._0.png", ".hidden/0.png", "dark/._0.png", "dark/.hidden/0.png", "dark/README", "dark/labels.csv"):
+        (train / name).parent.mkdir(exist_ok=True)
+        (train / name).write_bytes(b"no picture")
+    (train / "dark" / "circle").symlink_to(train / "dark")
+    assert capsys.readouterr().err == ""
     again = read(str(tmp_path / "split"))
-    assert again.classes == data.classes
-    assert again.train.paths == data.train.paths
+    assert (again.classes, again.train.paths) == (data.classes, data.train.paths)
+    assert (
+        f"left out 2 files that are no images: {train}/dark/README, {train}/dark/labels.csv" in capsys.readouterr().err
+    )
+    (tmp_path / "more").mkdir()
+    (val / "dark" / "0.jpg").rename(tmp_path / "more" / "0.JPG")
+    (val / "dark" / "more").symlink_to(tmp_path / "more")
+    assert f"{val}/dark/more/0.JPG" in read(str(tmp_path / "split")).test.paths
 
-    Image.new("I;16", (20, 20), 1000).save(tmp_path / "split" / "val" / "bright" / "1.png")
-    with pytest.raises(ValueError, match=r"bright/1\.png is no readable image: mode I;16 has more than 8 bits"):
-        again.test.load(1)
-    (tmp_path / "split" / "val" / "dark" / "0.jpg").write_bytes(b"no picture")
-    with pytest.raises(ValueError, match=r"dark/0\.jpg is no readable image"):
-        read(str(tmp_path / "split")).test.load(8)
-    (tmp_path / "split" / "val").rename(tmp_path / "split" / "other")
-    with pytest.raises(ValueError, match="neither val nor test"):
-        read(str(tmp_path / "split"))
-    (tmp_path / "split" / "other").rename(tmp_path / "split" / "test")
-    (tmp_path / "split" / "test" / "dark").rename(tmp_path / "split" / "test" / "night")
-    with pytest.raises(ValueError, match="are not the same"):
-        read(str(tmp_path / "split"))
+
+def test_folders_of_images_with_a_mistake(tmp_path):
+    read, folder = example("training.data").read, image_folder(tmp_path / "data", count=2)
+    train, val = folder / "train", folder / "val"
+
+    def refused(message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            read(str(folder))
+
+    (val / "bright" / "1.png").write_bytes(b"no picture")
+    refused(f"{val}/bright/1.png is no picture that Pillow reads")
+    (val / "bright" / "1.png").unlink()
+    (val / "bright" / "1.png").symlink_to("nowhere")
+    refused(f"{val}/bright/1.png cannot be read: No such file")
+    (val / "bright" / "1.png").unlink()
+    (train / "night").mkdir()
+    refused(f"{train}/night has no image, which is a file named .avif")
+    Image.new("F", (4, 4)).save(train / "night" / "0.tiff")
+    refused("train and val must have the same classes, only one has night")
+    (val / "night").symlink_to(train / "night")
+    refused(f"{train}/night/0.tiff is no picture that Pillow reads: pixels of mode F")
+    val.rename(folder / "other")
+    refused("neither val nor test")
+    train.rename(folder / "training")
+    (folder / "other").rename(tmp_path / "other")
+    refused(f"{folder} must have a folder for each of at least two classes, got training")
+
+
+def test_large_folders_are_checked_at_equal_distances(tmp_path, monkeypatch):
+    data, (folder,) = example("training.data"), [image_folder(tmp_path / "data", splits=())]
+    images, _ = data._files(folder)
+    monkeypatch.setattr(data, "CHECKED", 6)  # of 16: every third
+    for i, path in enumerate(images.paths):
+        if i % 3:
+            open(path, "w").close()
+    images.check()
+    open(images.paths[15], "w").close()
+    with pytest.raises(ValueError, match="is no picture"):
+        images.check()
+
+
+def test_photographs_are_upright_and_without_transparency(tmp_path):
+    """`test_cli_attention` has the modes of pixels; the same function reads them here."""
+    data, pixels = example("training.data"), RANDOM.integers(0, 65536, (8, 12)).astype(np.uint16)
+    turned = Image.Exif()
+    turned[0x112] = 6
+    paths = [str(tmp_path / name) for name in ("turned.png", "clear.png")]
+    Image.fromarray(pixels).save(paths[0], exif=turned)
+    Image.new("RGBA", (8, 8), (0, 0, 0, 0)).save(paths[1])
+    images = data.FileImages(paths, np.zeros(2, int))
+    np.testing.assert_array_equal(np.asarray(images.load(0))[..., 1], np.rot90(pixels >> 8, -1))
+    assert (np.asarray(images.load(1)) == 255).all()
 
 
 def test_a_batch_depends_on_its_number_alone():

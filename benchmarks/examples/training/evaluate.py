@@ -47,7 +47,7 @@ def evaluate(
         raise ValueError(f"{source or args.data} has other classes than those that {run.out} has learnt")
     model = models.trained(args, device, run.weights)
     patch = getattr(getattr(model.module, "patch_embed", None), "patch_size", (1, 1))[0]
-    sizes = list(dict.fromkeys(max(round(args.img_size * scale / patch), 1) * patch for scale in scales))
+    sizes = list(dict.fromkeys(max(round(args.image_size * scale / patch), 1) * patch for scale in scales))
     labels = torch.from_numpy(data.test.labels)
     found = {}
     for size in sizes:

@@ -47,7 +47,7 @@ class Trainer:
             self.rank, self.world,
         )  # fmt: skip
         each = args.batch // (args.accumulate * self.world)
-        self.test = TestBatches(data.test, recipe.test_transform(args, args.img_size), each, self.rank, self.world)
+        self.test = TestBatches(data.test, recipe.test_transform(args, args.image_size), each, self.rank, self.world)
         if self.data.steps == 0:
             raise ValueError(f"--batch must be at most the {len(data.train.labels)} training images, got {args.batch}")
         self.total = args.steps or self.data.steps * args.epochs
@@ -58,7 +58,7 @@ class Trainer:
         self.about = {
             "name": args.model, "plain": args.plain, "data": data.name, "images": len(data.train.labels),
             "parameters": sum(p.numel() for p in model.module.parameters()),
-            "flops": models.flops(model, args.img_size, device),
+            "flops": models.flops(model, args.image_size, device),
         }  # fmt: skip
         if args.freeze:
             models.freeze(model.module)

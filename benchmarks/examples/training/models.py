@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ import fastvit
 from fastvit import zoo
 from fastvit.study.sources.from_zoo import reference_model
 
-from .data import DIGITS, IMAGENET, Data
+from .data import DIGITS, DOWNLOADED, IMAGENET, Data
 from .state import SETTINGS, Run
 
 SMALL = 64  # pixels; smaller images keep their size in the first layer of a ResNet
@@ -53,12 +54,12 @@ def settle(args: argparse.Namespace, data: Data) -> None:
         ValueError: options that exclude each other.
     """
     args.name = {"vit": data.vit, "resnet": data.resnet}.get(args.model, args.model)
-    args.img_size = args.img_size or data.size
+    args.image_size = args.image_size or data.size
     args.crop = args.crop or data.crop
     args.rand_augment = data.rand_augment if args.rand_augment is None else args.rand_augment
     args.classes, args.mirrored = data.classes, data.mirrored
     args.set = (data.options if args.model == "vit" else {}) | args.set
-    for name, option in {"num_classes": "--data", "img_size": "--img-size", "device": "--device"}.items():
+    for name, option in {"num_classes": "--data", "img_size": "--image-size", "device": "--device"}.items():
         if name in args.set:
             raise ValueError(f"--set {name}: {option} says it")
     ours = args.name in zoo.CONFIGS
@@ -74,7 +75,7 @@ def settle(args: argparse.Namespace, data: Data) -> None:
             args.mean, args.std = found["mean"], found["std"]
     for name in ("data", "weights", "teacher"):  # a run may be resumed from another folder
         value = getattr(args, name)
-        if value not in (None, DIGITS) and Path(value).exists():
+        if value not in (None, DIGITS, *DOWNLOADED) and Path(value).exists():
             setattr(args, name, str(Path(value).absolute()))
 
 
@@ -91,7 +92,7 @@ def build(args: argparse.Namespace, device: torch.device, weights: str | None = 
     if args.name not in zoo.CONFIGS:
         return _of_timm(args, device, weights)
     options = {
-        "num_classes": len(args.classes), "img_size": args.img_size, "mean": args.mean, "std": args.std,
+        "num_classes": len(args.classes), "img_size": args.image_size, "mean": args.mean, "std": args.std,
         "drop_path_rate": DROP_PATH if args.drop_path is None else args.drop_path,
     }  # fmt: skip
     if args.dropout is not None:
@@ -112,10 +113,12 @@ def build(args: argparse.Namespace, device: torch.device, weights: str | None = 
 
 def _of_timm(args: argparse.Namespace, device: torch.device, weights: str | None) -> Model:
     if not timm.is_model(args.name):
-        zoo.config(args.name)  # raises, with the nearest names
+        near = difflib.get_close_matches(args.name, [*zoo.CONFIGS, *timm.list_models()])
+        hint = f"; nearest: {', '.join(dict.fromkeys(near))}" if near else ""
+        raise ValueError(f"--model must be vit, resnet, or a model of fastvit or timm, got {args.name}{hint}")
     options: dict[str, Any] = {"num_classes": len(args.classes), "drop_rate": args.dropout or 0.0}
     if (known := timm.get_pretrained_cfg(args.name)) is not None and known.fixed_input_size:
-        options["img_size"] = args.img_size
+        options["img_size"] = args.image_size
     rate = DROP_PATH if args.drop_path is None else args.drop_path
     try:
         try:
@@ -128,7 +131,7 @@ def _of_timm(args: argparse.Namespace, device: torch.device, weights: str | None
     except TypeError as error:
         raise ValueError(f"{args.name} takes no such argument: {error}") from None
     residual = isinstance(module, timm.models.resnet.ResNet) and isinstance(module.conv1, nn.Conv2d)
-    if args.img_size <= SMALL and residual:
+    if args.image_size <= SMALL and residual:
         # He et al. 2015, section 4.2: a first convolution of 3 x 3 without stride, no pooling
         module.conv1 = nn.Conv2d(3, module.conv1.out_channels, 3, padding=1, bias=False)
         nn.init.kaiming_normal_(module.conv1.weight, mode="fan_out", nonlinearity="relu")

@@ -18,14 +18,14 @@ def train_transform(args: argparse.Namespace) -> Any:
     # At most 9: at 10, timm's posterize keeps 0 bits, which Pillow refuses
     augment = f"rand-m{args.rand_augment}-n2-mstd0.5-mmax9-inc1" if args.rand_augment else None
     return create_transform(
-        args.img_size, is_training=True, scale=(args.crop, 1.0), hflip=args.mirrored / 2, auto_augment=augment,
+        args.image_size, is_training=True, scale=(args.crop, 1.0), hflip=args.mirrored / 2, auto_augment=augment,
         color_jitter=0.0, mean=args.mean, interpolation="bicubic", use_prefetcher=True,
     )  # fmt: skip
 
 
 def test_transform(args: argparse.Namespace, size: int) -> Any:
     """Return resize and centre crop to a size: PIL -> (3, S, S) uint8. Small images keep their border."""
-    crop = 1.0 if args.img_size <= 64 else 0.9
+    crop = 1.0 if args.image_size <= 64 else 0.9
     return create_transform(size, crop_pct=crop, interpolation="bicubic", use_prefetcher=True)
 
 
@@ -40,9 +40,7 @@ def collate(args: argparse.Namespace) -> FastCollateMixup:
 def optimizer(args: argparse.Namespace, module: nn.Module) -> torch.optim.Optimizer:
     """Return AdamW; no decay of biases, norms, positions and tokens. With --layer-decay, the learning rate of a layer
     is that of the next one times this factor."""
-    return create_optimizer_v2(
-        module, "adamw", args.lr, args.weight_decay, layer_decay=args.layer_decay, betas=(0.9, args.beta2)
-    )
+    return create_optimizer_v2(module, "adamw", args.lr, args.weight_decay, layer_decay=args.layer_decay)
 
 
 def schedule(args: argparse.Namespace, chosen: torch.optim.Optimizer, steps: int, epoch: int) -> CosineLRScheduler:
