@@ -60,7 +60,8 @@ def run(journal: Journal, first: FirstMinutes | None, steps: list[Step], seconds
         runner.end()
         keep_tuned(journal)
         records = journal.records()
-        write_text(journal.folder / "table.md", summary.markdown(records))  # the last of several writers
+        page = summary.markdown(records, summary.Rates(records))
+        write_text(journal.folder / "table.md", page)  # the last of several writers
     if steps:
         print(rest.summary(steps, journal))
     if first is not None:

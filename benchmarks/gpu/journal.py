@@ -12,7 +12,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -53,11 +53,7 @@ class Journal:
 
     def records(self) -> list[Record]:
         """Return the last record of each kind and name, in the order of their first."""
-        found: dict[tuple[str, str], Record] = {}
-        for record in read(self.path):
-            if (record["device"], record["sources"]) == (self.device, self.code):
-                found[record["kind"], record["name"]] = record
-        return list(found.values())
+        return last(r for r in read(self.path) if (r["device"], r["sources"]) == (self.device, self.code))
 
     def get(self, kind: str, name: str) -> Record | None:
         return next((r for r in self.records() if (r["kind"], r["name"]) == (kind, name)), None)
@@ -83,6 +79,11 @@ def read(path: Path) -> list[Record]:
         if isinstance(record, dict) and {"kind", "name", "status", "device", "sources"} <= record.keys():
             found.append(record)
     return found
+
+
+def last(records: Iterable[Record]) -> list[Record]:
+    """Return the last record of each kind and name, in the order of their first."""
+    return list({(record["kind"], record["name"]): record for record in records}.values())
 
 
 def results_folder(device: str) -> Path:

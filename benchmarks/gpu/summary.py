@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
 
 import torch
 
 from benchmarks.gpu import verdict
 from benchmarks.gpu.journal import BEGUN, Record
 from benchmarks.gpu.verdict import figures, ratios, reason
+from benchmarks.harness.timing import Ceilings
+from benchmarks.harness.workloads import workloads
 
 MODES = {"inference": "forward", "training": "forward + backward"}
 PROVIDERS = ("eager", "flash", "cudnn", "fastvit")
@@ -16,8 +20,36 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 TOLERANCE = 0.05  # of the largest result, by which a timed result may differ from another provider's
 
 
-def markdown(records: list[Record]) -> str:
+class Rates:
+    """What times amount to, next to the limits that were measured on the machine."""
+
+    def __init__(self, records: Iterable[Record]) -> None:
+        """Count FLOPs and bytes of every time, which takes seconds where there are models."""
+        known = {f"{w.op} {w}": w for w in workloads("headline", "quick")}
+        cost = functools.cache(lambda name, mode: known[name].cost(mode, torch.bfloat16))
+        self._limits: Ceilings | None = None
+        self._costs: dict[str, tuple[int, int]] = {}  # FLOPs, bytes
+        for r in records:
+            if r["name"] == "ceilings" and r["status"] == "passed":
+                self._limits = Ceilings(*(r[field.name] for field in fields(Ceilings)))
+            elif r["kind"] in ("row", "compiled") and r["status"] == "passed":
+                names = [name for name in known if r["name"].startswith(f"{name} ")]
+                if names:
+                    self._costs[r["name"]] = cost(max(names, key=len), r["mode"])
+
+    def cells(self, name: str, time: Mapping[str, float] | None) -> list[str]:
+        """Return the rate of a result, and its share of the limit that binds it; "-" without a time."""
+        if time is None or self._limits is None or name not in self._costs:
+            return ["-", "-"]
+        flops, moved = self._costs[name]
+        share = self._limits.least_seconds(flops, moved) / time["median"]
+        return [self._limits.rate(flops, moved, time["median"]), f"{share:.0%}"]
+
+
+def markdown(records: list[Record], rates: Rates | None = None) -> str:
+    """Return the page, without rates unless they are given."""
     machine = next((r for r in records if r["name"] == "machine"), {})
+    rates = rates or Rates(())
     lines = [
         f"# {machine.get('device', 'GPU')}",
         "",
@@ -30,8 +62,8 @@ def markdown(records: list[Record]) -> str:
         *_ceilings(records),
         *_steps(records),
         *_correct(records),
-        *_rows(records),
-        *_compiled(records),
+        *_rows(records, rates),
+        *_compiled(records, rates),
     ]
     return "\n".join(lines) + "\n"
 
@@ -82,32 +114,46 @@ def _verdict(r: Record) -> str:
     return figures(r) if r["status"] == "passed" else f"**{reason(r)}** {figures(r)}"
 
 
-def _rows(records: list[Record]) -> list[str]:
-    rows = []
+_LEGEND = """\
+us: of the GPU, by replays of a graph (* without one), cache cleared; called: host included, in a loop; rate: of
+fastvit, in the unit of the limit that binds it: FLOPs of matmuls, two for a multiply-add, as eager needs them,
+without what is recomputed (both passes of attention count as 3 forward passes; papers count 3.5), or bytes: every
+input, parameter, output and gradient once a pass; of the limit: the share of the measured limit above; tuned: launch
+choices of fastvit that were measured on this GPU, - where all are as shipped""".splitlines()
+
+
+def _rows(records: list[Record], rates: Rates) -> list[str]:
+    alone, called, notes = [], [], []
     for r in records:
         if r["kind"] != "row":
             continue
-        of = r.get("providers", {})
-        graph = [_us(of, name, "graph") for name in PROVIDERS]
-        called = [_us(of, name, "called") for name in PROVIDERS]
+        by_provider = r.get("providers", {})
         name = r["name"] if r["status"] == "passed" else f"{r['name']} (**{reason(r)[:160].replace('|', '/')}**)"
-        over = ", ".join(f"{value:.2f}x {key}" for key, value in ratios(r, "graph").items())
-        rows.append([name, *graph, *called, over, str(len(r.get("tuned", ())) or "-")])
-    times = [f"{name} us{called}" for called in ("", " called") for name in PROVIDERS]
-    head = ["row", *times, "us / fastvit's", "tuned"]
-    notes = [
-        f"- {r['name']}, {name}: {words}"
-        for r in records
-        if r["kind"] == "row"
-        for name, of in r.get("providers", {}).items()
-        for words in (of.get("skipped"), of.get("remark"))
-        if words
+        reached = rates.cells(r["name"], by_provider.get("fastvit", {}).get("graph"))
+        tuned = str(len(r.get("tuned", ())) or "-")
+        alone.append([name, *_times(by_provider, "graph"), *reached, _over(r, "graph"), tuned])
+        called.append([name, *_times(by_provider, "called"), _over(r, "called")])
+        notes += [
+            f"- {r['name']}, {provider}: {words}"
+            for provider, found in by_provider.items()
+            for words in (found.get("skipped"), found.get("remark"))
+            if words
+        ]
+    times = [f"{name} us" for name in PROVIDERS]
+    return [
+        *_table(["the GPU alone", *times, "rate", "of the limit", "us / fastvit's", "tuned"], alone),
+        *_table(["called", *times, "us / fastvit's"], called),
+        *_LEGEND * bool(alone),
+        *notes,
     ]
-    legend = [
-        "us: of the GPU, by replays of a graph (* without one), cache cleared; called: host included, in a loop; "
-        "tuned: launch choices of fastvit that were measured on this GPU, - where all are as shipped"
-    ]
-    return [*_table(head, rows), *legend * bool(rows), *notes]
+
+
+def _times(providers: Record, which: str) -> list[str]:
+    return [_us(providers, name, which) for name in PROVIDERS]
+
+
+def _over(r: Record, which: str) -> str:
+    return ", ".join(f"{value:.2f}x {name}" for name, value in ratios(r, which).items())
 
 
 def _us(providers: Record, name: str, which: str) -> str:
@@ -118,17 +164,16 @@ def _us(providers: Record, name: str, which: str) -> str:
     return f"{time['median'] * 1e6:,.1f}" + "*" * (which == "graph" and bool(providers[name].get("remark")))
 
 
-def _compiled(records: list[Record]) -> list[str]:
-    rows = [
-        [
-            r["name"],
-            *(f"{r[k]['median'] * 1e6:,.1f}" if r.get(k) else "-" for k in ("graph", "called")),
-            f"{r['status']} {reason(r)}".strip().replace("|", "/"),
-        ]
-        for r in records
-        if r["kind"] == "compiled"
-    ]
-    return _table(("torch.compile", "us", "us called", ""), rows)
+def _compiled(records: list[Record], rates: Rates) -> list[str]:
+    rows = []
+    for r in records:
+        if r["kind"] == "compiled":
+            alone, called = (
+                f"{r[which]['median'] * 1e6:,.1f}" if r.get(which) else "-" for which in ("graph", "called")
+            )
+            status = f"{r['status']} {reason(r)}".strip().replace("|", "/")
+            rows.append([r["name"], alone, *rates.cells(r["name"], r.get("graph")), called, status])
+    return _table(("torch.compile", "us", "rate", "of the limit", "us called", ""), rows)
 
 
 def short(records: list[Record]) -> list[str]:

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 
 import torch
 from pytest_benchmark.fixture import BenchmarkFixture
-from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.harness.agreement import agreement
 from benchmarks.harness.conditions import Conditions, load
@@ -72,28 +71,12 @@ class Session:
     def cost(self, workload: Workload, mode: str) -> tuple[int, int]:
         key = workload.id, mode
         if key not in self.costs:
-            self.costs[key] = cost(workload, mode, self.dtype)
+            self.costs[key] = workload.cost(mode, self.dtype)
         return self.costs[key]
 
     def work(self, workload: Workload, mode: str) -> float:
         """Return the seconds of one step of eager at the machine's limits."""
         return self.ceilings.least_seconds(*self.cost(workload, mode))
-
-
-def cost(workload: Workload, mode: str, dtype: torch.dtype) -> tuple[int, int]:
-    """Return the FLOPs that eager needs and the bytes that must move, from shapes alone, on the meta device."""
-    draw = Draw(dtype, "meta")
-    runner = workload.runner("eager", draw)
-    with FlopCounterMode(display=False) as counter:
-        outputs = runner.outputs()
-        if mode == "training":
-            torch.autograd.backward(outputs, draw.cotangents(outputs))  # the counter's hooks refuse grad()
-    into, out, leaves = (
-        sum(t.nbytes for t in tensors) for tensors in ((*runner.inputs, *runner.parameters), outputs, runner.leaves)
-    )
-    # backward reads inputs and parameters again and the outputs' gradients, and writes the leaves'
-    moved = into + out if mode == "inference" else 2 * into + 2 * out + leaves
-    return counter.get_total_flops(), moved
 
 
 def measure(benchmark: BenchmarkFixture, session: Session, workload: Workload, mode: str) -> Record:

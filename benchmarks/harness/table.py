@@ -30,10 +30,10 @@ fastvit   this package
 ms        median of interleaved rounds, at least seven, their order random
 MB        the most that one step allocates at a time: activations, temporaries,
           results, gradients; those of parameters do not grow with N
-/ fastvit that provider's figure in the row over fastvit's: above 1 where fastvit
-          is faster or smaller; ~ where the rounds do not tell the two apart: the
-          interval of the median ratio of a round holds 1 at 95 % (by order
-          statistics, for noise of any distribution)
+/ fastvit that provider's figure in the row over fastvit's: above 1 where
+          fastvit is faster or smaller; ~ where the rounds do not tell the two
+          apart: the interval of the median ratio of a round holds 1 at 95 %
+          (by order statistics, for noise of any distribution)
 ceiling   share that fastvit reaches of what the measured limits allow;
           what moves less than 134 MB is held against a copy in the cache
 error     fastvit's against float64, over eager's + one ulp: at most 2 forward,

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.harness.draw import Draw, Runner
 from benchmarks.harness.providers import COMPILED, OPS, compiled
@@ -59,6 +60,21 @@ class Workload:
             return runner.infer, runner
         gradients = draw.cotangents(runner.outputs())
         return (lambda: runner.gradients(gradients)), runner
+
+    def cost(self, mode: str, dtype: torch.dtype) -> tuple[int, int]:
+        """Return the FLOPs that eager needs and the bytes that must move, from shapes alone, on the meta device."""
+        draw = Draw(dtype, "meta")
+        runner = self.runner("eager", draw)
+        with FlopCounterMode(display=False) as counter:
+            outputs = runner.outputs()
+            if mode == "training":
+                torch.autograd.backward(outputs, draw.cotangents(outputs))  # the counter's hooks refuse grad()
+        into, out, leaves = (
+            sum(t.nbytes for t in tensors) for tensors in ((*runner.inputs, *runner.parameters), outputs, runner.leaves)
+        )
+        # backward reads inputs and parameters again and the outputs' gradients, and writes the leaves'
+        moved = into + out if mode == "inference" else 2 * into + 2 * out + leaves
+        return counter.get_total_flops(), moved
 
 
 def _words(sizes: dict[str, Any]) -> Iterator[str]:

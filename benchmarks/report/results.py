@@ -1,4 +1,5 @@
-"""Write benchmarks/results/README.md from the result files next to it, and the table of ops of the main README.
+"""Write benchmarks/results/README.md from the result files next to it, the tables of the main README, and `table.md` of
+each GPU.
 
     pytest benchmarks --benchmark-only --benchmark-json benchmarks/results/cpu/float32.json
     python -m benchmarks.report.results
@@ -18,9 +19,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.codegen import compile_time
-from benchmarks.gpu import verdict
-from benchmarks.gpu.journal import Record
-from benchmarks.gpu.journal import read as read_journal
+from benchmarks.gpu import journal, summary, verdict
 from benchmarks.harness import conditions, families, fitting, table
 from benchmarks.harness.provenance import ROOT
 from benchmarks.host import dispatch, launch, low_precision
@@ -30,6 +29,7 @@ from benchmarks.report.read import read
 from fastvit._output import write_file
 
 RESULTS = ROOT / "benchmarks" / "results"
+GPU = RESULTS / "nvidia_h200" / "results.jsonl"
 _INTRODUCTION = f"""\
 # Results
 
@@ -68,7 +68,7 @@ def _folder(folder: Path) -> Iterator[str]:
         "launch": launch.render, "low_precision": low_precision.render, "peers": peers.render,
         "compile_time": compile_time.render, "training": training.render, "fitting": fitting.render,
     }  # fmt: skip
-    if records := _last_records(folder):
+    if records := journal.last(journal.read(folder / "results.jsonl")):
         others = sorted(
             {path.name for path in folder.iterdir() if path.suffix in (".md", ".txt")} - {"README.md", "log.txt"}
         )
@@ -93,10 +93,10 @@ def _folder(folder: Path) -> Iterator[str]:
                 yield plot.picture(folder.name, name, "Accuracy and loss of a ViT and a ResNet, and what they cost")
 
 
-def _last_records(folder: Path) -> list[Record]:
-    """Return the last record of each result of `make gpu-first` in the folder; none without one."""
-    found: dict[tuple[str, str], Record] = {(r["kind"], r["name"]): r for r in read_journal(folder / "results.jsonl")}
-    return list(found.values())
+def gpu_page(path: Path) -> str:
+    """Return the page of a results.jsonl."""
+    records = journal.last(journal.read(path))
+    return summary.markdown(records, summary.Rates(records))
 
 
 # ---- the table of the main README: op, its case in the result file, what is fused, what is saved ----
@@ -143,9 +143,9 @@ _GPU_HEAD = """\
 |---|---|---|---|---|"""
 
 
-def gpu_table(folder: Path = RESULTS / "nvidia_h200") -> str:
+def gpu_table(path: Path = GPU) -> str:
     """Return the table of attention, blocks and models on a GPU, by the GPU's time alone: least to most over shapes."""
-    rows = [r for r in _last_records(folder) if r["kind"] == "row" and r["status"] == "passed"]
+    rows = [r for r in journal.last(journal.read(path)) if r["kind"] == "row" and r["status"] == "passed"]
     lines = [_GPU_HEAD]
     for op, name in _OF_A_GPU.items():
         cells, of_op = [], [r for r in rows if r["op"] == op]
@@ -176,6 +176,8 @@ def main(arguments: list[str] | None = None) -> None:
     chosen = parser.parse_args(arguments)
     write_file(chosen.to, page(chosen.folders))
     if not chosen.folders:
+        for path in RESULTS.glob("*/results.jsonl"):
+            write_file(path.with_name("table.md"), gpu_page(path))
         readme = ROOT / "README.md"
         write_file(readme, with_ops(readme.read_text()))
 

@@ -19,7 +19,7 @@ from library_imports import import_library
 from benchmarks.harness import measure, provenance, table, timing
 from benchmarks.harness.agreement import agreement
 from benchmarks.harness.draw import Draw, Runner
-from benchmarks.harness.measure import cost, interleave
+from benchmarks.harness.measure import interleave
 from benchmarks.harness.providers import OPS, Op
 from benchmarks.harness.schedule import FIRST, OutOfTime, Schedule, selection, turns
 from benchmarks.harness.sdpa_backend import SdpaBackend
@@ -145,8 +145,8 @@ def test_cost_of_a_matmul(monkeypatch):
 
     matmul = _workload(monkeypatch, build, M=8, K=16, N=32)
     read, written = 4 * (8 * 16 + 16 * 32), 4 * 8 * 32
-    assert cost(matmul, "inference", torch.float32) == (2 * 8 * 16 * 32, read + written)
-    assert cost(matmul, "training", torch.float32) == (3 * 2 * 8 * 16 * 32, 3 * read + 2 * written)
+    assert matmul.cost("inference", torch.float32) == (2 * 8 * 16 * 32, read + written)
+    assert matmul.cost("training", torch.float32) == (3 * 2 * 8 * 16 * 32, 3 * read + 2 * written)
 
 
 def test_draw_gives_every_precision_the_same_numbers():

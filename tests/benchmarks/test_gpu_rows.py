@@ -15,6 +15,7 @@ from fastvit.kernels import _configs, _tuned
 from fastvit.tuning.clock import Clock
 
 CPU = torch.device("cpu")
+ROW = "attention B1 N50 H3 d64 forward"
 
 
 def record(kind: str, name: str, status: str = "passed", **found: Any) -> Record:
@@ -118,23 +119,24 @@ def test_the_table_says_what_is_wrong_and_what_is_missing():
         record("correct", "mlp x bf16", case="mlp x", dtype="bf16", ratios=[0.5, 1.25]),
         record("correct", "mlp x fp16", "failed", case="mlp x", dtype="fp16", ratios=[None, 1.0], reason="inaccurate"),
         record("correct", "mlp x fp32", BEGUN, case="mlp x", dtype="fp32"),
-        record("row", "attention forward", op="attention", mode="inference", providers=figures, tuned=["gemm[1]"]),
+        record("environment", "ceilings", bytes_per_second=4e9, flops_per_second=1e12, cached_bytes_per_second=None),
+        record("row", ROW, op="attention", mode="inference", providers=figures, tuned=["gemm[1]"]),
         record("row", "block forward", op="block", mode="inference", providers=unhidden, tuned=[]),
         record("row", "model forward", BEGUN),
         record("step", "correct mlp", "failed", last=["Segmentation fault", "exit status 139"]),
     ]
-    text = summary.markdown(records)
+    text = summary.markdown(records, summary.Rates(records))
     assert "| mlp x | 0.50, 1.25 | **inaccurate** not finite, 1.00 | **did not end** |" in text
-    assert "| attention forward | 150.0 | - | - | 50.0 | 300.0 | - | - | 100.0 | 3.00x eager | 1 |" in text
-    assert "- attention forward, cudnn: RuntimeError: No available kernel" in text
-    assert "| block forward | - | - | - | - | - | - | - | 100.0 |  | - |" in text, (
-        "no time of the host as one of the GPU"
-    )
+    # Its bytes bind: four tensors of 50 x 3 x 64 in bfloat16, 76,800 bytes in 50 us
+    assert f"| {ROW} | 150.0 | - | - | 50.0 | 0.00154 TB/s | 38% | 3.00x eager | 1 |" in text
+    assert f"| {ROW} | 300.0 | - | - | 100.0 | 3.00x eager |" in text
+    assert f"- {ROW}, cudnn: RuntimeError: No available kernel" in text
+    assert "| block forward | - | - | - | - | - | - |  | - |" in text, "no time of the host as one of the GPU"
     assert "- block forward, fastvit: the GPU waited for the host" in text
     assert "| model forward (**did not end**) |" in text
     lines = summary.short(records)
     assert "mlp: 1 of 3 correct, worst error ratio 1.25" in lines
-    assert "attention forward: 50.0 us, eager 3.00x; as called eager 3.00x" in lines
+    assert f"{ROW}: 50.0 us, eager 3.00x; as called eager 3.00x" in lines
 
 
 def test_the_verdict_has_what_is_wrong_first_and_compares_what_was_timed():

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.gpu import verdict
+from benchmarks.gpu import journal, verdict
 from benchmarks.harness import provenance
 from benchmarks.harness.record import Provider, Record, environment
 from benchmarks.harness.timing import Ceilings
@@ -58,6 +58,11 @@ def test_the_page_is_that_of_the_result_files():
         assert (results.RESULTS / "cpu" / file).exists()
 
 
+def test_the_table_of_a_gpu_is_that_of_its_results():
+    """`make results` writes it."""
+    assert results.GPU.with_name("table.md").read_text() == results.gpu_page(results.GPU)
+
+
 def test_the_ops_of_the_readme_are_those_of_the_result_file():
     readme = (provenance.ROOT / "README.md").read_text()
     assert readme == results.with_ops(readme)
@@ -68,7 +73,7 @@ def test_the_ops_of_the_readme_are_those_of_the_result_file():
 
 
 def test_the_gpu_figures_of_the_readme_are_those_of_the_result_file():
-    records = results._last_records(results.RESULTS / "nvidia_h200")
+    records = journal.last(journal.read(results.GPU))
     readme = " ".join((provenance.ROOT / "README.md").read_text().split())
     checks = [r["status"] for r in records if r["kind"] == "correct"]
     assert {*checks} == {"passed"}

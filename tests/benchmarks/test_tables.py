@@ -187,6 +187,7 @@ def test_what_fits_into_a_cache_is_held_against_a_copy_in_the_cache():
     limits = Ceilings(1e10, 1e12, 4e10)
     assert (limits.least_seconds(0, 1e8), limits.least_seconds(0, 1e9)) == (1e8 / 4e10, 1e9 / 1e10)
     assert Ceilings(1e10, 1e12).least_seconds(0, 1e8) == 1e8 / 1e10
+    assert (limits.rate(2e12, 1e9, 0.01), limits.rate(1, 1e10, 5.0)) == ("200 TFLOP/s", "0.002 TB/s")
 
 
 def test_record_survives_json():
