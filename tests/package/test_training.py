@@ -194,6 +194,24 @@ def test_a_mistake_is_one_line(arguments, message, tmp_path, capsys, monkeypatch
     assert (tmp_path / "run").exists() == ("loss" in message), "nothing is in the way of another try"
 
 
+def test_a_library_that_is_missing_or_does_not_load_is_one_line(capsys):
+    guarded = example("extra").guarded
+
+    def fail(error: Exception) -> int:
+        raise error
+
+    for error, message in (
+        (ModuleNotFoundError("No module", name="sklearn.datasets"), 'needs scikit-learn, which is not installed: pip'),
+        (RuntimeError("operator torchvision::nms does not exist"), "torchvision does not load with this torch"),
+    ):  # fmt: skip
+        assert guarded(lambda error=error: fail(error)) == 2
+        err = capsys.readouterr().err
+        assert message in err
+        assert len(err.splitlines()) == 1
+    with pytest.raises(RuntimeError, match="a fault"):
+        guarded(lambda: fail(RuntimeError("a fault")))
+
+
 def test_a_run_is_not_mixed_with_another(tmp_path, capsys):
     out, settings = tmp_path / "run", [*SMALL, "--steps", "2"]
     assert train("run", *settings, "--out", out) == 0
