@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
+import io
 import itertools
 import json
 import os
@@ -18,14 +20,26 @@ import torch
 from torch import Tensor, nn
 
 from fastvit._output import printable
-from fastvit.weights.hub import fetch, is_hub_id
+from fastvit.weights.hub import fetch, is_file_name, is_hub_id
 
-SUFFIXES = (".safetensors", ".pth", ".pt", ".bin")
 INDEX = ".index.json"  # ends the name of an index of weights in several files
 FILES = ("model.safetensors", f"model.safetensors{INDEX}", "pytorch_model.bin", f"pytorch_model.bin{INDEX}")
-WRAPPERS = ("state_dict", "state_dict_ema", "model", "model_ema", "teacher", "student")
+WRAPPERS = (
+    "state_dict", "state_dict_ema", "model", "model_ema", "model_state_dict", "module", "ema", "net", "teacher",
+    "student",
+)  # fmt: skip
+LISTING = 1 << 20  # bytes in which a file may list its tensors: 48 blocks with an optimizer and an average take 235 kB
 INFLATED = 1 << 30  # bytes that a compressed file may hold, or four times its own size
-PARALLEL = ("module.", "_orig_mod.")  # DistributedDataParallel's and torch.compile's
+_OTHERS = {  # how files begin that are not read, and what they are
+    rb"version https://git-lfs": "a Git LFS pointer: run git lfs pull in its repository",
+    rb"\s*<": "a page of HTML or XML, as a failed download leaves it",
+    rb"\x1f\x8b|BZh|\xfd7zXZ|\x28\xb5\x2f\xfd": "compressed by gzip, bzip2, xz or zstd: unpack it first",
+    rb".{257}ustar": "a tar archive: unpack it first",
+    rb"\x93NUMPY": "an array of NumPy",
+    rb"\x89HDF": "HDF5, as Keras writes it",
+    rb"GGUF": "GGUF, as llama.cpp writes it",
+    rb"[\x81-\x8f\xde\xdf].{0,4}[\xa0-\xbf\xd9]": "msgpack, as Flax writes it",
+}
 
 
 class CheckpointError(ValueError):
@@ -46,52 +60,79 @@ def locate(weights: str | os.PathLike[str]) -> Path:
             f"weights must be a path, a repository of the Hugging Face Hub or a state_dict, got {weights!r:.200}"
         )
     path = Path(weights)
-    if path.is_dir() and path.suffix not in SUFFIXES:
-        path = next((path / name for name in FILES if (path / name).exists()), path)
-    elif isinstance(weights, str) and not path.exists() and path.suffix not in SUFFIXES and is_hub_id(weights):
-        return _with_shards(fetch(weights, FILES), weights)
-    if path.suffix not in SUFFIXES and not path.name.endswith(INDEX):
-        if path.is_dir():
-            raise CheckpointError(f"{path}: the folder has none of {', '.join(FILES)}; weights may name its file")
-        absent = "" if path.exists() else "; there is no file or folder of that name"
-        raise CheckpointError(
-            f"{path}: weights must be a {', '.join(SUFFIXES)} file, a folder with {FILES[0]}, a timm name with its tag "
-            "(vit_tiny_patch16_224.augreg_in21k), or a repository of the Hugging Face Hub (facebook/dinov2-small)"
-            f"{absent}"
-        )
+    if path.is_dir():
+        folder, names = path, [name for name in FILES if (path / name).is_file()]
+        if not names:
+            others = sorted(name for name in os.listdir(folder) if is_file_name(name))
+            has = f"; it has {first(others)}: weights may name one of them" if others else ""
+            raise CheckpointError(f"{folder}: the folder has none of {', '.join(FILES)}{has}")
+        path = folder / names[0]
     if not path.exists():
-        raise FileNotFoundError(f"{path}: no such file")
+        if is_file_name(path.name):
+            raise FileNotFoundError(f"{path}: no such file")
+        if isinstance(weights, str) and is_hub_id(weights):
+            return _with_shards(fetch(weights, FILES), weights)
+        raise CheckpointError(
+            f"{path}: weights must be a file of safetensors or torch.save, a folder with {FILES[0]}, a timm name with "
+            "its tag (vit_tiny_patch16_224.augreg_in21k), or a repository of the Hugging Face Hub "
+            "(facebook/dinov2-small); there is no file or folder of that name"
+        )
     if not path.is_file():
         raise CheckpointError(f"{path} is not a file")
     if path.stat().st_size == 0:
         raise CheckpointError(f"{path} is empty")
+    _kind(path)
     return path
+
+
+def _kind(path: Path) -> str:
+    """Return "zip" or "pickle" (torch.save), "safetensors" or "json" (an index of shards), by how a file begins."""
+    with path.open("rb") as file:
+        head = file.read(512)
+    if head[4:9] == b"\0\0\0\0{":  # the length of the header in eight bytes, little-endian, and the header
+        return "safetensors"
+    if head.startswith(b"PK\x03\x04"):  # torch.load takes only such files for zip files
+        return "zip"
+    if re.match(rb"\x80[\x02-\x05]", head):  # pickle's protocol; older ones have no mark
+        return "pickle"
+    if re.match(rb"\s*\{", head):
+        return "json"
+    begins = f"it begins with {head[:32]!r}"
+    what = next((what for start, what in _OTHERS.items() if re.match(start, head, re.DOTALL)), begins)
+    raise CheckpointError(f"{path} is no file of safetensors or torch.save, but {what}")
 
 
 def read(path: str | os.PathLike[str]) -> Any:
     """Read the content of a file, on the CPU; no code from the file runs.
 
     Args:
-        path: a `.safetensors`, `.pth`, `.pt` or `.bin` file; a folder with `model.safetensors` or `pytorch_model.bin`,
-            also in shards (`model.safetensors.index.json`); or a repository of the Hugging Face Hub that has these,
-            "owner/name" or "hf-hub:owner/name@revision", which comes from the Hub's cache or is downloaded. An
-            existing path goes before a repository of that name.
+        path: a file of safetensors or torch.save, whatever its name; a folder with `model.safetensors` or
+            `pytorch_model.bin`, also in shards (`model.safetensors.index.json`); or a repository of the Hugging Face
+            Hub that has these, "owner/name" or "hf-hub:owner/name@revision", which comes from the Hub's cache or is
+            downloaded. An existing path goes before a repository of that name.
 
     Raises:
         CheckpointError, FileNotFoundError, ImportError: as `load`.
     """
     path = locate(path)
-    if path.name.endswith(INDEX):
-        return {key: value for shard in _shards(path) for key, value in one_state_dict(read(shard), str(shard)).items()}
-    return _read_safetensors(path) if path.suffix == ".safetensors" else _read_pickle(path)
+    if _kind(path) != "json":
+        return _read(path)
+    shards = _shards(path)
+    return {key: value for shard in shards for key, value in one_state_dict(_read(shard), str(shard)).items()}
+
+
+def _read(path: Path) -> Any:
+    path = locate(path)
+    return _read_safetensors(path) if _kind(path) == "safetensors" else _read_pickle(path)
 
 
 def _shards(index: Path) -> list[Path]:
     """Return the files that an index of shards names; they lie in its folder."""
+    _check_listing(index, index.stat().st_size)
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        good = bool(names) and all(Path(name).name == name and Path(name).suffix in SUFFIXES for name in names)
-    except (ValueError, LookupError, TypeError, AttributeError):
+        good = bool(names) and all(Path(name).name == name and Path(name).suffix for name in names)
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         good = False
     if not good:
         raise CheckpointError(f"{index} is no index of shards: not a weight_map to names of files in its folder")
@@ -113,6 +154,8 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
+    with path.open("rb") as file:
+        _check_listing(path, min(int.from_bytes(file.read(8), "little"), path.stat().st_size))
     try:
         return load_file(path, device="cpu")
     except (SafetensorError, ValueError, KeyError) as error:  # KeyError: a dtype that this torch does not have
@@ -120,10 +163,17 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
 
 
 def _read_pickle(path: Path) -> Any:
-    _check_inflated(path)
+    in_zip = _kind(path) == "zip"
+    if in_zip:
+        _check_zip(path)
     try:
-        with torch.serialization.safe_globals([argparse.Namespace]):  # timm's training checkpoints carry their options
-            return torch.load(path, map_location="cpu", weights_only=True)
+        with (
+            contextlib.nullcontext(path) if in_zip else _Pickle(path) as file,
+            torch.serialization.safe_globals([argparse.Namespace]),  # timm's training checkpoints carry their options
+        ):
+            return torch.load(file, map_location="cpu", weights_only=True)
+    except CheckpointError:
+        raise
     except pickle.UnpicklingError as error:
         named = re.search(r"GLOBAL (\S+)", str(error))
         what = f"asks for {printable(named[1])}" if named else "is damaged, or holds more than tensors"
@@ -137,17 +187,35 @@ def _read_pickle(path: Path) -> Any:
         raise _damaged(path, error) from None
 
 
-def _check_inflated(path: Path) -> None:
-    """Refuse a zip file whose entries are far larger than itself, before any is inflated. torch.save deflates none."""
-    with path.open("rb") as file:
-        if file.read(4) != b"PK\x03\x04":  # torch.load takes only such files for zip files, and inflates nothing else
-            return
+class _Pickle(io.BufferedReader):
+    """A file that torch.save wrote without a zip archive. Counts the bytes of the pickle, which come before the values
+    of the tensors; torch reads the values by the number of the file."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(io.FileIO(path))
+        self.path, self.count = path, 0
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        content = super().read(size)
+        self.count += len(content)
+        _check_listing(self.path, self.count)
+        return content
+
+
+def _check_zip(path: Path) -> None:
+    """Refuse a zip file that torch.save has not written, or whose pickle or entries are too large, before any is
+    inflated. torch.save deflates none."""
     try:
         with zipfile.ZipFile(path) as archive:
-            held = sum(entry.file_size for entry in archive.infolist())
+            entries = archive.infolist()
     except Exception as error:  # a damaged file makes the zip reader raise anything
         raise _damaged(path, error) from None
-    limit = max(INFLATED, 4 * path.stat().st_size)
+    pickles = [entry.file_size for entry in entries if Path(entry.filename).name == "data.pkl"]
+    if not pickles:
+        names = first([entry.filename for entry in entries], 3)
+        raise CheckpointError(f"{path} is a zip archive, but not of torch.save: it has no data.pkl, but {names}")
+    _check_listing(path, max(pickles))
+    held, limit = sum(entry.file_size for entry in entries), max(INFLATED, 4 * path.stat().st_size)
     if held > limit:
         raise CheckpointError(
             f"{path} would inflate to {held:,} bytes, and at most {limit:,} are inflated: {INFLATED >> 30} GiB, or "
@@ -155,29 +223,44 @@ def _check_inflated(path: Path) -> None:
         )
 
 
+def _check_listing(path: Path, count: int) -> None:
+    """Refuse a file that lists its tensors in so many bytes: the time that reading takes grows with them."""
+    if count > LISTING:
+        raise CheckpointError(
+            f"{path} has more than {LISTING:,} bytes of names and other objects besides the values of its tensors. If "
+            "you trust it, read it by torch.load or safetensors.torch.load_file, and pass its state_dict"
+        )
+
+
 def _damaged(path: Path, error: Exception) -> CheckpointError:
     return CheckpointError(f"{path} is damaged or is no file of torch.save: {error!r:.200}")
 
 
-def one_state_dict(content: Any, where: str) -> dict[str, Tensor]:
-    """Return the one state_dict in a file's content, without the prefixes of parallel training."""
-    if isinstance(content, Mapping):
-        inside = [key for key in WRAPPERS if isinstance(content.get(key), Mapping)]
+def unwrapped(content: Any, where: str) -> tuple[Any, str]:
+    """Return the state_dict in the content of a training checkpoint, and the subscripts that lead to it."""
+    keys: list[str] = []
+    for _ in range(3):  # not for ever: a pickled dict may hold itself
+        inside = [key for key in WRAPPERS if isinstance(content, Mapping) and isinstance(content.get(key), Mapping)]
+        if len(inside) > 1:  # others may be configurations
+            inside = [key for key in inside if any(isinstance(value, Tensor) for value in content[key].values())]
         if len(inside) > 1:
             raise CheckpointError(
                 f"{where} holds several state_dicts, {inside}: choose with weights=fastvit.checkpoints.read(path)[...]"
             )
-        if inside:
-            content = content[inside[0]]
+        keys += inside
+        content = content[inside[0]] if inside else content
+    return content, "".join(f"[{key!r}]" for key in keys)
+
+
+def one_state_dict(content: Any, where: str) -> dict[str, Tensor]:
+    """Return the one state_dict in a file's content, with the names that it has there."""
+    content, _ = unwrapped(content, where)
     if not isinstance(content, Mapping) or not content:
         raise CheckpointError(f"{where} holds no state_dict but a {type(content).__name__}")
     wrong = [f"{key!r}: {type(value).__name__}" for key, value in content.items() if not _is_plain(key, value)]
     if wrong:
         raise CheckpointError(f"{where} is no state_dict: not a name with a dense tensor: {first(wrong)}")
-    tensors = dict(content)
-    while prefix := next((p for p in PARALLEL if all(key.startswith(p) for key in tensors)), None):
-        tensors = {key.removeprefix(prefix): value for key, value in tensors.items()}
-    return tensors
+    return dict(content)
 
 
 def _is_plain(key: Any, value: Any) -> bool:

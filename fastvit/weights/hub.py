@@ -19,11 +19,16 @@ def is_hub_id(weights: str) -> bool:
     return _ID.fullmatch(weights) is not None
 
 
-def repository_of_tag(weights: Any, names: Container[str], suffixes: Container[str]) -> Any:
-    """Return the repository of one of these names followed by timm's tag. Weights that exist as a path, name a file
-    with one of these suffixes or are no such name are returned as they are."""
+def is_file_name(name: str) -> bool:
+    """Return whether this is how files of weights are called, so that it is no repository or tag."""
+    return name.lower().endswith((".safetensors", ".pth", ".pt", ".bin", ".ckpt", ".tar", ".index.json"))
+
+
+def repository_of_tag(weights: Any, names: Container[str]) -> Any:
+    """Return the repository of one of these names followed by timm's tag. Weights that exist as a path, have a file's
+    name or are no such name are returned as they are."""
     name, dot, tag = weights.partition(".") if isinstance(weights, str) else ("", "", "")
-    if name not in names or not tag or dot + tag in suffixes or os.path.exists(weights):
+    if name not in names or not tag or is_file_name(dot + tag) or os.path.exists(weights):
         return weights
     return f"timm/{weights.replace('_clip_quickgelu_', '_clip_')}"  # timm has one repository for both
 

@@ -65,7 +65,7 @@ class Source:
 
 
 def _looked_up(name: str, table: Mapping[str, str], otherwise: str) -> str:
-    parts = name.split(".")
+    parts = name.split(".", 8)  # no table has names of more parts
     for cut in range(len(parts), 0, -1):
         head, tail = ".".join(parts[:cut]), parts[cut:]
         if head in table:

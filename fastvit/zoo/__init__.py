@@ -12,7 +12,7 @@ from fastvit.distilled import VisionTransformerDistilled
 from fastvit.eva import Eva
 from fastvit.modules.arguments import check_known
 from fastvit.vit import VisionTransformer
-from fastvit.weights.files import SUFFIXES, locate, one_state_dict
+from fastvit.weights.files import locate, one_state_dict
 from fastvit.weights.hub import repository_of_tag
 from fastvit.weights.load import Weights
 from fastvit.zoo import eva, video, vit
@@ -60,7 +60,7 @@ def create_model(
 
     Args:
         name: one of `list_models()`, or that with a tag of timm's, for weights=True.
-        weights: a `.safetensors`, `.pth`, `.pt` or `.bin` file, a folder as Hugging Face saves it, or a state_dict, of
+        weights: a file of safetensors or torch.save, a folder as Hugging Face saves it, or a state_dict, of
             timm, torchvision, Hugging Face transformers, Meta's DINOv2 and DINOv3, OpenAI's CLIP, open_clip or Apple's
             AIMv2; positions are interpolated to `img_size`. No code from a file is run. If there is no such path, a
             repository of the Hugging Face Hub, "owner/name" or "hf-hub:owner/name@revision", or a timm name with its
@@ -79,7 +79,7 @@ def create_model(
         TypeError: an override that the model does not take; a wrong type of name or weights.
         CheckpointError: a ValueError: a damaged file, or one that does not fit, with a list of what does not fit.
         FileNotFoundError: no such file, or nothing to download; the message has the reason and the command to run.
-        ImportError: a `.safetensors` file without the package safetensors, a repository without huggingface_hub.
+        ImportError: a file of safetensors without that package, a repository without huggingface_hub.
     """
     bare, _, tag = name.partition(".") if isinstance(name, str) else (name, "", "")
     arguments = config(bare)
@@ -94,12 +94,12 @@ def create_model(
         if not tag:
             example = "such as 'vit_tiny_patch16_224.augreg_in21k'; timm.list_pretrained lists them"
             raise ValueError(f"weights=True needs a name with a tag of timm's, {example}; got {name!r}")
-        repository = repository_of_tag(name, CONFIGS, SUFFIXES)
+        repository = repository_of_tag(name, CONFIGS)
         weights = one_state_dict(checkpoints.read(repository), repository)
         if not drop_head:
             overrides.setdefault("num_classes", len(weights["head.weight"]) if "head.weight" in weights else 0)
     elif not isinstance(weights, Mapping):
-        weights = locate(repository_of_tag(weights, CONFIGS, SUFFIXES))
+        weights = locate(repository_of_tag(weights, CONFIGS))
     model = kind(**{**arguments, **overrides})
     if weights is not None:
         checkpoints.load(model, weights, drop_head=drop_head)

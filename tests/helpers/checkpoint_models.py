@@ -1,14 +1,21 @@
 """Small models for the tests of checkpoints, and the comparison with the library's own."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
+
+import fastvit
+from fastvit import checkpoints
+from fastvit.checkpoints import CheckpointError
 
 SMALL: dict[str, Any] = {
     "img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 2, "mlp_ratio": 2.0, "num_classes": 0,
 }  # fmt: skip
+ONE_BLOCK: dict[str, Any] = {**SMALL, "depth": 1, "num_classes": 5}
 HF_SMALL: dict[str, Any] = {
     "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64,
     "image_size": 16, "patch_size": 4,
@@ -38,6 +45,25 @@ def renamed(state: dict[str, Tensor], names: dict[str, str]) -> dict[str, Tensor
             key = key.replace(old, new)
         result[key] = value
     return result
+
+
+def state_dict(**changes: Any) -> dict[str, Tensor]:
+    return dict(fastvit.VisionTransformer(**{**ONE_BLOCK, **changes}).state_dict())
+
+
+def refused(weights: Any, *messages: str, **arguments: Any) -> str:
+    """Asserts that loading raises with all of these patterns and changes nothing; the message."""
+    model = fastvit.VisionTransformer(**{**ONE_BLOCK, **arguments})
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    with pytest.raises(CheckpointError) as caught:
+        checkpoints.load(model, weights)
+    for message in messages:
+        assert re.search(message, str(caught.value)), str(caught.value)
+    if not isinstance(weights, dict):
+        assert str(weights) in str(caught.value)
+    for key, value in model.state_dict().items():
+        assert torch.equal(value, before[key]), key
+    return str(caught.value)
 
 
 @torch.inference_mode()

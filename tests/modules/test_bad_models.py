@@ -166,7 +166,7 @@ MODULES: dict[Callable[..., nn.Module], list[Mistake]] = {
          {"num_register_tokens": 4}),
         (TypeError, "zzz is not an argument of VisionTransformer: its arguments are img_size, patch", {"zzz": 1}),
         (FileNotFoundError, "absent.pth: no such file", {"weights": "absent.pth"}),
-        (CheckpointError, "model.npz: weights must be a .safetensors, ", {"weights": "model.npz"}),
+        (CheckpointError, "model.npz: weights must be a file of safetensors ", {"weights": "model.npz"}),
         (ValueError, "drop_head=True needs weights", {"drop_head": True}),
         (ValueError, head_dim("embed_dim", 768, 1), {"num_heads": 1}),
     ],

@@ -1,202 +1,19 @@
-"""Files that must be refused: the error says why and names the file, the model is unchanged, and no code has run."""
+"""Weights that do not fit a model: one error lists all that is wrong, with a remedy; the model is unchanged."""
 
-import importlib.util
-import os
-import pickle
 import re
-import struct
-import traceback
-import zipfile
 from pathlib import Path
 from typing import Any
 
-import checkpoint_models
 import pytest
 import torch
-from torch import Tensor, nn
+from checkpoint_models import ONE_BLOCK, refused, state_dict
+from torch import nn
 
 import fastvit
 from fastvit import checkpoints
 from fastvit.checkpoints import CheckpointError
-from fastvit.weights import files as weight_files
 
 safetensors = pytest.importorskip("safetensors.torch")
-
-SMALL: dict[str, Any] = {**checkpoint_models.SMALL, "depth": 1, "num_classes": 5}
-
-
-def state_dict(**changes: Any) -> dict[str, Tensor]:
-    return dict(fastvit.VisionTransformer(**{**SMALL, **changes}).state_dict())
-
-
-def refused(weights: Any, *messages: str, **arguments: Any) -> str:
-    """Asserts that loading raises with all of these patterns and changes nothing; the message."""
-    model = fastvit.VisionTransformer(**{**SMALL, **arguments})
-    before = {key: value.clone() for key, value in model.state_dict().items()}
-    with pytest.raises(CheckpointError) as caught:
-        checkpoints.load(model, weights)
-    for message in messages:
-        assert re.search(message, str(caught.value)), str(caught.value)
-    if not isinstance(weights, dict):
-        assert str(weights) in str(caught.value)
-    for key, value in model.state_dict().items():
-        assert torch.equal(value, before[key]), key
-    return str(caught.value)
-
-
-class Command:
-    """Unpickled as a program would unpickle it, this makes a directory."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = str(path)
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (self.path,)
-
-
-# ---- damaged and hostile files ----
-
-
-def test_escape_sequences_are_not_printed(tmp_path: Path) -> None:
-    """Neither of keys nor of the class that a file asks for, in the message or in the traceback."""
-    evil, tensor, path = "\x1b]0;title\x07\x1b[2J\u202e", torch.zeros(1), tmp_path / "model.pth"
-    path.write_bytes(b"cevil\x1b[2J\nname\n(tR.")
-    files = [{evil: tensor}, {evil: 1}, {f"{evil}.patch_embed.proj.weight": tensor}, {f"dist_token{evil}": tensor}]
-    for weights in (*files, {**state_dict(), f"blocks.0.{evil}": tensor}, path):
-        with pytest.raises(CheckpointError, match=r"\\x1b") as caught:
-            checkpoints.load(fastvit.VisionTransformer(**SMALL), weights)
-        text = "".join(traceback.format_exception(caught.value))
-        assert all(map(str.isprintable, text.splitlines())), text
-
-
-@pytest.mark.parametrize("suffix", [".pth", ".pt", ".bin"])
-def test_files_that_inflate_without_measure(suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, path = tmp_path / f"plain{suffix}", tmp_path / f"deflated{suffix}"
-    torch.save({"a": torch.zeros(1 << 18)}, plain)
-    with zipfile.ZipFile(plain) as old, zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as new:
-        for name in old.namelist():
-            new.writestr(name, old.read(name))
-    assert torch.equal(checkpoints.read(path)["a"], torch.zeros(1 << 18))
-    monkeypatch.setattr(weight_files, "INFLATED", 1 << 20)  # of 1 GiB
-    monkeypatch.setattr(torch, "load", None)
-    refused(path, r"would inflate to 1,04\d,\d{3} bytes, and at most 1,048,576 are")
-    with zipfile.ZipFile(plain, "a") as archive:  # not compressed, but there five times
-        archive.filelist += 4 * archive.filelist
-        archive.writestr("end", "")
-    refused(plain, "would inflate to 5,")
-
-
-@pytest.mark.parametrize("suffix", [".safetensors", ".pth", ".pt", ".bin"])
-def test_damaged_files(suffix: str, tmp_path: Path) -> None:
-    whole = tmp_path / f"whole{suffix}"
-    (safetensors.save_file if suffix == ".safetensors" else torch.save)(state_dict(), whole)
-    content = whole.read_bytes()
-    path = tmp_path / f"damaged{suffix}"
-    for length in (0, 1, 7, 9, 100, len(content) // 2, len(content) - 1):
-        path.write_bytes(content[:length])
-        refused(path, "empty" if length == 0 else "damaged|asks for")
-    for noise in (b"\x00" * 64, b"\xff" * 64, b"not weights at all, but a page of HTML", bytes(range(256)) * 8):
-        path.write_bytes(noise)
-        refused(path, "damaged|asks for")
-
-
-def test_hostile_safetensors(tmp_path: Path) -> None:
-    path = tmp_path / "model.safetensors"
-
-    def write(header: bytes, length: int | None = None, data: bytes = b"\x00" * 16) -> None:
-        path.write_bytes(struct.pack("<Q", len(header) if length is None else length) + header + data)
-
-    write(b"{}", length=1 << 62)
-    refused(path, "damaged")
-    for header in (
-        b"[" * 4096,
-        b'{"a":{"dtype":"F32","shape":[4611686018427387904,4],"data_offsets":[0,16]}}',
-        b'{"a":{"dtype":"F32","shape":[4],"data_offsets":[0,1600]}}',
-        b'{"a":{"dtype":"U8","shape":[8],"data_offsets":[0,8]},"b":{"dtype":"U8","shape":[9],"data_offsets":[7,16]}}',
-        b'{"a":{"dtype":"X99","shape":[4],"data_offsets":[0,16]}}',
-    ):
-        write(header)
-        refused(path, "damaged")
-    write(b"{}", data=b"")
-    refused(path, "holds no state_dict")
-
-
-@pytest.mark.parametrize("raw", [False, True], ids=["torch.save", "pickle"])
-@pytest.mark.parametrize("suffix", [".pth", ".pt", ".bin"])
-def test_no_code_runs(suffix: str, raw: bool, tmp_path: Path) -> None:
-    made, path = tmp_path / "made", tmp_path / f"model{suffix}"
-    for content in (Command(made), {"state_dict": state_dict(), "hook": Command(made)}):
-        if raw:
-            path.write_bytes(pickle.dumps(content))
-        else:
-            torch.save(content, path)
-        refused(path, "no code is run" if raw else r"asks for \S*mkdir; only tensors are read, and no code is run")
-        assert not made.exists()
-    with open(path, "wb") as file:  # the test's own teeth: unpickled carelessly, it does run
-        pickle.dump(Command(made), file)
-    pickle.loads(path.read_bytes())
-    assert made.exists()
-
-
-def test_a_program_is_no_state_dict(tmp_path: Path) -> None:
-    path = tmp_path / "model.pt"
-    torch.jit.script(nn.Linear(2, 2)).save(str(path))
-    refused(path, "TorchScript")
-    torch.save(nn.Linear(2, 2), path)
-    refused(path, r"asks for torch\.nn\.modules\.linear\.Linear")
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ([torch.ones(2)], "holds no state_dict but a list"),
-        (torch.ones(2), "holds no state_dict but a Tensor"),
-        ({}, "holds no state_dict"),
-        ({"state_dict": {}}, "holds no state_dict"),
-        ({"norm.weight": torch.ones(2), "step": 3, "name": "x"}, "'step': int, 'name': str"),
-        ({"norm.weight": torch.ones(2), 5: torch.ones(2)}, "5: Tensor"),
-        ({"norm.weight": torch.ones(2, 2).to_sparse()}, "not a name with a dense tensor: 'norm.weight'"),
-        ({"norm.weight": torch.ones(1).expand(1 << 40)}, "not a name with a dense tensor: 'norm.weight'"),
-        ({"norm.weight": torch.empty(3, device="meta")}, "not a name with a dense tensor: 'norm.weight'"),
-        (
-            {"conv1.weight": torch.ones(2), "fc.bias": torch.ones(2)},
-            "no key of a Vision Transformer that is known, but conv1.weight, fc.bias:\n  torchvision: conv_proj.weight",
-        ),
-        ({f"layer{i}": torch.ones(2) for i in range(400)}, "layer7 and 392 more:\n"),
-        ({f"value{i}": i for i in range(400)}, "'value7': int and 392 more$"),
-        (
-            {"state_dict": {"a": torch.ones(1)}, "state_dict_ema": {"a": torch.ones(1)}},
-            "several.*'state_dict_ema'.*read.path",
-        ),
-    ],
-)
-def test_files_that_are_no_state_dict(content: Any, message: str, tmp_path: Path) -> None:
-    torch.save(content, tmp_path / "model.pth")
-    refused(tmp_path / "model.pth", message)
-
-
-def test_tensors_that_are_not_plain_are_refused() -> None:
-    class Packed(Tensor):
-        pass
-
-    state = state_dict()
-    refused({**state, "norm.weight": state["norm.weight"].as_subclass(Packed)}, "'norm.weight': Packed")
-
-
-def test_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(FileNotFoundError, match=r"absent\.pth"):
-        checkpoints.read(tmp_path / "absent.pth")
-    (tmp_path / "folder.pth").mkdir()
-    refused(tmp_path / "folder.pth", "is not a file")
-    refused(tmp_path / "model.npz", r"\.safetensors, \.pth, \.pt, \.bin")
-    safetensors.save_file(state_dict(), tmp_path / "model.safetensors")
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "safetensors" else find(name, *a))
-    with pytest.raises(ImportError, match=r"fastvit\[weights\]"):
-        checkpoints.read(tmp_path / "model.safetensors")
-
-
-# ---- weights that do not fit ----
 
 
 def test_one_error_lists_everything(tmp_path: Path) -> None:
@@ -236,13 +53,29 @@ def test_one_line_for_all_blocks() -> None:
     refused(theirs, r"\n    encoder.layers.encoder_layer_\{0-4\}.mlp.3.weight \(32, 63\), the model's", depth=5)
 
 
-@pytest.mark.parametrize("front", ["model.", "encoder.", "student.backbone."])
-def test_a_prefix_is_named_with_the_remedy(front: str) -> None:
-    state_dict_of_file = {f"{front}{key}": value for key, value in state_dict().items()}
-    state_dict_of_file["loss.weight"] = torch.ones(2)
-    message = refused(state_dict_of_file, f"names of timm after '{front}'; with its state_dict, pass weights=")
-    remedy = eval(message.partition("weights=")[2], {"state_dict": state_dict_of_file})
-    checkpoints.load(fastvit.VisionTransformer(**SMALL), remedy)
+@pytest.mark.parametrize("keys", [(), ("state_dict",), ("module", "model")])
+@pytest.mark.parametrize("front", ["model.", "student.backbone.", "_orig_mod.net.", "module.model._orig_mod."])
+def test_a_prefix_is_named_with_the_remedy(front: str, keys: tuple[str, ...], tmp_path: Path) -> None:
+    names = {f"{front}{key.replace('norm', '_orig_mod.norm')}": value for key, value in state_dict().items()}
+    content: Any = {**names, "loss.weight": torch.ones(2)}
+    for key in reversed(keys):
+        content = {key: content, "epoch": 3}
+    torch.save(content, tmp_path / "last.ckpt")
+    for weights in (content, tmp_path / "last.ckpt"):
+        message = refused(weights, r"names of timm after '.*'; with state_dict = .*, pass weights=")
+        inner, remedy = re.findall(r"with state_dict = (.*), pass weights=(.*)$", message)[0]
+        scope = {"fastvit": fastvit, "weights": content}
+        checkpoints.load(fastvit.VisionTransformer(**ONE_BLOCK), eval(remedy, {"state_dict": eval(inner, scope)}))
+
+
+def test_prefixes_of_several_models_and_of_another_one() -> None:
+    """Only weights that fit are advised."""
+    both = {f"{front}.{key}": value for front in ("teacher", "student") for key, value in state_dict().items()}
+    refused(both, r"after 'teacher\.' and 'student\.'; with state_dict = weights, .*removeprefix\('teacher\.'\)")
+    other = {f"teacher.{key}": value for key, value in state_dict(embed_dim=48, num_heads=3).items()}
+    refused(both | other, r"names of timm after 'student\.'; with")
+    message = refused(other | {"loss": torch.ones(2)}, r"weights, after 'teacher\.' \(timm\) does not fit the model:\n")
+    assert "pass weights=" not in message
 
 
 def test_mae() -> None:
@@ -251,7 +84,7 @@ def test_mae() -> None:
     decoder = ("mask_token", "decoder_embed.weight", "decoder_pos_embed", "decoder_blocks.0.mlp.fc1.weight")
     decoder += ("decoder_norm.bias", "decoder_pred.weight")
     pretrained = {**state, **{key: torch.ones(1, 1, 16) for key in decoder}}
-    model = fastvit.VisionTransformer(**{**SMALL, "num_classes": 0})
+    model = fastvit.VisionTransformer(**{**ONE_BLOCK, "num_classes": 0})
     checkpoints.load(model, pretrained)
     assert torch.equal(model.blocks[0].attn.qkv.weight, state["blocks.0.attn.qkv.weight"])
     message = refused(pretrained, "Meta's MAE with its decoder", r"missing \(2\)")
@@ -285,29 +118,29 @@ def test_heads() -> None:
     refused(state, r"num_classes=5 is the file's; drop_head=True", num_classes=7)
     headless = {key: value for key, value in state.items() if "head" not in key}
     refused(headless, r"missing \(2\):\n    head.weight\n    head.bias\n", "num_classes=0 is")
-    fresh = fastvit.create_model("vit_base_patch16_224", state, drop_head=True, **{**SMALL, "num_classes": 7})
+    fresh = fastvit.create_model("vit_base_patch16_224", state, drop_head=True, **{**ONE_BLOCK, "num_classes": 7})
     assert fresh.head.weight.shape == (7, 32)
     assert fresh.head.weight.std() > 0.01
     assert torch.equal(fresh.norm.weight, state["norm.weight"])
-    same = fastvit.create_model("vit_base_patch16_224", state, drop_head=True, **SMALL)
+    same = fastvit.create_model("vit_base_patch16_224", state, drop_head=True, **ONE_BLOCK)
     assert not torch.equal(same.head.weight, state["head.weight"])
-    none = fastvit.create_model("vit_base_patch16_224", state, **{**SMALL, "num_classes": 0})
+    none = fastvit.create_model("vit_base_patch16_224", state, **{**ONE_BLOCK, "num_classes": 0})
     assert isinstance(none.head, nn.Identity)
     with pytest.raises(ValueError, match="drop_head=True needs weights"):
-        fastvit.create_model("vit_base_patch16_224", drop_head=True, **SMALL)
+        fastvit.create_model("vit_base_patch16_224", drop_head=True, **ONE_BLOCK)
 
 
 def test_poolers_are_left_out_on_request_only() -> None:
     for extra in ("attn_pool.latent", "attn_pool.mlp.fc1.weight"):
         state = {**state_dict(num_classes=0), extra: torch.ones(2)}
         refused(state, f"unexpected .1.:\n    {extra}", "drop_head=True leaves out", num_classes=0)
-        checkpoints.load(fastvit.VisionTransformer(**{**SMALL, "num_classes": 0}), state, drop_head=True)
+        checkpoints.load(fastvit.VisionTransformer(**{**ONE_BLOCK, "num_classes": 0}), state, drop_head=True)
     refused(state_dict(), "fc_norm=False", global_pool="avg")
 
 
 def test_distilled_models() -> None:
     """Their weights fit models with a distillation token only, which have a second head."""
-    distilled, name = fastvit.VisionTransformerDistilled(**SMALL).state_dict(), "deit_tiny_distilled_patch16_224"
+    distilled, name = fastvit.VisionTransformerDistilled(**ONE_BLOCK).state_dict(), "deit_tiny_distilled_patch16_224"
     message = refused(
         dict(distilled), r"unexpected \(3\):\n    dist_token\n", "the file has a distillation token, which"
     )
@@ -321,11 +154,11 @@ def test_distilled_models() -> None:
         ),
     }.values():
         with pytest.raises(CheckpointError, match=messages):
-            fastvit.create_model(name, weights, **SMALL)
-    ours = fastvit.create_model(name, one_head, **SMALL, drop_head=True)
+            fastvit.create_model(name, weights, **ONE_BLOCK)
+    ours = fastvit.create_model(name, one_head, **ONE_BLOCK, drop_head=True)
     assert torch.equal(ours.dist_token, distilled["dist_token"])
     assert not torch.equal(ours.head.weight, distilled["head.weight"])
-    headless = fastvit.create_model(name, dict(distilled), **{**SMALL, "num_classes": 0})
+    headless = fastvit.create_model(name, dict(distilled), **{**ONE_BLOCK, "num_classes": 0})
     assert isinstance(headless.head_dist, nn.Identity)
 
 
@@ -348,4 +181,4 @@ def test_misshapen_tensors_never_break_the_conversion() -> None:
 
 def test_the_meta_device_is_refused() -> None:
     with pytest.raises(ValueError, match="device must not be 'meta'"):
-        fastvit.create_model("vit_base_patch16_224", state_dict(), device="meta", **SMALL)
+        fastvit.create_model("vit_base_patch16_224", state_dict(), device="meta", **ONE_BLOCK)

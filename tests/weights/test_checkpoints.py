@@ -197,13 +197,23 @@ def test_deit3s_own_names() -> None:
 # ---- files, wrappers, dtypes ----
 
 
-@pytest.mark.parametrize("suffix", [".safetensors", ".pth", ".pt", ".bin"])
+SAVED = {  # the content says how a file is to be read, not its name
+    "model.safetensors": safetensors.save_file,
+    "model.SafeTensors": safetensors.save_file,
+    "pytorch_model.bin": safetensors.save_file,
+    "model_best.pth.tar": torch.save,
+    "last.ckpt": torch.save,
+    "WEIGHTS": torch.save,
+    "of torch 1.5.PTH": partial(torch.save, _use_new_zipfile_serialization=False),
+}
+
+
+@pytest.mark.parametrize("name", SAVED)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
-def test_every_file_type_and_dtype(suffix: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_every_file_type_and_dtype(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     written = randomised(fastvit.VisionTransformer(**SMALL)).to(dtype)
-    path = tmp_path / f"model{suffix}"
-    save = safetensors.save_file if suffix == ".safetensors" else torch.save
-    save(written.state_dict(), path)
+    path = tmp_path / name
+    SAVED[name](written.state_dict(), path)
     for wanted in (torch.float32, torch.bfloat16):
         ours = fastvit.create_model("vit_base_patch16_224", str(path), dtype=wanted, **SMALL)
         for key, value in ours.state_dict().items():
@@ -211,14 +221,17 @@ def test_every_file_type_and_dtype(suffix: str, dtype: torch.dtype, tmp_path: Pa
             assert torch.equal(value, written.state_dict()[key].to(wanted)), key
 
 
-@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
-@pytest.mark.parametrize("wrapper", [None, "state_dict", "model", "teacher"])
-def test_training_checkpoints(wrapper: str | None, prefix: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("inside", ["", "_orig_mod.", "_fsdp_wrapped_module._checkpoint_wrapped_module."])
+@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.module.", "module.model.", "student._orig_mod."])
+@pytest.mark.parametrize("wrapper", [None, "state_dict", "model", "module"])
+def test_training_checkpoints(wrapper: str | None, prefix: str, inside: str, tmp_path: Path) -> None:
     written = randomised(fastvit.VisionTransformer(**SMALL))
-    state: dict[str, Any] = with_prefix(written.state_dict(), prefix)
+    state: dict[str, Any] = renamed(written.state_dict(), {"blocks.1.": f"blocks.1.{inside}", "fc1.": f"fc1.{inside}"})
+    state = with_prefix(state, prefix)
     if wrapper:
         options = argparse.Namespace(lr=0.1)
         state = {"epoch": 3, "args": options, "optimizer": {"state": {}, "param_groups": [{}]}, wrapper: state}
+        state["ema"] = {"decay": 0.9}
     torch.save(state, tmp_path / "last.pth")
     ours = fastvit.VisionTransformer(**SMALL)
     checkpoints.load(ours, tmp_path / "last.pth")
@@ -236,8 +249,16 @@ def test_a_grid_that_is_not_square() -> None:
         fastvit.create_model("vit_base_patch16_224", square, **{**SMALL, "img_size": (8, 32)})
 
 
-def test_nan_is_a_value() -> None:
-    written = fastvit.VisionTransformer(**SMALL)
-    nn.init.constant_(written.norm.weight, math.nan)
-    ours = fastvit.create_model("vit_base_patch16_224", written.state_dict(), **SMALL)
-    assert ours.norm.weight.isnan().all()
+@pytest.mark.parametrize("value", [math.nan, math.inf, 1e6])
+def test_weights_that_are_not_finite_load_with_a_warning(value: float, recwarn: pytest.WarningsRecorder) -> None:
+    """Infinite ones may come from the conversion to the model's dtype, whose largest value is no reason to warn."""
+    state = {
+        key: torch.full_like(tensor, 65504) for key, tensor in fastvit.VisionTransformer(**SMALL).state_dict().items()
+    }
+    ours = fastvit.VisionTransformer(**SMALL, dtype=torch.float16)
+    checkpoints.load(ours, state)
+    assert not recwarn.list
+    state["blocks.1.norm1.weight"][3] = state["norm.bias"][0] = value
+    with pytest.warns(UserWarning, match=r"^weights: 2 of 30 .* in torch.float16, the first is blocks.1.norm1.weight$"):
+        checkpoints.load(ours, state)
+    assert torch.equal(ours.norm.bias[:1].isfinite(), torch.tensor([False]))
