@@ -47,8 +47,9 @@ targets: $(INSTALLED)  ## compile every kernel for every target, by tier, withou
 report: $(INSTALLED)  ## registers, shared memory and instruction counts of every kernel
 	$(BIN)/python -m benchmarks.codegen.report $(ARGS)
 
-results: $(INSTALLED)  ## benchmarks/results/README.md and its picture from the result files
+results: $(INSTALLED)  ## the pages, tables and pictures of benchmarks/results from the result files
 	$(BIN)/python -m benchmarks.report.plot benchmarks/results/cpu/float32.json benchmarks/results/cpu
+	$(BIN)/python -m benchmarks.report.speed benchmarks/results/nvidia_h200/results.jsonl benchmarks/results
 	$(BIN)/python -m benchmarks.report.results
 
 TRAIN := $(BIN)/python -m benchmarks.harness.libraries benchmarks/examples/train.py

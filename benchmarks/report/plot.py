@@ -11,6 +11,7 @@ import io
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from benchmarks.harness.record import Record
 from benchmarks.harness.table import growth
@@ -33,21 +34,26 @@ def picture(folder: str, name: str = "memory", alt: str = ALT) -> str:
 
 def save(records: Sequence[Record], where: str, folder: Path) -> list[Path]:
     """Write both files and return their paths; a ValueError if the memory study is not among the records."""
-    from matplotlib import rc_context
-
     studies = growth(records)
     if not studies:
         raise ValueError("the memory study did not run: no picture")
     shape = next(r.shape for r in records if r.op in studies)
+    panels = {op.removeprefix("memory, "): curves for op, curves in studies.items()}
+    caption = f"{where}; batch {shape['B']}, {shape['H']} heads" + _fitted(studies)
     for theme, name in FILES.items():
-        with rc_context({"svg.hashsalt": "fastvit"}):  # the same file in every run
-            panels = {op.removeprefix("memory, "): curves for op, curves in studies.items()}
-            caption = f"{where}; batch {shape['B']}, {shape['H']} heads" + _fitted(studies)
-            figure = draw(panels, caption, theme, "peak memory of a training step")
-            svg = io.BytesIO()
-            figure.savefig(svg, format="svg", transparent=True, metadata={"Date": None})
-        write_file(folder / name, svg.getvalue())
+        write_svg(folder / name, draw(panels, caption, theme, "peak memory of a training step"))
     return [folder / name for name in FILES.values()]
+
+
+def write_svg(path: Path, figure: Any, description: str = "") -> None:
+    """Write the same file in every run. description: what the picture shows, for readers that cannot see it."""
+    from matplotlib import rc_context
+
+    svg = io.BytesIO()
+    with rc_context({"svg.hashsalt": "fastvit"}):
+        about = {"Description": description} if description else {}
+        figure.savefig(svg, format="svg", transparent=True, metadata={"Date": None, **about})
+    write_file(path, svg.getvalue())
 
 
 def _fitted(studies: dict[str, Curves]) -> str:

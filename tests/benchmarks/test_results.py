@@ -1,6 +1,7 @@
 """The results page, its picture, and what the README says of the result files."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from benchmarks.gpu import journal, verdict
 from benchmarks.harness import provenance
 from benchmarks.harness.record import Provider, Record, environment
 from benchmarks.harness.timing import Ceilings
-from benchmarks.report import plot, results
+from benchmarks.report import plot, results, speed
 from fastvit.tuning.clock import Quantiles
 
 
@@ -58,9 +59,18 @@ def test_the_page_is_that_of_the_result_files():
         assert (results.RESULTS / "cpu" / file).exists()
 
 
-def test_the_table_of_a_gpu_is_that_of_its_results():
-    """`make results` writes it."""
+def test_the_table_and_the_picture_of_a_gpu_are_those_of_its_results():
+    """`make results` writes them."""
     assert results.GPU.with_name("table.md").read_text() == results.gpu_page(results.GPU)
+    records = journal.last(journal.read(results.GPU))
+    words = speed.describe(records)
+    assert "training, batch 32, as called: SDPA (flash) 1,414," in words, "32 images in 22,626.3 us"
+    for file in speed.FILES.values():
+        assert f"<dc:description>{words}</dc:description>" in (results.RESULTS / file).read_text()
+    texts = {text.get_text() for panel in speed.draw(records, "dark").axes for text in panel.texts} - {""}
+    assert texts >= set(re.findall(r"[\d,]*\d,\d+|\d{3}", words.partition(".")[2])) - {"256"}
+    with pytest.raises(ValueError, match="no picture: SDPA \\(flash\\) of model vit_base_patch16_224 B256"):
+        speed.describe([])
 
 
 def test_the_ops_of_the_readme_are_those_of_the_result_file():

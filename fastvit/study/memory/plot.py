@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from typing import Any
 
 from fastvit.study.memory.peak import growth_exponent
@@ -19,7 +20,8 @@ Curves = dict[str, tuple[list[int], list[int]]]  # provider -> tokens, peaks
 
 
 def draw(panels: dict[str, Curves], caption: str, theme: str, what: str) -> Any:
-    """Draw a logarithmic matplotlib figure. Every line is labelled at its end, with its slope there.
+    """Draw a logarithmic matplotlib figure that is legible at half the width of a page. Every line is labelled at its
+    end, with its slope there.
 
     Args:
         panels: title -> curves.
@@ -34,13 +36,14 @@ def draw(panels: dict[str, Curves], caption: str, theme: str, what: str) -> Any:
     from matplotlib.figure import Figure
 
     ink = COLOURS[theme]["ink"]
-    with rc_context({"font.family": "DejaVu Sans", "font.size": 11, "text.color": ink}):
-        figure = Figure(figsize=(9.2, 4.6), layout="constrained")
-        axes = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
+    with rc_context({"font.family": "DejaVu Sans", "font.size": 9.5, "text.color": ink}):
+        figure = Figure(figsize=(4.8, 4.4), layout="constrained")
+        axes = figure.subplots(len(panels), 1, squeeze=False, sharex=True)[:, 0]
         for axis, (title, curves) in zip(axes, panels.items(), strict=True):
             _panel(axis, title, curves, COLOURS[theme])
-        axes[0].set_ylabel(what, color=ink)
-        figure.supxlabel(caption, fontsize=9, color=ink, alpha=0.7)
+        axes[-1].set_xlabel("tokens N", color=ink)
+        figure.supylabel(what, fontsize=9.5, color=ink)
+        figure.supxlabel(textwrap.fill(caption, 68), fontsize=8, color=ink, alpha=0.7)
         return figure
 
 
@@ -57,17 +60,16 @@ def _panel(panel: Any, title: str, curves: Curves, colours: dict[str, str]) -> N
     for names in [[name] for name in ends if not (level and name in pair)] + [pair] * level:
         words = [(_label(name, *curves[name]), colours[name], "bold") for name in names]
         words += [("the lines overlap", colours["ink"], "normal")] * (len(names) > 1)
+        nudge = 0 if names == pair or names[0] not in pair else 4 if names[0] == pair[0] else -4  # points
         for i, (text, colour, weight) in enumerate(words):
             panel.annotate(
-                text, (curves[names[0]][0][-1], ends[names[0]]), (9, 15 * ((len(words) - 1) / 2 - i)),
-                textcoords="offset points", va="center", color=colour, fontweight=weight, fontsize=10.5,
-                annotation_clip=False,
+                text, (curves[names[0]][0][-1], ends[names[0]]), (9, nudge + 12 * ((len(words) - 1) / 2 - i)),
+                textcoords="offset points", va="center", color=colour, fontweight=weight, annotation_clip=False,
             )  # fmt: skip
     tokens = next(iter(curves.values()))[0]
     labelled = (tokens[0], tokens[len(tokens) // 2], tokens[-1])
     panel.set_facecolor("none")
-    panel.set_title(title, loc="left", fontsize=13, fontweight="bold", color=colours["ink"])
-    panel.set_xlabel("tokens N", color=colours["ink"])
+    panel.set_title(title, loc="left", fontweight="bold", color=colours["ink"])
     panel.set_xticks(tokens, [str(n) if n in labelled else "" for n in tokens])
     panel.yaxis.set_major_formatter(lambda value, _: _size(value))
     panel.minorticks_off()

@@ -1,0 +1,120 @@
+"""Draw the speed of ViT-B/16 on a GPU, for light and for dark pages, from the results of `make gpu-first`.
+
+    python -m benchmarks.report.speed benchmarks/results/nvidia_h200/results.jsonl benchmarks/results
+
+writes speed_light.svg and speed_dark.svg into the folder.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu import journal
+from benchmarks.gpu.journal import Record
+from benchmarks.gpu.summary import MODES
+from benchmarks.report.plot import write_svg
+from fastvit.study.memory.plot import COLOURS
+
+FILES = {"light": "speed_light.svg", "dark": "speed_dark.svg"}
+_MODEL, _STYLE = "vit_base_patch16_224", "reduce-overhead"
+_PROVIDERS = {  # name -> key in a result, whether it is compiled, colour and its strength
+    "SDPA (flash)": ("flash", False, "sdpa", 1.0),
+    "SDPA (cuDNN)": ("cudnn", False, "sdpa", 0.6),
+    "SDPA, compiled": ("sdpa", True, "compile", 1.0),
+    "fastvit": ("fused", False, "fused", 1.0),
+    "fastvit, compiled": ("fused", True, "fused", 0.6),
+}
+_GROUPS = (  # title, batch, which time, providers
+    ("batch 256, as called", 256, "called", ("SDPA (flash)", "SDPA (cuDNN)", "fastvit")),
+    ("batch 32, as called", 32, "called", tuple(_PROVIDERS)),
+    ("batch 32, GPU alone", 32, "graph", ("SDPA (flash)", "SDPA (cuDNN)", "SDPA, compiled", "fastvit")),
+)
+_PANELS = ("training", "inference")
+Groups = list[tuple[str, dict[str, float]]]  # title; images a second by provider
+
+
+def speeds(records: Sequence[Record], mode: str) -> Groups:
+    """Return the images a second that the panel of a mode shows.
+
+    Raises:
+        ValueError: a result is missing.
+    """
+    passed = {r["name"]: r for r in records if r["status"] == "passed"}
+
+    def rate(provider: str, batch: int, which: str) -> float:
+        key, compiled, *_ = _PROVIDERS[provider]
+        workload = f"model {_MODEL} B{batch} px224"
+        try:
+            if compiled:
+                times = passed[f"{workload} {key}, {_STYLE}, {MODES[mode]}"]
+            else:
+                times = passed[f"{workload} {MODES[mode]}"]["providers"][key]
+            return float(batch / times[which]["median"])
+        except KeyError as missing:
+            raise ValueError(f"no picture: {provider} of {workload}, {mode}, has no {missing}") from None
+
+    return [(title, {name: rate(name, batch, which) for name in names}) for title, batch, which, names in _GROUPS]
+
+
+def describe(records: Sequence[Record]) -> str:
+    """Return what the picture shows, in words."""
+    return "Images per second of ViT-B/16. " + " ".join(
+        f"{mode}, {title}: {', '.join(f'{name} {rate:,.0f}' for name, rate in found.items())}."
+        for mode in _PANELS
+        for title, found in speeds(records, mode)
+    )
+
+
+def draw(records: Sequence[Record], theme: str) -> Any:
+    """Return a matplotlib figure that is legible at half the width of a page."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    colours = COLOURS[theme]
+    machine = next(r for r in records if r["name"] == "machine")
+    caption = (
+        f"bfloat16, torch {machine['torch'].partition('+')[0]}, triton {machine['triton']}; training: without the "
+        f"optimizer\ncompiled: torch.compile, {_STYLE}; GPU alone: in a CUDA graph"
+    )
+    with rc_context({"font.family": "DejaVu Sans", "font.size": 9.5, "text.color": colours["ink"]}):
+        figure = Figure(figsize=(4.8, 4.4), layout="constrained")
+        title = f"ViT-B/16 on {machine['device']}: images per second"
+        figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
+        for panel, mode in zip(figure.subplots(1, len(_PANELS)), _PANELS, strict=True):
+            _panel(panel, mode, speeds(records, mode), colours, named=mode == _PANELS[0])
+        figure.supxlabel(caption, x=0.01, ha="left", fontsize=8, alpha=0.7)
+        return figure
+
+
+def _panel(panel: Any, title: str, groups: Groups, colours: dict[str, str], named: bool) -> None:
+    """named: whether the providers' names stand on the left."""
+    longest = max(rate for _, found in groups for rate in found.values())
+    row = 0.0
+    for heading, found in groups:
+        panel.text(0, row, heading * named, va="center", fontweight="bold", fontsize=9)
+        for provider, rate in found.items():
+            row += 1
+            _, _, colour, alpha = _PROVIDERS[provider]
+            weight = "bold" if colour == "fused" else "normal"
+            panel.barh(row, rate, color=colours[colour], alpha=alpha, height=0.8)
+            panel.text(rate + longest / 40, row, f"{rate:,.0f}", va="center", fontsize=9, fontweight=weight)
+            name = {"va": "center", "ha": "right", "color": colours[colour], "fontweight": weight}
+            panel.text(-longest / 20, row, provider * named, **name)
+        row += 1.4
+    panel.set(xlim=(0, longest * 1.35), ylim=(row - 0.9, -0.6), xticks=[], yticks=[], facecolor="none")
+    panel.set_title(title, loc="left", fontsize=10, fontweight="bold", color=colours["ink"])
+    panel.spines[:].set_visible(False)
+
+
+def save(records: Sequence[Record], folder: Path) -> list[Path]:
+    """Write both files and return their paths."""
+    for theme, name in FILES.items():
+        write_svg(folder / name, draw(records, theme), describe(records))
+    return [folder / name for name in FILES.values()]
+
+
+if __name__ == "__main__":
+    print(*save(journal.last(journal.read(Path(sys.argv[1]))), Path(sys.argv[2])), sep="\n")
