@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import sys
 from collections.abc import Sequence
@@ -29,18 +28,26 @@ _EPILOG = """columns:
   bound       the least time of a forward pass in 16 bits by the datasheet of
               the GPU: the larger of FLOPs / rate of dense matmuls and least
               bytes / bandwidth. A bound, not a prediction: no kernel reaches it
-  top-1       best published accuracy on ImageNet-1k at this image size, and
-              timm's tag of its weights, from results/results-imagenet.csv of
-              timm in October 2025
+
+where papers have other figures:
+  GFLOPs      17.6 for ViT-B/16 are multiply-adds, our MACs; FLOPs are 35.1 G
+  memory      inference of an image holds little but the weights: 0.35, 1.2 and
+              2.5 GB for ViT-B, L and H in float32, half of that in bfloat16;
+              a larger figure includes a batch, or memory of CUDA itself
+              (`fastvit memory MODEL --mode infer` plans an inference)
+  ViT-G       of 1.8 billion parameters is vit_gigantic_*, as timm calls it;
+              vit_giant_* is ViT-g, of 1.0 billion
+  CIFAR       vit_cifar_small, base and large have 5.4, 21.3 and 75.7 million
+              parameters, which their widths and depths give; the write-up
+              that they follow says 2.7, 11 and 42
 
 examples:
   fastvit models vit_base_patch16_384  with parameters by part
   fastvit models 'vit_base_*' --image-size 384
   fastvit models vit_base_patch16_224 resnet50
-  fastvit models 'vit_*_224' --top1 --sort flops
+  fastvit models 'vit_*_224' --sort flops
   fastvit models 'vit_*_dinov3' --parts --sort parameters
   fastvit models vit_large_patch16_224 --batch 1,32 --gpu "H100 SXM"
-  fastvit models --csv > models.csv
   fastvit models vit_base_patch16_224 --block block.svg
 """
 
@@ -59,14 +66,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     options.add_batches(parser, "1")
     parser.add_argument("--gpu", help='add the bound of a GPU: "T4", "A100 80GB SXM", "H100 SXM", "RTX 4090", ...')
     parser.add_argument("--sort", choices=_SORTS, default="name", help="largest first, except by name")
-    columns = parser.add_mutually_exclusive_group()
-    columns.add_argument("--parts", action="store_true", help="parameters by part")
-    columns.add_argument("--top1", action="store_true", help="published ImageNet-1k accuracy, if known")
+    parser.add_argument("--parts", action="store_true", help="parameters by part")
     parser.add_argument("--block", type=Path, metavar="FILE", help="draw the ops of one model's block, .png or .svg")
     options.add_theme(parser)
-    form = parser.add_mutually_exclusive_group()
-    options.add_json(form)
-    form.add_argument("--csv", action="store_true", help="everything, as CSV")
+    options.add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -83,15 +86,10 @@ def run(args: argparse.Namespace) -> int:
         )  # fmt: skip
     if args.json:
         print(json.dumps({"models": [fields(cost) for cost in costs], "left_out": refused}, indent=2))
-    elif args.csv:
-        rows = [{key: _cell(value) for key, value in fields(cost).items()} for cost in costs]
-        writer = csv.DictWriter(sys.stdout, list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
     elif len(costs) == 1:
         _one(costs[0])
     else:
-        _table(costs, "parts" if args.parts else "top1" if args.top1 else "cost")
+        _table(costs, "parts" if args.parts else "cost")
     if not args.json:
         for reason in refused:
             print(f"left out: {reason}", file=sys.stderr)
@@ -124,22 +122,15 @@ def fields(cost: ModelCost) -> dict[str, Any]:
     found["parameters"] = cost.parameters.total
     found |= {f"parameters_{part}": count for part, count in asdict(cost.parameters).items()}
     found |= {key: getattr(cost, key) for key in ("macs", "flops", "saved_bytes", "fused", "least_bytes")}
-    found["top1"] = None if cost.top1 is None else cost.top1.percent
-    found["top1_weights"] = None if cost.top1 is None else cost.top1.weights
     if cost.bound is not None:
         found |= {"gpu": cost.bound.gpu, "bound_seconds": cost.bound.seconds, "bound_by": cost.bound.limit}
         found |= {"gpu_source": GPUS[cost.bound.gpu].source, "gpu_dtype": GPUS[cost.bound.gpu].dtype}
     return found
 
 
-def _cell(value: Any) -> Any:
-    return "x".join(map(str, value)) if isinstance(value, tuple) else value
-
-
 _COLUMNS = {  # of each table, after the model's name
     "cost": ["size", "tokens", "N x N", "params", "MACs", "FLOPs", "saved"],
     "parts": ["size", "total", "patches", "positions", "attention", "MLP", "norms", "head", "other"],
-    "top1": ["size", "params", "MACs", "FLOPs", "top-1", "weights"],
 }
 
 
@@ -162,8 +153,6 @@ def _table(costs: Sequence[ModelCost], kind: str) -> None:
             "patches": _short(parameters.patch_embedding), "positions": _short(parameters.positions),
             "attention": _short(parameters.attention), "MLP": _short(parameters.mlp), "norms": _short(parameters.norms),
             "head": _short(parameters.head), "other": _short(parameters.other), "bound": _seconds(cost),
-            "top-1": f"{cost.top1.percent:.2f}%" if cost.top1 else "",
-            "weights": cost.top1.weights if cost.top1 else "",
         }  # fmt: skip
         rows.append([cost.name, *(known[head] for head in heads)])
     names = list(dict.fromkeys(cost.name for cost in costs))
@@ -172,12 +161,11 @@ def _table(costs: Sequence[ModelCost], kind: str) -> None:
     title = {
         "cost": f"{what}, {batch}: inference in bfloat16; saved: what training in bfloat16 keeps for backward",
         "parts": f"{what}: parameters by part",
-        "top1": f"{what}, {batch}: inference in bfloat16, and published accuracy on ImageNet-1k",
     }[kind]
-    words = (0, heads.index("weights") + 1) if kind == "top1" else (0,)
-    terminal.print_table(["model", *heads], rows, title=title, words=words)
-    notes = [] if kind == "parts" else ["\na multiply-add (MAC) is two FLOPs"]
+    terminal.print_table(["model", *heads], rows, title=title, words=(0,))
+    notes = []
     if kind == "cost":
+        notes.append("\na multiply-add (MAC) is two FLOPs, which papers often call one")
         if unfused := list(dict.fromkeys(cost.name for cost in costs if not cost.fused)):
             notes.append(f"saved is with PyTorch's ops where fastvit fuses no block: {', '.join(unfused)}")
         notes += _notes_on_gpu(costs[0])
@@ -225,8 +213,6 @@ def _one(cost: ModelCost) -> None:
     rows.append(["FLOPs", f"{cost.flops:,}", "two for a multiply-add"])
     ops = "fastvit's ops" if cost.fused else "PyTorch's ops: fastvit fuses no block of it"
     rows.append(["saved for backward", _bytes(cost.saved_bytes), f"activations{batch}, {ops}"])
-    if cost.top1 is not None:
-        rows.append(["top-1 on ImageNet-1k", f"{cost.top1.percent:.2f}%", f"published, of timm's {cost.top1.weights}"])
     if cost.bound is not None:
         why = "FLOPs / rate" if cost.bound.limit == "FLOPs" else "least bytes / bandwidth"
         rows.append([f"bound on {cost.bound.gpu}", _seconds(cost), f"{why}; {GPUS[cost.bound.gpu].source}"])

@@ -1,5 +1,8 @@
 """The models in plain PyTorch, straight from the papers: the Vision Transformer (`vit.py`) and its blocks (`block.py`),
-with a distillation token (`distilled.py`), and EVA's (`eva.py`)."""
+with a distillation token (`distilled.py`), and EVA's (`eva.py`).
+
+`benchmarks/examples/worked_example.py` computes a tiny ViT step by step, next to numbers that were worked by hand.
+"""
 
 from fastvit.reference.block import (
     ACTIVATIONS,

@@ -1,6 +1,7 @@
 """Model names and the constructor arguments that they stand for, under timm's names and with timm's defaults.
 
-ViT       Dosovitskiy et al. 2021, arXiv:2010.11929; g and G: Zhai et al. 2022, arXiv:2106.04560
+ViT       Dosovitskiy et al. 2021, arXiv:2010.11929; g (giant) and G (gigantic): Zhai et al. 2022,
+          arXiv:2106.04560
 DeiT      Touvron et al. 2021, arXiv:2012.12877, also distilled; DeiT-III: Touvron et al. 2022, arXiv:2204.07118
 DINOv2    Oquab et al. 2023, arXiv:2304.07193; registers: Darcet et al. 2023, arXiv:2309.16588
 CLIP      Radford et al. 2021, arXiv:2103.00020; LAION's: Cherti et al. 2022, arXiv:2212.07143

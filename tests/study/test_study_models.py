@@ -1,7 +1,5 @@
 """`fastvit models`: tokens, parameters, FLOPs, activations and bounds of known models."""
 
-import csv
-import io
 import json
 from dataclasses import asdict
 
@@ -11,7 +9,6 @@ from library_imports import import_library, import_timm
 from study_models import SMALL
 from torch.utils.flop_counter import FlopCounterMode
 
-import fastvit
 from fastvit.cli import main
 from fastvit.cli import models as verb
 from fastvit.study import gpus, models
@@ -19,7 +16,6 @@ from fastvit.study.memory.peak import saved_bytes
 from fastvit.study.models import costs as model_costs
 from fastvit.study.models import parameter_counts
 from fastvit.study.models.hardware import GPUS, gpu
-from fastvit.study.models.published import TOP1, Top1
 from fastvit.study.sources import find
 
 FEW = (  # a plain one, with LayerScale and registers, gated MLPs, rotary positions, norms of its own, none of a head
@@ -148,14 +144,6 @@ def test_a_gpu_by_a_part_of_its_name():
     assert [gpu(name).dtype for name in ("T4", "V100", "A10")] == ["float16", "float16", "bfloat16"]
 
 
-def test_published_accuracy_is_of_names_in_the_zoo_at_their_own_size():
-    assert set(TOP1) <= set(fastvit.list_models())
-    assert all(find.find(name).image_size == (top1.image_size,) * 2 for name, top1 in TOP1.items())
-    own, other = models("vit_base_patch16_224", image_size=[224, 384])
-    assert own.top1 == Top1("augreg2_in21k_ft_in1k", 224, 85.108)
-    assert other.top1 is None
-
-
 def test_a_configuration_of_transformers(tmp_path):
     import_library("transformers")
     path = tmp_path / "config.json"
@@ -178,6 +166,21 @@ def test_what_is_wrong_is_named():
         models("vit_base_patch16_384", batch=0)
     with pytest.raises(ValueError, match="sort='bound' needs a gpu"):
         models("vit_base_patch16_384", sort="bound")
+
+
+def test_where_papers_have_other_figures():
+    """The help gives our figures next to theirs."""
+    words = " ".join(verb._EPILOG.split())
+    sizes = "base_patch16_224", "large_patch16_224", "huge_patch14_224", "giant_patch14_224", "gigantic_patch14_224"
+    base, large, huge, giant, gigantic = (models(f"vit_{size}")[0] for size in sizes)
+    assert f"GFLOPs {base.macs / 1e9:.1f} for ViT-B/16 are multiply-adds" in words
+    assert f"FLOPs are {base.flops / 1e9:.1f} G" in words
+    gigabytes = [4e-9 * cost.parameters.total for cost in (base, large, huge)]
+    assert "the weights: {:.2f}, {:.1f} and {:.1f} GB for ViT-B, L and H in float32".format(*gigabytes) in words
+    assert f"ViT-G of {gigantic.parameters.total / 1e9:.1f} billion parameters is vit_gigantic_*" in words
+    assert f"vit_giant_* is ViT-g, of {giant.parameters.total / 1e9:.1f} billion" in words
+    cifar = [models(f"vit_cifar_{size}")[0].parameters.total / 1e6 for size in ("small", "base", "large")]
+    assert "small, base and large have {:.1f}, {:.1f} and {:.1f} million".format(*cifar) in words
 
 
 # ---- the command ----
@@ -205,19 +208,9 @@ def test_a_pattern_leaves_out_what_does_not_fit_and_says_so(capsys):
     assert capsys.readouterr().err.count("nearest: 70") == 2
 
 
-def test_csv_has_what_json_has(capsys):
-    arguments = ("vit_tiny_patch16_224", "--gpu", "L4", "--batch", "2")
-    (of_json,) = rows_of(capsys, *arguments)["models"]
-    assert main(["models", *arguments, "--csv"]) == 0
-    (of_csv,) = csv.DictReader(io.StringIO(capsys.readouterr().out))
-    assert of_csv["grid"] == "14x14"
-    for key, value in of_json.items():
-        assert of_csv[key] == ("x".join(map(str, value)) if isinstance(value, list) else str(value))
-
-
 @pytest.mark.parametrize(
     ("option", "column"),
-    [("--sort=flops", "tokens"), ("--parts", "positions"), ("--top1", "top-1"), ("--gpu=L4", "bound")],
+    [("--sort=flops", "tokens"), ("--parts", "positions"), ("--gpu=L4", "bound")],
 )
 def test_an_option_chooses_the_table(option, column, capsys):
     assert main(["models", "vit_cifar_small", "vit_tiny_patch16_224", option]) == 0

@@ -15,10 +15,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from fastvit import zoo
 from fastvit.modules.arguments import Pair
 from fastvit.study.memory.peak import saved_bytes
-from fastvit.study.models import hardware, parameter_counts, published
+from fastvit.study.models import hardware, parameter_counts
 from fastvit.study.models.hardware import Bound
 from fastvit.study.models.parameter_counts import Parameters
-from fastvit.study.models.published import Top1
 from fastvit.study.sources.baselines import NoFusedForm
 from fastvit.study.sources.find import find
 from fastvit.study.sources.model_source import ModelSource, images_for, output_of
@@ -44,7 +43,6 @@ class ModelCost:
         fused: True if that is with fastvit's ops; False if they replace no block, and the library's own model runs.
         least_bytes: bytes that a forward pass in bfloat16 must move: parameters and images in, the result out.
         bound: the least time of such a forward pass on the GPU asked for. It is a bound, not a prediction.
-        top1: the best published accuracy on ImageNet-1k at this image size, or None if none is known.
     """
 
     name: str
@@ -58,7 +56,6 @@ class ModelCost:
     fused: bool
     least_bytes: int
     bound: Bound | None = None
-    top1: Top1 | None = None
 
     @property
     def macs(self) -> int:
@@ -109,7 +106,8 @@ def models(
     batch: int | Sequence[int] = 1, gpu: str | None = None, sort: str = "name",
     step: Callable[[str], None] = lambda name: None, refused: Callable[[str], None] | None = None,
 ) -> tuple[ModelCost, ...]:  # fmt: skip
-    """Count what models cost, without computing anything: about 0.1 s each.
+    """Count what models cost, without computing anything: about 0.1 s each. `fastvit models --help` says why papers
+    have other figures for some of them.
 
         fastvit.study.models("vit_base_patch16_*", image_size=[(224, 224), (384, 384)], gpu="H100 SXM")
 
@@ -201,10 +199,7 @@ def _cost(
     least = size * (parameters.total + pixels.numel() + outputs[0].numel())
     flops = counter.get_total_flops()
     bound = None if gpu is None else hardware.bound(gpu, flops, least)
-    top1 = published.TOP1.get(source.name)
-    if top1 is not None and (image_size != (top1.image_size,) * 2 or patch_size != source.patch_size):
-        top1 = None
     return ModelCost(
         source.name, image_size, None if prefix is None else patch_size, batch, prefix, parameters, flops, saved,
-        fused, least, bound, top1,
+        fused, least, bound,
     )  # fmt: skip
