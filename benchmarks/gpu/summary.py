@@ -135,8 +135,8 @@ def _rows(records: list[Record], rates: Rates) -> list[str]:
         called.append([name, *_times(by_provider, "called"), _over(r, "called")])
         notes += [
             f"- {r['name']}, {provider}: {words}"
-            for provider, found in by_provider.items()
-            for words in (found.get("skipped"), found.get("remark"))
+            for provider, result in by_provider.items()
+            for words in (result.get("skipped"), result.get("remark"))
             if words
         ]
     times = [f"{name} us" for name in PROVIDERS]

@@ -62,9 +62,9 @@ def speeds(records: Sequence[Record], mode: str) -> Groups:
 def describe(records: Sequence[Record]) -> str:
     """Return what the picture shows, in words."""
     return "Images per second of ViT-B/16. " + " ".join(
-        f"{mode}, {title}: {', '.join(f'{name} {rate:,.0f}' for name, rate in found.items())}."
+        f"{mode}, {title}: {', '.join(f'{name} {rate:,.0f}' for name, rate in rates.items())}."
         for mode in _PANELS
-        for title, found in speeds(records, mode)
+        for title, rates in speeds(records, mode)
     )
 
 
@@ -91,11 +91,11 @@ def draw(records: Sequence[Record], theme: str) -> Any:
 
 def _panel(panel: Any, title: str, groups: Groups, colours: dict[str, str], named: bool) -> None:
     """named: whether the providers' names stand on the left."""
-    longest = max(rate for _, found in groups for rate in found.values())
+    longest = max(rate for _, rates in groups for rate in rates.values())
     row = 0.0
-    for heading, found in groups:
+    for heading, rates in groups:
         panel.text(0, row, heading * named, va="center", fontweight="bold", fontsize=9)
-        for provider, rate in found.items():
+        for provider, rate in rates.items():
             row += 1
             _, _, colour, alpha = _PROVIDERS[provider]
             weight = "bold" if colour == "fused" else "normal"
@@ -109,12 +109,11 @@ def _panel(panel: Any, title: str, groups: Groups, colours: dict[str, str], name
     panel.spines[:].set_visible(False)
 
 
-def save(records: Sequence[Record], folder: Path) -> list[Path]:
-    """Write both files and return their paths."""
+def main(path: Path, folder: Path) -> None:
+    records = journal.last(journal.read(path))
     for theme, name in FILES.items():
         write_svg(folder / name, draw(records, theme), describe(records))
-    return [folder / name for name in FILES.values()]
 
 
 if __name__ == "__main__":
-    print(*save(journal.last(journal.read(Path(sys.argv[1]))), Path(sys.argv[2])), sep="\n")
+    main(*map(Path, sys.argv[1:]))
