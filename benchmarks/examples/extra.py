@@ -6,6 +6,9 @@ from collections.abc import Callable
 
 from fastvit.cli import terminal
 
+_INSTALLED_BY = '".[train]"'
+_PACKAGES = {"sklearn": "scikit-learn", "skimage": "scikit-image", "PIL": "pillow"}
+
 
 def guarded(main: Callable[[], int]) -> int:
     """Run an example and return its status; an error of the user's is one line and status 2. Examples import the
@@ -16,10 +19,12 @@ def guarded(main: Callable[[], int]) -> int:
 def _with_advice(main: Callable[[], int]) -> int:
     try:
         return main()
-    except ModuleNotFoundError as error:
-        name = (error.name or "").split(".")[0]
-        package = {"sklearn": "scikit-learn", "skimage": "scikit-image", "PIL": "pillow"}.get(name, name)
-        raise ImportError(f'this needs {package}, which is not installed: pip install ".[train]"') from None
+    except ImportError as error:
+        text = str(error).replace("'fastvit[study]'", _INSTALLED_BY)
+        if isinstance(error, ModuleNotFoundError) and error.name:
+            name = error.name.split(".")[0]
+            text = f"this needs {_PACKAGES.get(name, name)}, which is not installed: pip install {_INSTALLED_BY}"
+        raise ImportError(text) from None
     except RuntimeError as error:
         if "torchvision::" not in str(error):
             raise

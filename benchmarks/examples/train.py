@@ -6,13 +6,17 @@
 
 --data takes:
 
-    digits                            scikit-learn's, which need no download (default)
-    cifar10, cifar100, fashion-mnist  torchvision downloads them into ~/.cache/torch/datasets ($TORCH_HOME/datasets)
-    FOLDER                            images in FOLDER/train/CLASS/ and FOLDER/val/CLASS/, or in FOLDER/CLASS/,
-                                      of which a fifth is then for testing; or MNIST's four files, packed or not
+    digits         scikit-learn's, which need no download (default)
+    cifar10, cifar100, fashion-mnist
+                   torchvision downloads them into ~/.cache/torch/datasets
+                   ($TORCH_HOME/datasets)
+    FOLDER         FOLDER/train/CLASS/ and FOLDER/val/CLASS/ with images, or
+                   FOLDER/CLASS/, of which a fifth is then held out for the
+                   test; or the four files of MNIST's format, packed or not
 
-The recipe is a usual one for ViTs: AdamW, weight decay 0.05, warm-up and cosine decay, RandomResizedCrop, RandAugment,
-MixUp 0.8, CutMix 1.0, label smoothing 0.1, dropout and stochastic depth 0.1. Every model gets the same one.
+The recipe is a usual one for ViTs: AdamW, weight decay 0.05, warm-up and
+cosine decay, RandomResizedCrop, RandAugment, MixUp 0.8, CutMix 1.0, label
+smoothing 0.1, dropout and stochastic depth 0.1. Every model gets the same one.
 """
 
 from __future__ import annotations
@@ -34,14 +38,18 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silence the profiler that rea
 
 _DEVICES = ("auto", "cpu", "cuda")
 _EXAMPLES = """examples:
-  train.py run --data cifar10 --model vit_cifar_small --epochs 200 --amp --out runs/cifar
-  train.py resume runs/cifar                          # goes on where a run has stopped
-  train.py run --plain --dropout 0 --out runs/plain   # in plain PyTorch: the losses of --dropout 0 without --plain
-  train.py run --model vit_small_patch14_dinov2 --weights dinov2_vits14_pretrain.pth --image-size 56 --mixup 0 \\
-      --cutmix 0 --layer-decay 0.75 --lr 3e-4 --out runs/tuned              # fine-tuning; --freeze: the head alone
+  train.py run --data cifar10 --model vit_cifar_small --epochs 200 --amp \\
+      --out runs/cifar
+  train.py resume runs/cifar                 # goes on where a run has stopped
+  train.py evaluate runs/cifar --scales 1,1.25,1.5    # also the mean over sizes
+  train.py run --dropout 0 --out runs/fused
+  train.py run --dropout 0 --plain --out runs/plain   # same losses, in PyTorch
+  train.py run --model vit_small_patch14_dinov2 --image-size 56 --mixup 0 \\
+      --weights facebook/dinov2-small --cutmix 0 --layer-decay 0.75 --lr 3e-4 \\
+      --out runs/tuned                    # fine-tuning; --freeze: only the head
   train.py run --teacher runs/resnet --distill hard --out runs/taught
-  torchrun --nproc-per-node 8 benchmarks/examples/train.py run --parallel fsdp --compile --amp --out runs/eight
-  train.py evaluate runs/cifar --scales 1,1.25,1.5    # the mean over sizes of the images
+  torchrun --nproc-per-node 8 benchmarks/examples/train.py run \\
+      --parallel fsdp --compile --amp --out runs/eight
 """
 
 

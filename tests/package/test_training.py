@@ -201,7 +201,8 @@ def test_a_library_that_is_missing_or_does_not_load_is_one_line(capsys):
         raise error
 
     for error, message in (
-        (ModuleNotFoundError("No module", name="sklearn.datasets"), 'needs scikit-learn, which is not installed: pip'),
+        (ModuleNotFoundError("No", name="sklearn.datasets"), 'scikit-learn, which is not installed: pip install ".[t'),
+        (ImportError("this needs rich: pip install 'fastvit[study]'"), 'this needs rich: pip install ".[train]"'),
         (RuntimeError("operator torchvision::nms does not exist"), "torchvision does not load with this torch"),
     ):  # fmt: skip
         assert guarded(lambda error=error: fail(error)) == 2
