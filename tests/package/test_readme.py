@@ -1,7 +1,9 @@
-"""The README's Python runs as pasted: block after block in one namespace, and prints what the README says."""
+"""The README's Python runs as pasted, each block by itself, and prints what the README says. Its commands exist."""
 
 import re
+import shlex
 import shutil
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -9,11 +11,11 @@ import torch
 from library_imports import import_timm
 
 import fastvit
+from fastvit.cli import terminal
 
 README = Path(__file__).parents[2] / "README.md"
 TEXT = README.read_text()
-NEEDS_GPU = "<!-- needs a GPU -->\n"
-BLOCK = re.compile(rf"({NEEDS_GPU})?```python\n(.*?)```$", re.DOTALL | re.MULTILINE)
+BLOCK = re.compile(r"```python\n(.*?)```$", re.DOTALL | re.MULTILINE)
 
 
 def write_checkpoints(folder: Path) -> None:
@@ -37,25 +39,27 @@ def test_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     import_timm()
     write_checkpoints(tmp_path)
     monkeypatch.chdir(tmp_path)
-    blocks = list(BLOCK.finditer(TEXT))
-    assert len(blocks) == TEXT.count("```python") == 5
-    names: dict = {}
-    for block in blocks:
-        needs_gpu, source = block.groups()
-        line = TEXT[: block.start(2)].count("\n")
-        code = compile("\n" * line + source, README, "exec")  # tracebacks then have the README's line
-        if needs_gpu:
-            assert "cuda" in source
-        if torch.cuda.is_available() or not needs_gpu:
-            exec(code, names)
+    printed = []
+    for block in BLOCK.finditer(TEXT):
+        line = TEXT[: block.start(1)].count("\n")
+        exec(compile("\n" * line + block[1], README, "exec"), {})  # tracebacks then have the README's line
+        printed.append(capsys.readouterr().out)
     shutil.rmtree(tmp_path)  # 430 MB, which pytest would not delete
 
     (report,) = re.findall(r"```text\n(.*?)```", TEXT, re.DOTALL)
-    assert capsys.readouterr().out.startswith(report)
-    assert names["loss"].isfinite()
-    assert names["out"].shape == (2, 197, 12, 64)
-    assert names["qkv"].grad.shape == names["qkv"].shape
-    assert names["features"].shape == (1, 257, 384)
+    accelerated, started, features, exported = printed
+    assert accelerated.startswith(report)
+    assert re.fullmatch(r"\d\.\d+ torch.Size\(\[2, 197, 768\]\)\n", started)
+    assert features == "torch.Size([1, 257, 384]) torch.Size([2, 384])\n"
+    assert "model.onnx" in exported or not exported
+
+
+@pytest.mark.parametrize("command", re.findall(r"^    fastvit (.+?)(?:  #.*)?$", TEXT, re.MULTILINE))
+def test_commands(command: str) -> None:
+    for words in map(shlex.split, command.split("; fastvit ")):
+        parser = terminal.Parser(f"fastvit {words[0]}")
+        import_module(f"fastvit.cli.{words[0]}").configure(parser)
+        parser.parse_args(words[1:])
 
 
 def test_links_to_files() -> None:
