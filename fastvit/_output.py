@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import stat
 import tempfile
+import textwrap
+from collections.abc import Iterable
 from pathlib import Path
 
 
@@ -51,6 +54,16 @@ def not_writable(folder: Path) -> str:
             return ""
     except OSError as error:
         return f"{folder} cannot be written: {error.strerror}"
+
+
+def wrapped(lines: Iterable[str], indent: int = 8) -> str:
+    """Wrap lines at spaces to the width of the terminal or of $COLUMNS, 80 for a file; further lines are indented. A
+    word is never broken."""
+    wrapper = textwrap.TextWrapper(
+        shutil.get_terminal_size().columns, subsequent_indent=" " * indent, break_long_words=False,
+        break_on_hyphens=False,
+    )  # fmt: skip
+    return "\n".join(part for line in lines for part in wrapper.wrap(line))
 
 
 def printable(text: str) -> str:

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args
 
+from fastvit._output import wrapped
+
 Kind = Literal["attention", "MLP", "LayerNorm", "RMSNorm", "patch embedding", "linear"]
 Status = Literal["accelerated", "part of", "skipped", "as it was"]
 FUSED_ALREADY = "fused already"
@@ -48,9 +50,9 @@ class Entry:
         return self.name
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Report:
-    """The report of `accelerate`, or of one graph of `compile`; `str(report)` is a table.
+    """The report of `accelerate`, or of one graph of `compile`, shown as a table.
 
     Numbered modules with the same outcome share a row of the table. Below it stands how much is fused.
 
@@ -99,8 +101,8 @@ class Report:
     def _hint(self) -> str:
         return f": {_IN_PLACE}" if self.route == "accelerate" else ""
 
-    def __str__(self) -> str:
-        return "\n".join(self._of_graph() if self.route == "compile" else self._of_model())
+    def __repr__(self) -> str:
+        return wrapped(self._of_graph() if self.route == "compile" else self._of_model())
 
     def _of_model(self) -> list[str]:
         rows = ((e.name, e.kind, e.status, e.detail) for e in self.accelerated + self.skipped)
@@ -140,6 +142,4 @@ def _table(header: _Row, rows: Iterable[_Row]) -> list[str]:
         name = f"{pattern} ({len(names)})" if len(names) > 1 else names[0] or "(the model itself)"
         shown.append((name, first, second, third))
     widths = [max(len(row[i]) for row in shown) for i in range(3)]
-    lines = ["  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3]]) for row in shown]
-    lines.insert(1, "-" * max(map(len, lines)))
-    return [line.rstrip() for line in lines]
+    return ["  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3]]) for row in shown]

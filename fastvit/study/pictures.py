@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,7 +28,7 @@ class Picture:
     """
 
     shown: Image
-    pixels: Tensor
+    pixels: Tensor = field(repr=False)
 
 
 def read_picture(path: str | Path, size: Pair, mean: Sequence[float], std: Sequence[float]) -> Picture:

@@ -27,7 +27,7 @@ def test_lists_every_module_and_prints_a_table() -> None:
     assert outcome(report, "patch_embed.proj") == ("accelerated", "patch_embed")
     assert outcome(report, "norm") == ("accelerated", "layer_norm")
     assert outcome(report, "head")[0] == "as it was"
-    table = str(report).splitlines()
+    table = repr(report).splitlines()  # what a REPL shows
     assert table[0].split() == ["module", "class", "what"]
     assert any(line.startswith("blocks.* (2)") and FUSED in line for line in table)
     assert table[-2:] == ["4 modules accelerated, 0 skipped", "fused: attention in 2 of 2, MLP in 2 of 2"]
@@ -43,8 +43,8 @@ def test_fastvits_own_models_are_fused_already() -> None:
         "fused: attention in 1 of 1, MLP in 1 of 1",
     ]
     mixed = str(fastvit.accelerate(nn.Sequential(nn.LayerNorm(8), fastvit.Mlp(8)))).splitlines()
-    assert mixed[2].split() == ["0", "LayerNorm", "accelerated", "layer_norm"]
-    assert mixed[4:] == ["fastvit's own modules are fused already", "fused: MLP in 1 of 1"]
+    assert mixed[1].split() == ["0", "LayerNorm", "accelerated", "layer_norm"]
+    assert mixed[3:] == ["fastvit's own modules are fused already", "fused: MLP in 1 of 1"]
 
 
 def test_a_report_that_is_taken_for_the_model_says_so() -> None:
@@ -202,7 +202,7 @@ def test_the_advice_works(name: str) -> None:
         f"to fuse the attention of {kind}: fastvit.integrations.transformers.register_attention(), then "
         'model.set_attn_implementation("fastvit")',
     )
-    assert str(report).endswith(report.advice[0])
+    assert " ".join(str(report).split()).endswith(report.advice[0])
     before, count = run()
     assert count == 0
     register_attention()

@@ -95,6 +95,7 @@ def test_models_of_libraries_accelerated_and_not(architecture, monkeypatch):
     assert (h * w, fused.depth) == ((x.shape[2] // patch_size) ** 2, 2)
     query = fused.num_prefix_tokens + w + 2
     assert fused.num_prefix_tokens == expected.shape[-1] - h * w
+    assert len(repr(fused)) < 200, "a REPL shows no numbers of the maps"
     for found in (untouched, fused):
         torch.testing.assert_close(found.rows[:, :, 0], expected[:, :, query], **VISIBLE)
 

@@ -56,6 +56,7 @@ def test_patch_embedding_is_a_convolution(size, patch, bias):
 
 def test_facts_and_models(explored):
     data = explored[0].data
+    assert len(repr(explored[0])) < 100, "a REPL shows no data"
     (cost,) = study.models(NAME)
     facts = data["model"]
     assert (facts["tokens"], facts["prefix"], facts["grid"]) == (27, 2, (5, 5))

@@ -198,7 +198,7 @@ def test_a_batch_that_does_not_fit_is_accumulated():
     assert found.peak <= budget
     assert planned(budget, found.largest_batch).fits
     assert not planned(budget, found.largest_batch + 2).fits
-    assert f"{found.accumulation} batches of {found.micro_batch}" in str(found)
+    assert f"{found.accumulation} batches of {found.micro_batch}" in repr(found)  # what a REPL shows
     alone = planned(planned(1 << 40, 2).frontier[0].peak)
     assert (alone.accumulation, alone.micro_batch) == (0, alone.largest_batch)
     assert "nor do accumulated gradients next to one image" in str(alone)

@@ -70,6 +70,7 @@ def test_another_size_and_batch():
     assert large.grid == (14, 14)
     assert small.parameters.positions == (1 + 25) * 192
     one, four = models("vit_tiny_patch16_224", image_size=64, patch_size=8, batch=[1, 4])
+    assert len(repr(one)) < 100, "a REPL shows tuples of hundreds of models"
     assert one.tokens == four.tokens == 65
     assert four.flops == 4 * one.flops
     assert four.saved_bytes == 4 * one.saved_bytes

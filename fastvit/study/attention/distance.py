@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,7 @@ class AttentionDistance:
 
     layers: tuple[int, ...]
     heads: tuple[int, ...]
-    distance: Tensor
+    distance: Tensor = field(repr=False)
     uniform: float
     grid: tuple[int, int]
     patch_size: tuple[int, int]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ class ClsEvolution:
         pooled: True if the state is the mean of the patches, because the model has no CLS.
     """
 
-    cosine: Tensor
+    cosine: Tensor = field(repr=False)
     pooled: bool
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ class TokenWeights:
         grid: (h, w) of the patches.
     """
 
-    rows: Tensor
+    rows: Tensor = field(repr=False)
     queries: tuple[Query, ...]
     num_prefix_tokens: int
     grid: tuple[int, int]

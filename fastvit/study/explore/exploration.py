@@ -7,7 +7,7 @@ import math
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +78,7 @@ class Exploration:
     """
 
     model: str
-    data: dict[str, Any]
+    data: dict[str, Any] = field(repr=False)
 
     def html(self) -> str:
         """Return the page: one file that needs no other."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
+from fastvit._output import wrapped
 from fastvit._units import read_bytes
 from fastvit.modules.arguments import Pair
 from fastvit.study.fitting.choices import BLOCK, BY_DEFAULT, NOTHING, Choice
@@ -36,9 +37,9 @@ class FitPoint:
     recomputed: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Fit:
-    """The result of `fit`.
+    """The result of `fit`, shown as a few sentences.
 
     Attributes:
         model, device, image_size, batch, setting, budget: as asked for; budget in bytes.
@@ -72,17 +73,17 @@ class Fit:
     peak: int
     recomputed: float
     least_recomputed: float
-    alternatives: tuple[FitPoint, ...] = field(repr=False)
-    frontier: tuple[FitPoint, ...] = field(repr=False)
-    whole_blocks: tuple[FitPoint, ...] = field(repr=False)
+    alternatives: tuple[FitPoint, ...]
+    frontier: tuple[FitPoint, ...]
+    whole_blocks: tuple[FitPoint, ...]
 
     @property
     def fits(self) -> bool:
         """Whether a step of `batch` fits as a whole."""
         return self.micro_batch == self.batch
 
-    def __str__(self) -> str:
-        return "\n".join(lines(self))
+    def __repr__(self) -> str:
+        return wrapped(lines(self))
 
 
 def fit(

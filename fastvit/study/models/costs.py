@@ -6,7 +6,7 @@ from __future__ import annotations
 import fnmatch
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -47,15 +47,15 @@ class ModelCost:
 
     name: str
     image_size: tuple[int, int]
-    patch_size: tuple[int, int] | None
+    patch_size: tuple[int, int] | None = field(repr=False)
     batch: int
-    prefix_tokens: int | None
-    parameters: Parameters
+    prefix_tokens: int | None = field(repr=False)
+    parameters: Parameters = field(repr=False)
     flops: int
-    saved_bytes: int
-    fused: bool
-    least_bytes: int
-    bound: Bound | None = None
+    saved_bytes: int = field(repr=False)
+    fused: bool = field(repr=False)
+    least_bytes: int = field(repr=False)
+    bound: Bound | None = field(default=None, repr=False)
 
     @property
     def macs(self) -> int:
