@@ -128,10 +128,7 @@ def _show(args: argparse.Namespace, maps: AttentionMaps, rollout: TokenWeights |
         values, places = row[prefix:].topk(top)
         best = [f"({i // w},{i % w}) {_percent(v)}" for v, i in zip(values, places.tolist(), strict=True)]
         rows.append([name, _percent(row[:prefix].sum()) if prefix else "none", *best])
-    title = (
-        f"{args.model}, one image, inference, float32: {_query_name(maps)} in layer {maps.layers[0]} of {maps.depth}, "
-        f"over {h} x {w} patches"
-    )
+    title = f"{args.model}, float32: {_query_name(maps)} in layer {maps.layers[0]} of {maps.depth}, {h} x {w} patches"
     terminal.print_table(["", "prefix", *(f"top {n + 1}" for n in range(top))], rows, title=title)
     terminal.console().print(
         "\nprefix: weight of the tokens before the patches; top: (row,column) of the patches with most weight"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import textwrap
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from fastvit.cli import options, terminal
+from fastvit._output import wrapped
+from fastvit.cli import options
 
 if TYPE_CHECKING:
     from fastvit.study import Finding
@@ -45,11 +45,7 @@ def run(args: argparse.Namespace) -> int:
             topic = finding.topic
             print(topic)
         head = f"{_MARK[finding.status]} {finding.name:<17} "
-        text = textwrap.fill(
-            finding.value, terminal.width(), initial_indent=head, subsequent_indent=" " * len(head),
-            break_long_words=False, break_on_hyphens=False,
-        )  # fmt: skip
-        print(text)
+        print(wrapped([head + finding.value], indent=len(head)))
     return 0
 
 

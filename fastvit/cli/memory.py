@@ -159,11 +159,11 @@ def _print(found: MemoryStudy, args: argparse.Namespace, fits: list[dict[str, An
     from fastvit.study.sources.model_source import pixels
 
     s = found.setting
-    step = f"training with optimizer {s.optimizer}" if s.mode == "train" else "inference"
+    step = f"training with {s.optimizer}" if s.mode == "train" else "inference"
     checkpointed = ", checkpointed" if s.checkpointing else ""
     batches = list(dict.fromkeys(p.batch for p in found.points))
     batch = f"batch {batches[0]}" if len(batches) == 1 else "by batch"
-    title = f"{found.model}, {batch}, {step}{checkpointed}, {s.dtype}, on a {_device(found.device)}: MiB at the peak"
+    title = f"{found.model}, {batch}, {step}{checkpointed}, {s.dtype}, {_device(found.device)}: MiB at the peak"
     heads = ["image", "N", "batch"][: 2 + (len(batches) > 1)]
     keys = len(heads) + 1
     heads += ["", "weights", "grads", "optim", "saved", "attention", "other", "planned"]

@@ -19,10 +19,8 @@ _EPILOG = """columns:
   size        image / patch, in pixels
   tokens      patches and prefix (CLS, registers); empty for models that are no
               plain ViTs
-  N x N       elements of one head's attention matrix: tokens^2
   MACs        multiply-adds of matmuls and convolutions in a forward pass of a
-              batch; papers often call these FLOPs
-  FLOPs       two for each multiply-add
+              batch; papers often call these FLOPs, which are two for each
   saved       bytes that autograd keeps for backward, in bfloat16, with
               fastvit's ops if they replace blocks of the model
   bound       the least time of a forward pass in 16 bits by the datasheet of
@@ -129,7 +127,7 @@ def fields(cost: ModelCost) -> dict[str, Any]:
 
 
 _COLUMNS = {  # of each table, after the model's name
-    "cost": ["size", "tokens", "N x N", "params", "MACs", "FLOPs", "saved"],
+    "cost": ["size", "tokens", "params", "MACs", "saved"],
     "parts": ["size", "total", "patches", "positions", "attention", "MLP", "norms", "head", "other"],
 }
 
@@ -148,8 +146,8 @@ def _table(costs: Sequence[ModelCost], kind: str) -> None:
         parameters = cost.parameters
         known = {
             "size": _size(cost), "batch": str(cost.batch), "tokens": _exact(cost.tokens),
-            "N x N": _short(cost.token_pairs), "params": _short(parameters.total), "MACs": _short(cost.macs),
-            "FLOPs": _short(cost.flops), "saved": _bytes(cost.saved_bytes), "total": _short(parameters.total),
+            "params": _short(parameters.total), "MACs": _short(cost.macs),
+            "saved": _bytes(cost.saved_bytes), "total": _short(parameters.total),
             "patches": _short(parameters.patch_embedding), "positions": _short(parameters.positions),
             "attention": _short(parameters.attention), "MLP": _short(parameters.mlp), "norms": _short(parameters.norms),
             "head": _short(parameters.head), "other": _short(parameters.other), "bound": _seconds(cost),
@@ -159,7 +157,7 @@ def _table(costs: Sequence[ModelCost], kind: str) -> None:
     what = names[0] if len(names) == 1 else f"{len(names)} models"
     batch = f"batch {batches[0]}" if len(batches) == 1 else "by batch"
     title = {
-        "cost": f"{what}, {batch}: inference in bfloat16; saved: what training in bfloat16 keeps for backward",
+        "cost": f"{what}, {batch}, bfloat16; saved: what training keeps for backward",
         "parts": f"{what}: parameters by part",
     }[kind]
     terminal.print_table(["model", *heads], rows, title=title, words=(0,))
@@ -204,7 +202,7 @@ def _one(cost: ModelCost) -> None:
             rows.append(["", _exact(cost.patch_pairs), "without the prefix, patches^2"])
     rows.append(["parameters", f"{parameters.total:,}", ""])
     names = {
-        "patch embedding": parameters.patch_embedding, "positions, prefix tokens": parameters.positions,
+        "patch embedding": parameters.patch_embedding, "positions, prefix": parameters.positions,
         "attention": parameters.attention, "MLP": parameters.mlp, "norms, scales": parameters.norms,
         "head": parameters.head, "other": parameters.other,
     }  # fmt: skip
@@ -216,7 +214,7 @@ def _one(cost: ModelCost) -> None:
     if cost.bound is not None:
         why = "FLOPs / rate" if cost.bound.limit == "FLOPs" else "least bytes / bandwidth"
         rows.append([f"bound on {cost.bound.gpu}", _seconds(cost), f"{why}; {GPUS[cost.bound.gpu].source}"])
-    title = f"{cost.name}, batch {cost.batch}: inference in bfloat16; saved: training in bfloat16"
+    title = f"{cost.name}, batch {cost.batch}, bfloat16; saved: in training"
     terminal.print_table([], rows, title=title, words=(0, 2))
     for note in _notes_on_gpu(cost):
         terminal.console().print(note, markup=False)

@@ -6,8 +6,6 @@ import argparse
 import contextlib
 import io
 import os
-import re
-import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -18,8 +16,6 @@ from fastvit._output import printable, write_file
 if TYPE_CHECKING:
     from rich.console import Console
 
-WIDTH = 100  # columns of a table, at most
-_NARROW = 16  # columns to which a cell of words may shrink before the table is split
 _LONGEST = 600  # characters of an error
 
 
@@ -70,25 +66,20 @@ def described(error: BaseException) -> str:
     return (text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ...") or type(error).__name__
 
 
-def width() -> int:
-    """Return the columns of the terminal or of $COLUMNS, at most WIDTH. For a file or a pipe: WIDTH."""
-    return min(shutil.get_terminal_size((WIDTH, 24)).columns, WIDTH)
-
-
 def console() -> Console:
-    """Return the console of standard output: `width()` columns; colours only on a terminal without NO_COLOR."""
-    rich = wanted("rich.console", "rich")
-    found: Console = rich.Console(width=width(), height=24, highlight=False, soft_wrap=False)
+    """Return the console of standard output: as wide as the terminal or $COLUMNS, 80 columns for a file or a pipe;
+    colours only on a terminal without NO_COLOR."""
+    found: Console = wanted("rich.console", "rich").Console(highlight=False)
     return found
 
 
 def print_table(
     heads: Sequence[str], rows: Sequence[Sequence[str]], *, title: str = "", keys: int = 1, words: Sequence[int] = (0,)
 ) -> None:
-    """Print a table that is no wider than the console, without cutting or breaking a number.
+    """Print a table that is no wider than the console, without cutting or breaking a number or a name.
 
-    If the columns are too wide, cells of words wrap between words or after "_". If that is not enough, the table is
-    split into several, one below the other, which all repeat the first `keys` columns.
+    If the columns are too wide, cells of words wrap at spaces. If that is not enough, the table is split into several,
+    one below the other, which all repeat the first `keys` columns.
 
     Args:
         heads: one for each column; empty for a table without heads.
@@ -101,54 +92,36 @@ def print_table(
     def cell(value: str, column: int) -> Any:
         return text(value) if column in words else text.from_markup(value)
 
-    def widest(column: int, pattern: str) -> int:
+    def widest(column: int, split: bool) -> int:
         values = [cell(row[column], column).plain for row in [heads, *rows] if row]
-        return max(len(part) for value in values for part in re.split(pattern, value))
+        return max(len(part) for value in values for part in (value.split() or [""] if split else [value]))
 
-    natural = [widest(c, "\n") for c in columns]
-    least = [min(natural[c], max(_NARROW, widest(c, _BREAKS) + 2)) if c in words else natural[c] for c in columns]
+    natural, least = [widest(c, split=False) for c in columns], [widest(c, split=c in words) for c in columns]
     gap = 2 if sum(natural) + 2 * len(columns) - 2 <= out.width else 1
     parts = [list(range(keys))]
     for c in columns[keys:]:
         if len(parts[-1]) > keys and sum(least[i] + gap for i in [*parts[-1], c]) - gap > out.width:
             parts.append(list(range(keys)))
         parts[-1].append(c)
+    # if the terminal is too narrow for the key columns and one more, it wraps the lines itself
+    out.width = max([out.width, *(sum(least[c] + gap for c in part) - gap for part in parts)])
     if title:
         out.print(text(title, style="bold"))
     for n, part in enumerate(parts):
         widths = {c: natural[c] for c in part}
-        room = width() - gap * (len(part) - 1)
-        while sum(widths.values()) > room and any(widths[c] > least[c] for c in part):
+        while sum(widths.values()) + gap * (len(part) - 1) > out.width:
             widths[max((c for c in part if widths[c] > least[c]), key=widths.__getitem__)] -= 1
         table = wanted("rich.table", "rich").Table(
             box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="bold", show_header=bool(heads)
         )
         for c in part:
             head = heads[c] if heads else ""
-            table.add_column(head, width=widths[c], justify="left" if c in words else "right", vertical="top")
+            table.add_column(head, width=widths[c], justify="left" if c in words else "right")
         for row in rows:
-            table.add_row(*(cell(_wrapped(row[c], widths[c]) if c in words else row[c], c) for c in part if row))
+            table.add_row(*(cell(row[c], c) for c in part if row))
         if n:
             out.print()
-        # if the terminal is too narrow for the key columns and one more, it wraps the lines itself
-        out.width = max(width(), sum(widths.values()) + gap * (len(part) - 1))
         out.print(table, crop=False)
-
-
-_BREAKS = r"\s+|(?<=[_/])"  # where a cell of words may wrap
-
-
-def _wrapped(value: str, width: int) -> str:
-    """Break a value into lines of at most `width`, indented after the first. A word breaks only if it is longer than a
-    line."""
-    lines = [""]
-    for word in re.findall(r"\s*\S+\s*", value):
-        pieces = [word] if len(word.rstrip()) <= width - 2 else re.split(r"(?<=[_/])", word)
-        for piece in pieces:
-            if lines[-1].strip() and len(lines[-1] + piece.rstrip()) > width:
-                lines.append("  ")
-            lines[-1] += piece
-    return "\n".join(line.rstrip() for line in lines)
 
 
 def wanted(module: str, package: str) -> Any:

@@ -18,8 +18,8 @@ _DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 _EPILOG = """the rule:
   error of fastvit <= 2 * error of eager PyTorch in the same dtype + one ulp,
   against float64, in the maximum and in the RMS; for gradients 3 times. A
-  figure in the table is fastvit's error over (eager's error + ulp / 2 or 3): 1.0
-  is as accurate as eager; 2 is allowed for outputs, 3 for gradients. A case
+  figure in the table is fastvit's error over (eager's error + ulp / 2 or 3):
+  1.0 is as accurate as eager; 2 is allowed for outputs, 3 for gradients. A case
   with more is judged again on four draws of data together, so that no single
   rounding decides. If it still has more, it is a FAIL, and the status is 1.
 
@@ -108,7 +108,7 @@ def _table(verdicts: Sequence[Verdict]) -> None:
         verdict_cell = "[green]PASS[/]" if passed else "[bold red]FAIL[/]"
         rows.append([name, size, str(tokens), paths, *(_figures(row.get(dtype)) for dtype in dtypes), verdict_cell])
     heads = ["op", "size", "tokens", "path", *(_DTYPES[dtype] for dtype in dtypes), ""]
-    title = "training, forward and backward: error over eager's, of the outputs and of the gradients"
+    title = "training: error over eager's, of the outputs and of the gradients"
     terminal.print_table(heads, rows, title=title, words=(0, 1, 3))
     console = terminal.console()
     bad = sum(not verdict.passed for verdict in verdicts)

@@ -177,7 +177,7 @@ def test_the_table_fits_and_says_that_weights_are_random(picture, capsys):
     assert err == f"fastvit: {MODEL} has random weights, without --weights\n"
     lines = out.splitlines()
     assert max(map(len, lines)) <= 100
-    assert lines[0].startswith(f"{MODEL}, one image, inference, float32: query CLS in layer 11 of 12, over 8 x 16 ")
+    assert lines[0].startswith(f"{MODEL}, float32: query CLS in layer 11 of 12, 8 x 16 ")
     rows = [line for line in lines if line.startswith(("head", "rollout"))]
     assert [line[:7].strip() for line in rows] == ["head 0", "head 1", "head 2", "rollout"]
     assert all(line.count("(") == 4 and "%" in line for line in rows)

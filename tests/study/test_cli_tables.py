@@ -66,7 +66,7 @@ def print_models() -> set[str]:
     for kind in models._COLUMNS:
         models._table(costs, kind)
     columns = {"1.2M", "2.3M", "345.7M", "4.6M", "567.9k", "678.9k", "7.9M", "363.0M"}
-    cost = {"518x532/14", "518x532", "1,411", "2.0M", "8.8T", "4.4T", "561.0T", "280.5T", "987.7", "109.26", "1", "64"}
+    cost = {"518x532/14", "518x532", "1,411", "4.4T", "280.5T", "987.7", "109.26", "1", "64"}
     return columns | cost
 
 
@@ -102,33 +102,20 @@ def print_attention() -> set[str]:
 PRINTERS = [print_memory, print_fit, print_models, print_model, print_verdicts, print_attention]
 
 
-@pytest.mark.parametrize("columns", [60, 120])
+@pytest.mark.parametrize("columns", [60, 80, 200])
 @pytest.mark.parametrize("show", PRINTERS, ids=lambda show: show.__name__)
 def test_no_number_is_cut(show, columns, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", str(columns))
     numbers = show()
     out = capsys.readouterr().out
-    assert max(map(len, out.splitlines())) <= min(columns, 100)
+    assert max(map(len, out.splitlines())) <= columns
     assert "…" not in out
     assert "\x1b" not in out
     assert numbers - set(re.split(r"[\s:;]+|, ", out)) == set()
+    assert LONG in re.split(r"[\s,]+", out), "a name is broken"
     if show is not print_attention:
         for word in ("training", "bfloat16") if show is not print_verdicts else ("training", "fp32"):
             assert word in out
-
-
-def test_a_name_wraps_between_its_words(monkeypatch, capsys):
-    monkeypatch.setenv("COLUMNS", "60")
-    models._table([a_cost(LONG, 1), a_cost("vit_b", 1)], "cost")
-    lines = capsys.readouterr().out.splitlines()
-    start = next(n for n, line in enumerate(lines) if line.startswith("vit_mediumd_"))
-    pieces = [lines[start].split()[0]]
-    for line in lines[start + 1 :]:
-        if not line.startswith("  "):
-            break
-        pieces.append(line.strip())
-    assert "".join(pieces) == LONG
-    assert all(piece.endswith("_") for piece in pieces[:-1])
 
 
 def test_a_table_too_narrow_for_one_number_is_still_whole(monkeypatch, capsys):
