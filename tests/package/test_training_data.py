@@ -160,12 +160,14 @@ def test_photographs_are_upright_and_without_transparency(tmp_path):
     data, pixels = example("training.data"), RANDOM.integers(0, 65536, (8, 12)).astype(np.uint16)
     turned = Image.Exif()
     turned[0x112] = 6
-    paths = [str(tmp_path / name) for name in ("turned.png", "clear.png")]
+    paths = [str(tmp_path / name) for name in ("turned.png", "clear.png", "damaged.png")]
     Image.fromarray(pixels).save(paths[0], exif=turned)
     Image.new("RGBA", (8, 8), (0, 0, 0, 0)).save(paths[1])
-    images = data.FileImages(paths, np.zeros(2, int))
+    Image.new("RGB", (8, 8), "white").save(paths[2], exif=b"Exif\0\0damaged")
+    images = data.FileImages(paths, np.zeros(3, int))
     np.testing.assert_array_equal(np.asarray(images.load(0))[..., 1], np.rot90(pixels >> 8, -1))
     assert (np.asarray(images.load(1)) == 255).all()
+    assert (np.asarray(images.load(2)) == 255).all(), "EXIF data that are damaged do not matter"
 
 
 def test_a_batch_depends_on_its_number_alone():
