@@ -151,6 +151,24 @@ def test_a_plan_whose_peaks_are_too_low_gives_way(monkeypatch):
         fit(TINY, budget=budget, **options)
 
 
+def test_budgets_just_below_a_peak_that_the_search_takes_for_lower():
+    """The first block, whose costs stand for those of its kind, lacks the stochastic depth of the others."""
+    model = fastvit.create_model(TINY, img_size=32, depth=5, drop_path_rate=0.3)
+    for name, p in model.blocks.named_parameters():
+        p.requires_grad_("norm" in name)
+
+    def planned(budget):
+        setting = Setting(dtype="float32", optimizer="none")
+        return plan_fit(ModuleSource(model), (32, 32), 16, setting, budget, "cpu")
+
+    free = planned(1 << 40)
+    assert free.alternatives[0].peak < free.peak
+    for less in (1, 200):
+        found = planned(free.peak - less)
+        assert found.fits
+        assert found.peak <= free.peak - less
+
+
 def test_costs_grow_with_the_batch():
     first, last = drawn_costs(1, True), drawn_costs(2, True)
     assert first.towards(last, 0) == first

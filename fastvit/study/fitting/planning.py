@@ -147,7 +147,8 @@ def plan_fit(
         trace = Trace(plan.step, plan.choices)
         over = trace.peak - budget
         tries = tries - 1 if over > 0 and plan.largest_batch else 0
-        room -= max(over, 0)  # the search took the peak for lower than it is
+        # The search took the peak for lower than it is. This is below the sum of this plan, which cannot come again
+        room = plan.costs.peak(plan.choices) - over
     if over > 0 and plan.largest_batch:
         raise ValueError(f"no plan for {source.name}: a step takes {over:,} bytes more than its blocks do one by one")
     costs = plan.costs
