@@ -47,10 +47,10 @@ def write_file(path: str | os.PathLike[str], content: str | bytes) -> None:
 
 
 def not_writable(folder: Path) -> str:
-    """Make the folder. Returns why no file can be written there, or ""."""
+    """Return why no file can be written in a folder, which may have to be made, or ""."""
+    nearest = next(place for place in (folder, *folder.absolute().parents) if place.exists())
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
+        with tempfile.TemporaryFile(dir=nearest):
             return ""
     except OSError as error:
         return f"{folder} cannot be written: {error.strerror}"

@@ -21,7 +21,7 @@ from benchmarks.codegen.aot import TARGETS, Compiled
 from benchmarks.codegen.launches import DTYPES, Launch, compile_all, record
 from benchmarks.harness.columns import make
 from benchmarks.harness.workloads import workloads
-from fastvit._output import write_file
+from fastvit._output import not_writable, write_file
 
 # Tensor-core multiply-adds per score in units of the (padded) head dimension, by kernel
 _MATMULS = {
@@ -137,6 +137,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--use", choices=("compile", "second", "kernels"), default="compile", help="which workloads")
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     chosen = parser.parse_args(arguments)
+    if chosen.json and (reason := not_writable(chosen.json.parent)):
+        parser.error(f"--json: {reason}")
     targets = list(TARGETS) if "all" in (chosen.target or ()) else chosen.target or ["sm_90"]
     dtypes = list(DTYPES) if "all" in (chosen.dtype or ()) else chosen.dtype or ["bf16"]
     selected = workloads(chosen.use, ops=tuple(chosen.op))

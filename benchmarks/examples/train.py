@@ -62,7 +62,7 @@ def _run_options(parser: argparse.ArgumentParser) -> None:
         help="arguments of the model: depth=6")  # fmt: skip
     add("--plain", action="store_true", help="our model in plain PyTorch (fastvit.reference), with the same weights")
     add("--accelerate", action="store_true", help="fastvit.accelerate timm's model")
-    add("--weights", help="start from this file, with a new head; our models also from a repository of the Hub")
+    add("--weights", help="start from this file or repository of the Hub, with a new head")
     add("--freeze", action="store_true", help="train the head alone")
     add("--image-size", type=options.count, help="side of the images in pixels; default: the data's, 224 for a folder")
 
@@ -137,6 +137,8 @@ def _train(args: argparse.Namespace, new: bool) -> int:
     if world > 1:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     try:
+        if new:
+            _by_one_process(run.check_new, world)
         if world > 1 and args.data in DOWNLOADED:
             _by_one_process(lambda: read(args.data), world)  # downloads what the others then read
         data = read(args.data)

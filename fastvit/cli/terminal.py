@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import io
 import os
 import sys
@@ -11,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastvit._output import printable, write_file
+from fastvit._output import not_writable, printable, write_file
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -179,11 +180,16 @@ def write(path: str | Path, content: str | bytes) -> None:
 
 
 def check_folder(option: str, path: Path) -> None:
-    """Raise ValueError if a file cannot be at `path`. Called before anything takes time."""
-    if not path.absolute().parent.is_dir():
-        raise ValueError(f"{option}: there is no folder {path.absolute().parent}")
-    if path.is_dir():
+    """Raise ValueError if a file cannot be written to `path`. Called before anything takes time."""
+    target = Path(os.path.realpath(path))
+    if not target.parent.is_dir():
+        raise ValueError(f"{option}: there is no folder {target.parent}")
+    if target.is_dir():
         raise ValueError(f"{option}: {path} is a folder")
+    if target.exists() and not os.access(target, os.W_OK):
+        raise ValueError(f"{option}: {path} cannot be written: {os.strerror(errno.EACCES)}")
+    if (target.is_file() or not target.exists()) and (reason := not_writable(target.parent)):
+        raise ValueError(f"{option}: {reason}")
 
 
 def check_picture(option: str, path: Path) -> None:

@@ -125,6 +125,8 @@ def _on_gpu(args: argparse.Namespace, machine: Machine, folder: Path) -> int:
 def _rehearse(args: argparse.Namespace) -> int:
     if args.model is not None:
         raise ValueError(f"--rehearse has a tiny model of its own: leave out {args.model}")
+    if args.out is not None and (reason := not_writable(args.out)):
+        raise ValueError(f"--out: {reason}")
     os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
     from fastvit.kernels import _tuned
     from fastvit.ops.runtime import backend as backends

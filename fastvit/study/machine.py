@@ -185,8 +185,7 @@ def _caches() -> Iterator[Finding]:
 
 
 def _folder(name: str, path: Path) -> Finding:
-    nearest = next(folder for folder in (path, *path.parents) if folder.exists())
-    if reason := not_writable(nearest):
+    if reason := not_writable(path):
         return Finding("caches", name, reason, TROUBLE)
     files = [file for file in path.rglob("*") if file.is_file()] if path.exists() else []
     return Finding("caches", name, f"{path}, {len(files)} files, {sum(f.stat().st_size for f in files) / 1e6:.1f} MB")

@@ -245,7 +245,8 @@ def unwrapped(content: Any, where: str) -> tuple[Any, str]:
             inside = [key for key in inside if any(isinstance(value, Tensor) for value in content[key].values())]
         if len(inside) > 1:
             raise CheckpointError(
-                f"{where} holds several state_dicts, {inside}: choose with weights=fastvit.checkpoints.read(path)[...]"
+                f"{where} holds several state_dicts, {inside}: "
+                "choose with weights=fastvit.checkpoints.read(path)[...], or save one in a file of its own"
             )
         keys += inside
         content = content[inside[0]] if inside else content

@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 
 from fastvit._output import write_file
+from fastvit.cli import terminal
 
 ROOT = Path(__file__).parents[2]
 
@@ -46,6 +47,11 @@ def test_permissions(tmp_path: Path) -> None:
     assert [path.stat().st_mode & 0o777 for path in (new, old)] == [0o640, 0o606]
     with mock.patch.object(os, "access", return_value=False), pytest.raises(PermissionError, match=str(old)):
         write_file(old, b"newer")  # a write-protected file in a folder that is not
+    with (
+        mock.patch.object(os, "access", return_value=False),
+        pytest.raises(ValueError, match=f"--out: {old} cannot be"),
+    ):
+        terminal.check_folder("--out", old)
     assert old.read_bytes() == b"new"
 
 

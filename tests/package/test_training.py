@@ -137,7 +137,12 @@ def test_what_is_learnt_from_scratch_and_from_a_teacher(tmp_path, capsys):
     one_head = ["--model", "resnet18", "--teacher", tmp_path / "vit", "--epochs", "1"]
     assert train("run", *data, *one_head, "--out", tmp_path / "resnet") == 0
     weights = tmp_path / "resnet" / "model.safetensors"
-    again = ["--model", "resnet18", "--weights", weights, "--freeze", "--epochs", "1"]
+    best = tmp_path / "resnet" / "model_best.pth.tar"
+    names = {
+        f"module.{name.replace('layer1.', 'layer1._orig_mod.')}": value for name, value in load_file(weights).items()
+    }
+    torch.save({"state_dict": names, "epoch": 1}, best)
+    again = ["--model", "resnet18", "--weights", best, "--freeze", "--epochs", "1"]
     assert train("run", *data, *again, "--out", tmp_path / "head") == 0
     before, after = load_file(weights), load_file(tmp_path / "head" / "model.safetensors")
     assert {name for name in before if not torch.equal(before[name], after[name])} == {"fc.weight", "fc.bias"}
@@ -217,6 +222,8 @@ def test_a_run_is_not_mixed_with_another(tmp_path, capsys):
     out, settings = tmp_path / "run", [*SMALL, "--steps", "2"]
     assert train("run", *settings, "--out", out) == 0
     weights = (out / "model.safetensors").read_bytes()
+    assert train("run", *settings, "--data", "nowhere", "--out", out / "settings.json" / "run") == 2
+    assert f"--out: {out}/settings.json/run cannot be written: Not a directory" in capsys.readouterr().err
     assert train("run", *settings, "--out", out) == 2
     assert f"has a run already: `train.py resume {out}` continues it" in capsys.readouterr().err
     assert train("resume", out) == 0, "it has ended, and does so again"

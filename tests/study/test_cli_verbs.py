@@ -19,6 +19,11 @@ MISTAKES = [
     (["memory", "missing.json"], "missing.json"),
     ([*MEMORY, "--plot", "a.pdf"], "--plot writes .png or .svg"),
     ([*MEMORY, "--plot", "no/folder/a.png"], "there is no folder"),
+    ([*MEMORY, "--plot", "/proc/a.png"], "--plot: /proc cannot be written: "),
+    (
+        ["explore", SMALL, "--weights", "nothing.pth", "--out", "/proc/version"],
+        "--out: /proc/version cannot be written: ",
+    ),
     (["memory", SMALL, "--plot", "a.png"], "two image sizes or more"),
     (["memory", "study_models:of_an_image_and_text", "--image-size", "32"], "required positional argument: 'text'"),
     (["models", "study_models:of_an_image_and_text"], "of_an_image_and_text: TypeError: "),

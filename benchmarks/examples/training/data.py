@@ -27,6 +27,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from fastvit._output import write_file
 from fastvit.study.pictures import check_header, read_rgb
 
 DIGITS = "digits"
@@ -203,7 +204,7 @@ def _idx(path: Path) -> Data:
             try:
                 if not file.exists():
                     file = Path(folder, name)
-                    file.write_bytes(gzip.decompress(packed.read_bytes()))
+                    write_file(file, gzip.decompress(packed.read_bytes()))
                 tensors.append(np.asarray(read_file(str(file))))
             except Exception as error:  # damaged files raise many kinds of errors
                 raise ValueError(f"{path / name} is no readable idx file: {error!r}") from None

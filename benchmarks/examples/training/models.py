@@ -17,8 +17,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 
 import fastvit
-from fastvit import zoo
+from fastvit import checkpoints, zoo
 from fastvit.study.sources.from_zoo import reference_model
+from fastvit.weights.files import one_state_dict
+from fastvit.weights.prefixes import fronts, without_wrapping
 
 from .data import DIGITS, DOWNLOADED, IMAGENET, Data
 from .state import SETTINGS, Run
@@ -146,14 +148,16 @@ def _of_timm(args: argparse.Namespace, device: torch.device, weights: str | None
 
 
 def _load_into_timm(module: Any, weights: str) -> None:
-    """Load a file of timm's names, all but the classifier."""
-    classifier = module.default_cfg["classifier"]
+    """Load weights of timm's names, all but the classifier."""
+    classifier, own = module.default_cfg["classifier"], module.state_dict()
     heads = tuple(f"{name}." for name in ((classifier,) if isinstance(classifier, str) else classifier))
+    tensors = without_wrapping(one_state_dict(checkpoints.read(weights), weights), weights)
+    front = next((front for front in fronts(tensors) if any(front + name in tensors for name in own)), "")
+    tensors = {name.removeprefix(front): value for name, value in tensors.items()}
+    kept = {name: value for name, value in tensors.items() if not name.startswith(heads)}
     try:
-        tensors = timm.models.load_state_dict(weights)
-        kept = {name: value for name, value in tensors.items() if not name.startswith(heads)}
         missing, unexpected = module.load_state_dict(kept, strict=False)
-    except Exception as error:  # a damaged file may raise anything
+    except RuntimeError as error:  # shapes
         raise ValueError(f"{weights} does not fit the model: {error}") from None
     if wrong := unexpected + [name for name in missing if not name.startswith(heads)]:
         raise ValueError(f"{weights} does not fit the model, for example {', '.join(wrong[:3])}")

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from fastvit._output import write_file
+from fastvit._output import not_writable, write_file
 
 SETTINGS = "settings.json"
 _WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -40,10 +40,15 @@ class Run:
         self.checkpoint, self.weights = out / "checkpoint.pt", out / "model.safetensors"
         self._settings, self._log = out / SETTINGS, out / "log.jsonl"
 
-    def begin(self, args: argparse.Namespace) -> None:
-        """Write the settings of a new run. Raises ValueError if the folder has one already."""
+    def check_new(self) -> None:
+        """Raise ValueError if the folder has a run already, or if it cannot be written."""
         if self._settings.exists():
             raise ValueError(f"{self.out} has a run already: `train.py resume {self.out}` continues it")
+        if reason := not_writable(self.out):
+            raise ValueError(f"--out: {reason}")
+
+    def begin(self, args: argparse.Namespace) -> None:
+        """Write the settings of a new run."""
         self.out.mkdir(parents=True, exist_ok=True)
         found = {name: value for name, value in vars(args).items() if name not in ("out", "verb")}
         write_file(self._settings, json.dumps(found, indent=1) + "\n")
