@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fastvit import _triton
 from fastvit.cli import options, terminal
 
 if TYPE_CHECKING:
@@ -71,11 +72,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.block is not None:
+        return _draw_block(args)
     from fastvit import study
     from fastvit.study.models.costs import matching
 
-    if args.block is not None:
-        return _draw_block(args)
     refused: list[str] = []
     with terminal.progress(len(matching(args.models)), "models") as step:
         costs = study.models(
@@ -101,6 +102,7 @@ def _draw_block(args: argparse.Namespace) -> int:
     if any(sizes and len(sizes) > 1 for sizes in (args.image_size, args.patch_size)):
         raise ValueError("--block draws one size of image and patch, got several")
     terminal.check_picture("--block", args.block)
+    _triton.check("--block")
     from fastvit.study.memory.block import draw_blocks
 
     size, patch = ((sizes or [None])[0] for sizes in (args.image_size, args.patch_size))

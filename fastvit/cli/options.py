@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
+from fastvit import _triton
 from fastvit._units import read_bytes
 
 MODEL = "name of `fastvit models` or of timm, config.json of transformers, or module:function"
@@ -41,7 +42,16 @@ def add_training(parser: argparse.ArgumentParser) -> None:
 
 def add_planned_device(parser: argparse.ArgumentParser) -> None:
     """Add --device of a planned step."""
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="what to plan for (default: this machine's)")
+    parser.add_argument(
+        "--device", type=_planned_device, choices=("cpu", "cuda"), help="what to plan for (default: this machine's)"
+    )
+
+
+def _planned_device(text: str) -> str:
+    """Check, before torch is imported, that triton is there for a GPU."""
+    if text == "cuda" and not _triton.is_installed():
+        raise argparse.ArgumentTypeError(f"cuda needs triton, which is not installed: {_triton.how_to_install()}")
+    return text
 
 
 def add_budget(parser: argparse.ArgumentParser, text: str, *, required: bool = False) -> None:

@@ -26,14 +26,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mode", choices=("train", "infer", "both"), default="both", help="whose kernels")
 
 
-def check_triton() -> None:
-    """Raise ImportError, with the command to install it, if triton is missing."""
-    from fastvit.ops.runtime import backend as backends
-
-    if not backends.HAVE_TRITON:
-        raise ImportError("this needs triton, which is not installed: pip install 'fastvit[triton]'")
-
-
 def modes(args: argparse.Namespace) -> tuple[str, ...]:
     """Return the modes of the steps that were asked for."""
     return ("infer", "train") if args.mode == "both" else (args.mode,)

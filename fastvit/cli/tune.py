@@ -13,6 +13,7 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fastvit import _triton
 from fastvit._output import not_writable
 from fastvit.cli import options, step_options, terminal
 
@@ -70,9 +71,9 @@ def _minutes(text: str) -> float:
 def run(args: argparse.Namespace) -> int:
     if args.out is not None and not args.rehearse:
         raise ValueError("--out is for --rehearse; $FASTVIT_CACHE_DIR chooses the folder of measured tables")
+    _triton.check("fastvit tune")
     if args.rehearse:
         return _rehearse(args)
-    step_options.check_triton()
     if os.environ.get("TRITON_INTERPRET", "0") == "1":
         raise ValueError("with TRITON_INTERPRET=1 no kernel runs on a GPU; --rehearse runs all steps without one")
     from fastvit.ops.runtime.device import cache_folder
@@ -131,7 +132,6 @@ def _rehearse(args: argparse.Namespace) -> int:
     from fastvit.kernels import _tuned
     from fastvit.ops.runtime import backend as backends
 
-    step_options.check_triton()
     if not backends.INTERPRET:
         raise ValueError("--rehearse needs a process of its own: triton is imported already")
     args.batch, args.image_size, args.dtype = 2, None, "fp32"  # bfloat16 is wrong in the interpreter

@@ -7,6 +7,7 @@ import os
 import sys
 import time
 
+from fastvit import _triton
 from fastvit.cli import options, step_options, terminal
 
 _EPILOG = """A model's first step compiles its Triton kernels one after the other. This
@@ -51,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("--multiprocessors is for --target: the GPU at hand says how many it has")
     if os.environ.get("TRITON_INTERPRET", "0") == "1":
         raise ValueError("with TRITON_INTERPRET=1 nothing is compiled")
-    step_options.check_triton()
+    _triton.check("fastvit warmup")
     from fastvit.study.sources.find import find
 
     source = find(args.model)

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from fastvit import _triton
 from fastvit._output import not_writable
 
 OK, NOTE, TROUBLE = "ok", "note", "trouble"
@@ -84,11 +85,17 @@ def _versions() -> Iterator[Finding]:
         yield Finding("versions", "private names", f"torch lacks {names}: every call goes through the dispatcher", NOTE)
 
 
-def _triton() -> Iterator[Finding]:
-    if (version := version_of("triton")) is None or importlib.util.find_spec("triton") is None:
-        yield Finding("versions", "triton", "not installed: every op runs on ATen; pip install 'fastvit[triton]'", NOTE)
+def _launches() -> Iterator[Finding]:
+    if (version := version_of("triton")) is None or not _triton.is_installed():
+        missing = f"not installed: every op runs on ATen; {_triton.how_to_install()}"
+        yield Finding("versions", "triton", missing, NOTE)
         return
-    yield Finding("versions", "triton", version)
+    if _triton.minor(version) == _triton.minor(_triton.TESTED.get(_triton.minor(torch.__version__), "")):
+        yield Finding("versions", "triton", version)
+    else:
+        pairs = ", ".join(f"{of} with {triton}" for of, triton in _triton.TESTED.items())
+        what = f"{version}: not tested with torch {torch.__version__}, but torch {pairs}; {_triton.how_to_install()}"
+        yield Finding("versions", "triton", what, NOTE)
     from fastvit.ops.runtime import launch
 
     if torch.version.hip:
@@ -261,8 +268,11 @@ def _packages() -> Iterator[Finding]:
     if (version := version_of("torchvision")) is not None:
         try:
             importlib.import_module("torchvision")
-        except Exception as error:  # most often it was built for another torch
+        except Exception as error:
             why = f"{version} cannot be imported, nor what imports it (timm, transformers): {error}"
+            if "torchvision::" in str(error):  # its compiled operators are missing, or cannot be loaded
+                why += f". It is not of the same build as torch {torch.__version__}: pip uninstall torchvision, and "
+                why += "install it from the index that torch came from (README.md, Install)"
             yield Finding("packages", "torchvision", why, TROUBLE)
         else:
             yield Finding("packages", "torchvision", f"{version}, which timm and transformers import")
@@ -288,6 +298,6 @@ def cpu_info(field: str) -> str:
 
 
 _PROBES: tuple[tuple[str, _Probe], ...] = (
-    ("versions", _versions), ("versions", _triton), ("devices", _devices), ("compilers", _compilers),
+    ("versions", _versions), ("versions", _launches), ("devices", _devices), ("compilers", _compilers),
     ("caches", _caches), ("ops", _ops), ("ops", _one_launch), ("packages", _packages),
 )  # fmt: skip

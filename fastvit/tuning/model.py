@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from fastvit import _triton
 from fastvit.kernels import _tuned
-from fastvit.ops.runtime import backend as backends
 from fastvit.ops.runtime import device as devices
 from fastvit.ops.runtime.backend import KernelUnsupported
 from fastvit.study.machine import why_no_gpu
@@ -72,8 +72,7 @@ def gpu_at_hand() -> Machine:
     """
     if why := why_no_gpu():
         raise ValueError(f"no GPU: {why}")
-    if not backends.HAVE_TRITON:
-        raise ValueError("triton is not installed: pip install 'fastvit[triton]'")
+    _triton.check("a GPU")
     device = torch.device("cuda", torch.cuda.current_device())
     properties = torch.cuda.get_device_properties(device)
     arch = devices.arch(torch.empty(0, device=device))

@@ -6,13 +6,14 @@ import re
 import shlex
 import subprocess
 import sys
+import types
 
 import pytest
 from study_models import SMALL
 
+from fastvit import _triton
 from fastvit.cli import VERBS, attention_by_layer, main, memory, terminal
 from fastvit.cli.terminal import described
-from fastvit.ops.runtime import backend as backends
 
 MEMORY = ["memory", SMALL, "--image-size", "32,64"]
 MISTAKES = [
@@ -140,7 +141,38 @@ def test_a_package_that_is_not_installed_is_named(module, words, monkeypatch, ca
     assert "pip install 'fastvit[study]'" in capsys.readouterr().err
 
 
-def test_triton_that_is_not_installed_is_named(monkeypatch, capsys):
-    monkeypatch.setattr(backends, "HAVE_TRITON", False)
-    assert main([*MEMORY, "--device", "cuda"]) == 2
-    assert "pip install triton" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    "words",
+    [
+        [*MEMORY, "--device", "cuda"],
+        ["fit", SMALL, "--budget", "1GiB", "--batch", "2", "--device", "cuda"],
+        ["models", SMALL, "--block", "block.svg"],
+        ["warmup", SMALL, "--target", "sm_80"],
+        ["tune", "--rehearse"],
+        ["tune"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_triton_that_is_not_installed_is_named_before_torch_is_imported(words):
+    program = "import sys; sys.modules['triton'] = sys.modules['torch'] = None\n"
+    program += "from fastvit.cli import main; sys.exit(main(sys.argv[1:]))"
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    run = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True, env=environment)
+    assert (run.returncode, run.stdout) == (2, "")
+    (line,) = run.stderr.splitlines()
+    assert f"needs triton, which is not installed: {_triton.how_to_install()}" in line
+
+
+@pytest.mark.parametrize(
+    ("version", "requires", "package"),
+    [
+        ("2.13.0+cpu", None, "triton==3.7.1"),
+        ("2.11.0", ["jinja2", 'triton==3.6.0; platform_system == "Linux"'], "triton==3.6.0"),
+        ("2.12.1+rocm7.2", ["triton-rocm==3.6.5 ; platform_system == 'Linux'"], "triton-rocm==3.6.5"),
+        ("2.14.0+cpu", ["triton-x>=1"], "triton"),
+    ],
+)
+def test_the_triton_of_a_torch(version, requires, package, monkeypatch):
+    torch = types.SimpleNamespace(version=version, requires=requires)
+    monkeypatch.setattr(_triton.importlib.metadata, "distribution", lambda name: torch)
+    assert _triton.how_to_install() == f"pip install {package}, which belongs to torch {version}"

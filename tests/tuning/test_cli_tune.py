@@ -158,15 +158,6 @@ def test_without_a_gpu_a_line_says_so(words, capsys, monkeypatch):
     assert ("--rehearse" if words[0] == "tune" else "--target") in line
 
 
-@pytest.mark.parametrize("words", [["tune"], ["tune", "--rehearse"], ["warmup", SMALL, "--target", "sm_90"]])
-def test_without_triton_a_line_says_how_to_install_it(words, capsys, monkeypatch):
-    monkeypatch.setenv("TRITON_INTERPRET", "0")
-    monkeypatch.setattr(backends, "HAVE_TRITON", False)
-    monkeypatch.setattr(model, "tiny_model", lambda: pytest.fail("went on"))
-    assert main(words) == 2
-    assert "pip install 'fastvit[triton]'" in capsys.readouterr().err
-
-
 def test_in_the_interpreter_nothing_is_compiled_or_measured(capsys):
     for words in (["tune"], ["warmup", SMALL, "--target", "sm_90"]):
         assert main(words) == 2

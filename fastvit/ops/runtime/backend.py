@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
-import importlib.util
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum
@@ -28,6 +26,7 @@ from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
 
+from fastvit import _triton
 from fastvit.ops.runtime.torch_private import (
     are_functorch_transforms_active,
     clear_saved_tensors,
@@ -48,7 +47,7 @@ VARIABLES = {  # and what stands for a variable that is not set
 }
 _SETTINGS = ("FASTVIT_BACKEND", "FASTVIT_STRICT")
 INTERPRET = os.environ.get("TRITON_INTERPRET", "0") == "1"
-HAVE_TRITON = importlib.util.find_spec("triton") is not None
+HAVE_TRITON = _triton.is_installed()
 
 
 class Path(Enum):

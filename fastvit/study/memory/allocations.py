@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_iter
 
-from fastvit import ops
+from fastvit import _triton, ops
 from fastvit.ops.runtime import backend as backends
 from fastvit.ops.runtime import registry
 from fastvit.ops.runtime.backend import Path
@@ -228,8 +228,7 @@ def as_on(gpu: bool) -> Iterator[None]:
     if not gpu:
         yield
         return
-    if not backends.HAVE_TRITON:
-        raise ImportError("planning for a GPU runs the launchers of the Triton kernels: pip install triton")
+    _triton.check("planning for a GPU")
     from fastvit.ops.runtime.launch import nothing_launched
 
     warned, before = registry._warned, set(registry._warned)
