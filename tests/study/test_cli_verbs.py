@@ -23,7 +23,7 @@ MISTAKES = [
     ([*MEMORY, "--plot", "/proc/a.png"], "--plot: /proc cannot be written: "),
     (
         ["explore", SMALL, "--weights", "nothing.pth", "--out", "/proc/version"],
-        "--out: /proc/version cannot be written: ",
+        "--out: /proc cannot be written: ",
     ),
     (["memory", SMALL, "--plot", "a.png"], "two image sizes or more"),
     (["memory", "study_models:of_an_image_and_text", "--image-size", "32"], "required positional argument: 'text'"),
