@@ -32,7 +32,8 @@ def fit(
     FLOPs that are computed again. Our models and models that `accelerate` knows recompute parts of blocks, without
     their last matmuls; blocks of other models are recomputed as a whole. The gradients are those without it, dropout
     included. Parameters, keys and modules stay as they are. Call it after `accelerate` and after adapters are added,
-    before torch.compile, DistributedDataParallel and FSDP2. A second call replaces the first.
+    before torch.compile, DistributedDataParallel and FSDP2. A second call replaces the first. Hooks do not run, except
+    methods of the model's own modules and hooks of torch.nn.utils, timm, transformers and peft, such as weight_norm's.
 
         report = fastvit.fit(model, budget="24GiB", batch=64, image_size=518, dtype="amp")
         print(report)

@@ -2,6 +2,8 @@
 
 import copy
 import pickle
+import threading
+import warnings
 from functools import partial
 from typing import Any
 
@@ -10,6 +12,8 @@ import torch
 from library_imports import import_library
 from library_models import hugging_face, torchvision_vit, vit
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
+from torch.utils._pytree import tree_leaves
 
 import fastvit
 from fastvit.layers import PostNormBlock
@@ -96,6 +100,39 @@ def test_fit_chooses_for_this_model() -> None:
     half = fastvit.fit(model.bfloat16(), budget="1TB", batch=8, optimizer="none")
     assert half.setting.dtype == "bfloat16"
     assert half.peak < 0.6 * free.peak
+
+
+def test_hooks_do_not_run_on_tensors_without_values() -> None:
+    """Neither do they count, and all are there again afterwards, also after an error. weight_norm needs its own."""
+
+    class Log:
+        def __init__(self) -> None:
+            self.values: list[float] = []
+            self.lock = threading.Lock()  # cannot be copied
+
+        def add(self, *tensors: Any) -> None:
+            self.values.append(sum(t.sum().item() for t in tree_leaves(tensors) if isinstance(t, Tensor)))
+
+    model, log, everywhere = ours().train(), Log(), Log()
+    with warnings.catch_warnings(action="ignore", category=FutureWarning):
+        nn.utils.weight_norm(model.head)
+    block = model.blocks[1]
+    block.register_forward_pre_hook(log.add)
+    block.register_forward_hook(log.add)
+    block.mlp.register_full_backward_pre_hook(log.add)
+    block.attn.register_full_backward_hook(log.add)
+    handle = register_module_forward_hook(everywhere.add)
+    try:
+        assert fastvit.fit(model, budget="1TB", batch=2, optimizer="none").choices == (NOTHING,) * 3
+        with pytest.raises(ValueError, match="image"):
+            fastvit.fit(model, budget="1TB", batch=2, image_size=48)
+        assert not log.values
+        assert not everywhere.values
+        step(model, image_of(model))
+        assert len(log.values) == 4
+        assert everywhere.values
+    finally:
+        handle.remove()
 
 
 def test_copies_keep_it_and_files_know_nothing_of_it() -> None:

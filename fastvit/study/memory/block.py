@@ -13,6 +13,7 @@ from fastvit.modules.arguments import Pair
 from fastvit.study.memory.allocations import Allocations, as_on
 from fastvit.study.memory.plan import without_data
 from fastvit.study.sources.find import find
+from fastvit.study.sources.hooks import without_hooks
 from fastvit.study.sources.model_source import DTYPES, PROVIDERS, blocks, images_for, output_of
 
 
@@ -111,7 +112,7 @@ def block(
             outside.update(seen.see(out))
 
         one.register_forward_hook(leave)
-        with seen:
+        with seen, without_hooks(built):
             result = built(pixels)
         kept = seen.alive() - given - outside
         del result

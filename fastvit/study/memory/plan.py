@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map_only
 
 from fastvit.study.memory.allocations import Allocations, as_on
 from fastvit.study.memory.step import DTYPES, Setting, Step, Together, images_of
+from fastvit.study.sources.hooks import without_hooks
 from fastvit.study.sources.model_source import ModelSource
 
 _CPU = torch.device("cpu")
@@ -144,7 +145,7 @@ def trace_step(
     with fakes, as_on(gpu), torch.enable_grad(), contextlib.ExitStack() as stack:
         if gpu:
             stack.enter_context(_GpuFunctions())
-        with seen, source.running():
+        with seen, without_hooks(model), source.running():
             loss = step.passes(lambda what: ends.update({what: (len(seen.events), seen.alive())}))
     for p in step.parameters:
         if (grad := fake[p].grad) is not None:

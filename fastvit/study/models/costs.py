@@ -20,6 +20,7 @@ from fastvit.study.models.hardware import Bound
 from fastvit.study.models.parameter_counts import Parameters
 from fastvit.study.sources.baselines import NoFusedForm
 from fastvit.study.sources.find import find
+from fastvit.study.sources.hooks import without_hooks
 from fastvit.study.sources.model_source import ModelSource, images_for, output_of
 
 _DTYPE = torch.bfloat16
@@ -193,7 +194,7 @@ def _cost(
     has_attention = parameters.attention + parameters.other > 0  # unnamed parameters may be attention
     prefix = source.prefix_tokens(model, image_size, patch) if patch is not None and has_attention else None
     outputs: list[Tensor] = []
-    with source.running(), FlopCounterMode(display=False) as counter, torch.enable_grad():
+    with without_hooks(model), source.running(), FlopCounterMode(display=False) as counter, torch.enable_grad():
         saved = saved_bytes(lambda: outputs.append(output_of(model(pixels))), list(model.parameters()))
     size = _DTYPE.itemsize
     least = size * (parameters.total + pixels.numel() + outputs[0].numel())

@@ -6,10 +6,11 @@ import copy
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fastvit.modules.arguments import Pair, checked_pair
 from fastvit.study.sources.from_function import image_size_of
+from fastvit.study.sources.hooks import without_hooks
 from fastvit.study.sources.model_source import ModelSource, patch_size_of
 
 
@@ -32,7 +33,10 @@ class ModuleSource(ModelSource):
     ) -> nn.Module:
         """Return a copy on the meta device. The arguments are those of the base; all sizes are the model's own."""
         known: dict[int, Any] = {}
-        for t in (*self._model.parameters(), *self._model.buffers()):
+        # weight_norm and pruning set attributes that are results of ops, which cannot be copied
+        attributes = [t for module in self._model.modules() for t in vars(module).values() if isinstance(t, Tensor)]
+        for t in (*self._model.parameters(), *self._model.buffers(), *attributes):
             empty = torch.empty_like(t, device="meta")
             known[id(t)] = nn.Parameter(empty, t.requires_grad) if isinstance(t, nn.Parameter) else empty
-        return copy.deepcopy(self._model, known)
+        with without_hooks(self._model):
+            return copy.deepcopy(self._model, known)

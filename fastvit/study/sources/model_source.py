@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fastvit.modules.arguments import Pair, checked_pair
+from fastvit.study.sources.hooks import without_hooks
 from fastvit.study.sources.normalization import IMAGENET, Statistics
 
 PROVIDERS = ("eager", "sdpa", "fastvit")
@@ -152,7 +153,7 @@ class ModelSource(ABC):
         seen: list[int] = []
         for first in blocks(model)[:1]:
             first.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[1] if args[0].dim() == 3 else 0))
-            with self.running(), torch.no_grad():
+            with without_hooks(model), self.running(), torch.no_grad():
                 model(pixel_values)
         return seen[0] if seen else 0
 
