@@ -37,8 +37,10 @@ def of_one_size() -> nn.Module:
     return of_timm()
 
 
-def of_one_block(image_size: int = 32) -> nn.Module:
-    return of_timm(image_size, depth=1)
+def of_no_list(image_size: int = 32) -> nn.Module:
+    model = of_timm(image_size, depth=1)
+    model.blocks = model.blocks[0]
+    return model
 
 
 def of_nothing() -> None:

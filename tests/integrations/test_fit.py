@@ -102,6 +102,19 @@ def test_fit_chooses_for_this_model() -> None:
     assert half.peak < 0.6 * free.peak
 
 
+def test_a_model_of_one_block() -> None:
+    """Lists of one module are also those of a head and of a model in a Sequential."""
+    for make in (fastvit.create_model, partial(accelerated, vit)):
+        model = make("vit_tiny_patch16_224", img_size=32, depth=1)
+        model.head = nn.Sequential(model.head)
+        model = nn.Sequential(model)
+        free = fastvit.fit(model, budget="1TB", batch=128, optimizer="none", image_size=32)
+        assert free.blocks == ("0.blocks.0",)
+        report = fastvit.fit(model, budget=free.peak - 1, batch=128, optimizer="none", image_size=32)
+        assert report.fits
+        assert report.peak < free.peak
+
+
 def test_hooks_do_not_run_on_tensors_without_values() -> None:
     """Neither do they count, and all are there again afterwards, also after an error. weight_norm needs its own."""
 

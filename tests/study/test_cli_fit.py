@@ -110,7 +110,7 @@ def test_json_is_the_study(between, capsys):
     [
         ("vit_of_no_zoo", "is not a known model"),
         ("study_models:of_a_convolution", "no block of Sequential"),
-        ("study_models:of_one_block", "has no list of blocks of one class"),
+        ("study_models:of_no_list", "has no list of blocks of one class"),
     ],
 )
 def test_models_without_blocks(model, message, capsys):

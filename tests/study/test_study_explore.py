@@ -193,7 +193,7 @@ def test_a_page_says_why_it_has_no_recomputation():
             "train": {d: {"32x8": dict.fromkeys(explored_memory.BATCHES, (0,))} for d in explored_memory.DTYPES}
         }
     }
-    found, (why,) = explored_memory._fit(find("study_models:of_one_block"), (32, 32), True, plans, "32x8")
+    found, (why,) = explored_memory._fit(find("study_models:of_no_list"), (32, 32), True, plans, "32x8")
     assert found is None
     assert why == "what blocks recompute: VisionTransformer has no list of blocks of one class"
 

@@ -204,10 +204,10 @@ def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
     equal modules has.
 
     Raises:
-        ValueError: the model has no list of at least two modules of one class.
+        ValueError: the model has no list of modules of one class.
     """
     listed = model_source.blocks(model)
-    if len(listed) < 2:
+    if not listed:
         raise ValueError(f"{type(model).__name__} has no list of blocks of one class")
     kind = type(listed[0])
     return {name: module for name, module in model.named_modules() if type(module) is kind}

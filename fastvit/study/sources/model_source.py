@@ -211,9 +211,13 @@ def channels(model: nn.Module) -> int:
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the modules of the longest list whose modules have one class."""
+    """Return the modules of the longest list whose modules have one class. If all lists have one module, return the one
+    with the most submodules: a block, if it is neither a layer of a head nor the whole model, which embeds patches."""
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList | nn.Sequential) and len({*map(type, m)}) == 1]
-    return list(max(lists, key=len, default=nn.ModuleList()))
+    if any(len(m) > 1 for m in lists):
+        return [*max(lists, key=len)]
+    single = [m for m in lists if any(m[0].children()) and not any(map(embeds_patches, m.modules()))]
+    return [*max(single, key=lambda m: len([*m.modules()]), default=())]
 
 
 def equal_as_int(value: Any) -> Any:
