@@ -42,7 +42,8 @@ def fit(
     `report.accumulation` accumulate their gradients for a step (0: no accumulation fits), and a warning says so.
 
     Args:
-        model: any module with a list of blocks of one class that takes images (B, C, H, W).
+        model: any module with a list of blocks of one class that takes images (B, C, H, W), or transformers' VideoMAE,
+            ViViT, TimeSformer and V-JEPA 2 (without its predictor) with the number of frames of their configuration.
         budget: bytes, or text such as "24GiB". Memory that is not planned has to stay free: of the vendor's libraries
             and of a caching allocator, on a GPU the CUDA context, and with DistributedDataParallel its buckets, a copy
             of the gradients.

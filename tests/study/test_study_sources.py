@@ -5,9 +5,11 @@ import json
 import pytest
 import torch
 from library_imports import import_library, import_timm
-from study_models import SMALL
+from study_models import SMALL, of_timm
+from torch import nn
 
-from fastvit import reference, zoo
+import fastvit
+from fastvit import reference, study, zoo
 from fastvit.study.sources.find import find
 from fastvit.study.sources.model_source import channels
 from fastvit.study.sources.normalization import HALF, statistics
@@ -76,6 +78,47 @@ def test_a_configuration_of_transformers(tmp_path):
         config.write_text(text)
         with pytest.raises(ValueError, match=message):
             find(str(config))
+
+
+@pytest.mark.parametrize(
+    ("kind", "size_and_frames"),
+    [("videomae", {"image_size": 32, "num_frames": 4}), ("vjepa2", {"crop_size": 32, "frames_per_clip": 4})],
+)
+def test_models_of_videos(tmp_path, kind, size_and_frames):
+    import_library("transformers")
+    layers = {"hidden_size": 96, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 192}
+    predictor = {"pred_hidden_size": 96, "pred_num_hidden_layers": 2, "pred_num_attention_heads": 3}
+    values = {"model_type": kind, "patch_size": 8, "tubelet_size": 2, **layers, **predictor, **size_and_frames}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    name = str(tmp_path)
+    points = study.memory(name, image_sizes=[32, 48], batches=[1], providers=["fastvit"], device="cpu").points
+    assert [p.tokens for p in points] == [2 * 16, 2 * 36], "tubelets times patches"
+    (cost,) = study.models([name])
+    assert (cost.prefix_tokens, cost.fused) == (None, True)
+    model = find(name).make("fastvit")
+    report = fastvit.fit(model, budget="1GiB", batch=1)
+    assert len(report.choices) == 2, "not those of the predictor, which does not run without data"
+    with pytest.raises(ValueError, match=r"takes videos, and attention is shown on pictures$"):
+        find(name).with_weights(None)
+
+
+def test_a_model_that_raises_says_so_in_one_line_and_pytorch_logs_nothing(caplog):
+    class ReadsValues(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.vit = of_timm()
+
+        def forward(self, images):
+            x = self.vit(images)
+            return x if x.sum() > 0 else -x
+
+    with pytest.raises(
+        ValueError, match=r"^ReadsValues: DataDependentOutputException: its forward reads values of tensors,"
+    ):
+        fastvit.fit(ReadsValues(), budget="1GiB", batch=1, image_size=32)
+    with pytest.raises(ValueError, match=r"^Dict: TypeError: the model returns no tensor, but dict$"):
+        fastvit.fit(type("Dict", (ReadsValues,), {"forward": lambda *_: {}})(), budget="1GiB", batch=1, image_size=32)
+    assert not caplog.records
 
 
 def test_providers_of_the_zoo():

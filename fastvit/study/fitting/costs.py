@@ -201,7 +201,7 @@ def _signature(block: nn.Module) -> Any:
 
 def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
     """Return the model's blocks by name, in the order of its modules: all modules of the class that the longest list of
-    equal modules has.
+    equal modules has, without those of V-JEPA 2's predictor, which `model_source.call` leaves out.
 
     Raises:
         ValueError: the model has no list of modules of one class.
@@ -210,7 +210,9 @@ def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
     if not listed:
         raise ValueError(f"{type(model).__name__} has no list of blocks of one class")
     kind = type(listed[0])
-    return {name: module for name, module in model.named_modules() if type(module) is kind}
+    predictors = [module for module in model.modules() if type(module).__name__ == "VJEPA2Predictor"]
+    left_out = {block for predictor in predictors for block in predictor.modules()}
+    return {name: module for name, module in model.named_modules() if type(module) is kind and module not in left_out}
 
 
 def costs_of(step: FitStep) -> StepCosts:

@@ -14,7 +14,7 @@ from fastvit.study.memory.allocations import Allocations, as_on
 from fastvit.study.memory.plan import without_data
 from fastvit.study.sources.find import find
 from fastvit.study.sources.hooks import without_hooks
-from fastvit.study.sources.model_source import DTYPES, PROVIDERS, blocks, images_for, output_of
+from fastvit.study.sources.model_source import DTYPES, PROVIDERS, blocks, call, images_for, output_of
 
 
 @dataclass(frozen=True)
@@ -112,8 +112,8 @@ def block(
             outside.update(seen.see(out))
 
         one.register_forward_hook(leave)
-        with seen, without_hooks(built):
-            result = built(pixels)
+        with seen, without_hooks(built), source.running():
+            result = call(built, pixels)
         kept = seen.alive() - given - outside
         del result
     token = B * seen.tokens * widths[0] * DTYPES[dtype].itemsize

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
 from fastvit.study.sources import model_source
-from fastvit.study.sources.model_source import images_for, output_of
+from fastvit.study.sources.model_source import call, images_for
 
 MODES = ("train", "infer")
 OPTIMIZERS = ("adamw", "sgd", "none")
@@ -106,7 +106,7 @@ class Step:
         """Return the loss in training, the model's output in inference."""
         device, amp = next(iter(tree_iter(self.images))).device.type, self.setting.dtype == "amp"
         with torch.autocast(device, torch.bfloat16, enabled=amp, cache_enabled=True):
-            out = output_of(self.model(self.images))
+            out = call(self.model, self.images)
         return out.float().square().mean() if self.setting.mode == "train" else out
 
     def run(self) -> None:

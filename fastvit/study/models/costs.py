@@ -21,7 +21,7 @@ from fastvit.study.models.parameter_counts import Parameters
 from fastvit.study.sources.baselines import NoFusedForm
 from fastvit.study.sources.find import find
 from fastvit.study.sources.hooks import without_hooks
-from fastvit.study.sources.model_source import ModelSource, images_for, output_of
+from fastvit.study.sources.model_source import ModelSource, call, images_for
 
 _DTYPE = torch.bfloat16
 Sizes = Pair | Sequence[tuple[int, int]]
@@ -195,7 +195,7 @@ def _cost(
     prefix = source.prefix_tokens(model, image_size, patch) if patch is not None and has_attention else None
     outputs: list[Tensor] = []
     with without_hooks(model), source.running(), FlopCounterMode(display=False) as counter, torch.enable_grad():
-        saved = saved_bytes(lambda: outputs.append(output_of(model(pixels))), list(model.parameters()))
+        saved = saved_bytes(lambda: outputs.append(call(model, pixels)), list(model.parameters()))
     size = _DTYPE.itemsize
     least = size * (parameters.total + pixels.numel() + outputs[0].numel())
     flops = counter.get_total_flops()

@@ -56,9 +56,11 @@ class FunctionSource(ModelSource):
 
 
 def image_size_of(model: nn.Module) -> Pair:
-    """Return the image size that a module of the model names, or 224."""
+    """Return the image size that a module of the model names, or its configuration of transformers, or 224."""
     for module in model.modules():
         for key in ("img_size", "image_size"):
             if isinstance(value := getattr(module, key, None), int | tuple):
                 return value
+        if isinstance(value := getattr(getattr(module, "config", None), "crop_size", None), int):  # V-JEPA 2
+            return value
     return 224

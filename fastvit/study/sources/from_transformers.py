@@ -33,16 +33,17 @@ class TransformersSource(ModelSource):
         with one_line_errors(self._path):
             config = self._transformers.AutoConfig.for_model(values.pop("model_type"), **values)
         self._config = config = getattr(config, "vision_config", config)
-        if getattr(config, "patch_size", None) is None or getattr(config, "image_size", None) is None:
+        self._size_name = "crop_size" if config.model_type == "vjepa2" else "image_size"
+        if getattr(config, "patch_size", None) is None or getattr(config, self._size_name, None) is None:
             raise ValueError(f"{self._path} describes no ViT: {config.model_type} has no image_size and patch_size")
-        size, patch = (checked_pair(key, _as_pair(getattr(config, key))) for key in ("image_size", "patch_size"))
+        size, patch = (checked_pair(key, _as_pair(getattr(config, key))) for key in (self._size_name, "patch_size"))
         super().__init__(name, size, patch)
 
     def make(self, provider: str, **options: Any) -> nn.Module:
         with one_line_errors(self._path):
             sized = type(self._config).from_dict(self._config.to_dict())
             for key, value in options.items():
-                setattr(sized, key, equal_as_int(value))
+                setattr(sized, self._size_name if key == "image_size" else key, equal_as_int(value))
             model = self._transformers.AutoModel.from_config(sized)
         return as_provider(provider, model)
 

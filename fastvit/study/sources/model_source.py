@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
+import logging
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -12,6 +14,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_iter
 
 from fastvit.modules.arguments import Pair, checked_pair
 from fastvit.study.sources.hooks import without_hooks
@@ -94,14 +97,17 @@ class ModelSource(ABC):
             image_size: None for the default.
 
         Raises:
-            ValueError: weights for a model that is not in the zoo, and what `build` refuses.
+            ValueError: weights for a model that is not in the zoo, a model of videos, and what `build` refuses.
         """
         if weights is not None:
             raise ValueError(
                 f"weights are for names of `fastvit models`, and {self.name} is of {self.origin}: for others, name a "
                 "function that returns the model with its weights, as module:function"
             )
-        return self.build("sdpa", image_size)
+        model = self.build("sdpa", image_size)
+        if frames_of(model):
+            raise ValueError(f"{self.name} takes videos, and attention is shown on pictures")
+        return model
 
     def normalization(self) -> Statistics:
         """Return mean and std of the images that the model expects: ImageNet's, unless its source says more."""
@@ -132,8 +138,8 @@ class ModelSource(ABC):
         return size, patch
 
     def prefix_tokens(self, model: nn.Module, image_size: tuple[int, int], patch_size: tuple[int, int]) -> int | None:
-        """Return how many tokens there are besides those of the patches, or None where there are fewer tokens than
-        patches: the model is no plain ViT.
+        """Return how many tokens there are besides those of the patches, or None where the model is no plain ViT of
+        images: there are fewer tokens than patches, or it takes videos.
 
         Args:
             model: of these sizes. If it does not say, a second one runs up to its first block.
@@ -141,6 +147,8 @@ class ModelSource(ABC):
         declared: int | None = getattr(model, "num_prefix_tokens", None)
         if declared is not None:
             return declared
+        if frames_of(model):
+            return None
         patches = image_size[0] // patch_size[0] * (image_size[1] // patch_size[1])
         prefix = self._tokens(image_size, patch_size) - patches
         return None if prefix < 0 else prefix
@@ -154,36 +162,74 @@ class ModelSource(ABC):
         for first in blocks(model)[:1]:
             first.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[1] if args[0].dim() == 3 else 0))
             with without_hooks(model), self.running(), torch.no_grad():
-                model(pixel_values)
+                call(model, pixel_values)
         return seen[0] if seen else 0
 
 
 @contextlib.contextmanager
 def one_line_errors(name: object) -> Iterator[None]:
-    """Turn any error within the context, except ImportError, into a ValueError of one line."""
+    """Turn any error within the context, except ImportError, into a ValueError of one line. PyTorch does not log it."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    disabled, log.disabled = log.disabled, True
     try:
         yield
     except ImportError:
         raise
     except Exception as error:
         line = (str(error).strip().splitlines() or [""])[0]
+        if type(error).__name__ == "DataDependentOutputException":
+            line = "its forward reads values of tensors, and a study runs it without data"
         raise ValueError(f"{name}: {type(error).__name__}: {line}") from error
+    finally:
+        log.disabled = disabled
+
+
+def call(model: nn.Module, images: Tensor | list[Tensor]) -> Tensor:
+    """Run a model on images and return `output_of` its result. V-JEPA 2 runs without its predictor, which reads values
+    of tensors and so cannot run without data."""
+    options = {"skip_predictor": True} if "skip_predictor" in inspect.signature(model.forward).parameters else {}
+    return output_of(model(images, **options))
 
 
 def output_of(result: Any) -> Tensor:
-    """Return the tensor in a model's result: itself, the logits, the last hidden state, or the first of several."""
+    """Return the tensor in a model's result: itself, the logits, the last hidden state, or the first of several.
+
+    Raises:
+        TypeError: there is none.
+    """
     if isinstance(result, Tensor):
         return result
     for name in ("logits", "last_hidden_state"):
         if isinstance(value := getattr(result, name, None), Tensor):
             return value
-    values = result.values() if isinstance(result, dict) else result
-    return next(value for value in values if isinstance(value, Tensor))
+    tensor = next((value for value in tree_iter(result) if isinstance(value, Tensor)), None)
+    if tensor is None:
+        raise TypeError(f"the model returns no tensor, but {type(result).__name__}")
+    return tensor
+
+
+# The attribute of transformers' configurations that has the number of frames, by model_type
+_FRAMES = {
+    "timesformer": "num_frames", "videomae": "num_frames", "vivit": "num_frames", "vjepa2": "frames_per_clip",
+}  # fmt: skip
+
+
+def frames_of(model: nn.Module) -> int | None:
+    """Return how many frames the videos have that a model of transformers takes, or None for any other model."""
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if name := _FRAMES.get(getattr(config, "model_type", "")):
+            frames: int = getattr(config, name)
+            return frames
+    return None
 
 
 def images_for(model: nn.Module, count: int, size: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """Return random normal images (count, C, H, W) with the model's channels, or for our models of videos
-    (count, C, T, H, W), on the default device, without a gradient."""
+    """Return random normal images (count, C, H, W) with the model's channels, on the default device, without a
+    gradient. Models of videos get videos with the frames of their configuration: ours (count, C, T, H, W), those of
+    transformers (count, T, C, H, W)."""
+    if frames := frames_of(model):
+        return torch.randn(count, frames, channels(model), *size).to(dtype)
     frames = getattr(getattr(model, "patch_embed", None), "num_frames", None)
     between = () if frames is None else (frames,)
     return torch.randn(count, channels(model), *between, *size).to(dtype)
