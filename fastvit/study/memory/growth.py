@@ -88,7 +88,8 @@ def memory(
     """Plan, and on request measure, the peak memory of a model's step, for every provider, image size and batch.
 
     For planned figures the model runs on fake tensors, and every allocation and release is followed, those of the fused
-    ops included: nothing is allocated, and no GPU is needed. Workspaces of vendor libraries, and memory that a caching
+    ops included: nothing is allocated, and no GPU is needed. Workspaces of vendor libraries (on a CPU also oneDNN's
+    copies of a convolution's weights and images, which depend on processor and threads), and memory that a caching
     allocator keeps or fragments, are not planned.
 
         study = fastvit.study.memory("vit_large_patch16_224", image_sizes=(224, 1024), device="cuda")
