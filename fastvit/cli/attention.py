@@ -9,10 +9,11 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fastvit._units import MOST_PIXELS
 from fastvit.cli import attention_by_layer, options, terminal
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from fastvit.study import AttentionMaps, Picture, TokenWeights
 
@@ -66,12 +67,19 @@ def run(args: argparse.Namespace) -> int:
     mean, std = source.normalization()
     pictures = [study.read_picture(image, size, args.mean or mean, args.std or std) for image in args.images]
     model = source.with_weights(args.weights, args.image_size)
-    if args.weights is None and source.origin != "function":
-        print(f"fastvit: {args.model} has random weights, without --weights", file=sys.stderr)
     if args.by_layer:
         attention_by_layer.run(args, model, [picture.pixels for picture in pictures])
-        return 0
-    (picture,) = pictures
+    else:
+        _run_maps(args, model, pictures[0], size)
+    if args.weights is None and source.origin != "function":
+        print(f"fastvit: {args.model} has random weights, without --weights", file=sys.stderr)
+    return 0
+
+
+def _run_maps(args: argparse.Namespace, model: nn.Module, picture: Picture, size: tuple[int, int]) -> None:
+    """Compute, and print or draw, the maps of one picture."""
+    from fastvit import study
+
     queries = None if args.query is None else [args.query]
     maps = study.attention_maps(model, picture.pixels, args.layer, args.head, queries)
     rollout = study.attention_rollout(model, picture.pixels, queries) if args.rollout else None
@@ -81,7 +89,6 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(_values(args, size, maps, rollout)))
     elif args.out is None:
         _show(args, maps, rollout)
-    return 0
 
 
 def _rows(maps: AttentionMaps, rollout: TokenWeights | None) -> dict[str, Tensor]:
@@ -148,12 +155,12 @@ def _percent(share: Tensor) -> str:
 
 
 def _query(text: str) -> str | tuple[int, int]:
-    parts = text.split(",")
     if text == "cls":
         return text
-    if len(parts) != 2 or not all(part.strip().isdigit() for part in parts):
+    row, _, column = (options.whole(part.strip(), MOST_PIXELS, least=0) for part in text.partition(","))
+    if row is None or column is None:
         raise argparse.ArgumentTypeError(f"must be cls, or row,column of a patch such as 7,9, got {text!r}")
-    return int(parts[0]), int(parts[1])
+    return row, column
 
 
 def _three(text: str) -> tuple[float, ...]:

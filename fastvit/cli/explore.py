@@ -46,6 +46,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _layers(text: str) -> list[int]:
-    if not all(word.isdigit() for word in text.split(",")):
+    numbers = [options.whole(word, most=10**6, least=0) for word in text.split(",")]
+    if None in numbers:
         raise argparse.ArgumentTypeError(f"must be numbers such as 0,6,11, got {text!r}")
-    return [int(word) for word in text.split(",")]
+    return [number for number in numbers if number is not None]

@@ -34,7 +34,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
     options.add_model(parser)
     options.add_budget(parser, "that a step has to fit into", required=True)
-    parser.add_argument("--batch", type=options.count, required=True, metavar="B", help="images of one step")
+    parser.add_argument("--batch", type=options.batch, required=True, metavar="B", help="images of one step")
     options.add_image_size(parser)
     options.add_training(parser)
     options.add_planned_device(parser)

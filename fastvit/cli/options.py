@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fastvit import _triton
-from fastvit._units import read_bytes
+from fastvit._units import MOST_IMAGES, MOST_PIXELS, read_bytes
 
 MODEL = "name of `fastvit models` or of timm, config.json of transformers, or module:function"
 
@@ -27,7 +27,7 @@ def add_image_size(parser: argparse.ArgumentParser, *, several: bool = False, of
 
 def add_batches(parser: argparse.ArgumentParser, default: str) -> None:
     """Add --batch, a list of integers."""
-    parser.add_argument("--batch", type=integers, default=default, metavar="B,...", help="images")
+    parser.add_argument("--batch", type=batches, default=default, metavar="B,...", help="images")
 
 
 def add_training(parser: argparse.ArgumentParser) -> None:
@@ -85,24 +85,43 @@ def sizes(text: str) -> list[tuple[int, int]]:
 
 def size(text: str) -> tuple[int, int]:
     """Read "224" or "224x448" as (height, width)."""
-    parts = text.lower().split("x")
-    if len(parts) > 2 or not all(part.isdigit() and int(part) for part in parts):
-        raise argparse.ArgumentTypeError(f"a size is 224 or 224x448 (height x width), got {text!r}")
-    return int(parts[0]), int(parts[-1])
+    sides = [whole(part, MOST_PIXELS) for part in text.lower().split("x")]
+    height, width = sides[0], sides[-1]
+    if len(sides) > 2 or height is None or width is None:
+        raise argparse.ArgumentTypeError(
+            f"a size is 224 or 224x448 (height x width), with sides up to {MOST_PIXELS}, got {text!r}"
+        )
+    return height, width
 
 
-def integers(text: str) -> list[int]:
+def batches(text: str) -> list[int]:
+    """Read "1,8,64" as [1, 8, 64], numbers of images."""
+    return [batch(word) for word in text.split(",")]
+
+
+def batch(text: str) -> int:
+    """Read a number of images."""
+    return count(text, MOST_IMAGES)
+
+
+def counts(text: str) -> list[int]:
     """Read "1,8,64" as [1, 8, 64]."""
-    if not all(word.isdigit() and int(word) for word in text.split(",")):
-        raise argparse.ArgumentTypeError(f"must be positive integers such as 1,8,64, got {text!r}")
-    return [int(word) for word in text.split(",")]
+    return [count(word) for word in text.split(",")]
 
 
-def count(text: str) -> int:
+def count(text: str, most: int = 2**31 - 1) -> int:
     """Read a positive integer."""
-    if not text.isdigit() or not int(text):
-        raise argparse.ArgumentTypeError(f"must be a positive integer, got {text!r}")
-    return int(text)
+    value = whole(text, most)
+    if value is None:
+        raise argparse.ArgumentTypeError(f"must be an integer from 1 to {most}, got {text!r}")
+    return value
+
+
+def whole(text: str, most: int, least: int = 1) -> int | None:
+    """Read an integer from `least` to `most`. Return None for anything else."""
+    if not (text.isascii() and text.isdigit() and len(text) <= len(str(most))):
+        return None
+    return value if least <= (value := int(text)) <= most else None
 
 
 def memory(text: str) -> int:

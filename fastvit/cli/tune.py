@@ -46,7 +46,7 @@ examples:
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
     options.add_model(parser, f"{options.MODEL} (default: {_DEFAULT})", nargs="?")
-    parser.add_argument("--batch", type=options.count, default=32, metavar="B", help="images")
+    parser.add_argument("--batch", type=options.batch, default=32, metavar="B", help="images")
     step_options.configure(parser)
     parser.add_argument("--minutes", type=_minutes, metavar="M", help="stop measuring after so long")
     instead = parser.add_mutually_exclusive_group()

@@ -38,7 +38,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
     parser.add_argument(
         "--head-dim",
-        type=options.integers,
+        type=options.counts,
         metavar="d,...",
         help="of attention (default: the model's, or 32,64,72,80,96,128)",
     )

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 
+_MOST = 8192  # pixels of a side: a picture is held in float32
+
+
 @dataclass(frozen=True)
 class Picture:
     """The part of a picture that a model sees.
@@ -41,13 +44,16 @@ def read_picture(path: str | Path, size: Pair, mean: Sequence[float], std: Seque
         mean, std: three values each.
 
     Raises:
-        ValueError: not a picture, or a damaged one; mean or std without three values, or a std of 0.
+        ValueError: not a picture, or a damaged one; a size, mean or std that is out of range.
         OSError: the file is missing or cannot be read.
         ImportError: Pillow is not installed.
     """
     height, width = checked_pair("size", size)
-    if len(mean) != 3 or len(std) != 3 or not all(value > 0 for value in std):
-        raise ValueError(f"mean and std must have three values, std positive ones, got {tuple(mean)} and {tuple(std)}")
+    check_picture_size(height, width)
+    if len(mean) != 3 or not all(abs(value) < 1e3 for value in mean):
+        raise ValueError(f"mean must have three values above -1000 and below 1000, got {tuple(mean)}")
+    if len(std) != 3 or not all(1e-3 < value < 1e3 for value in std):
+        raise ValueError(f"std must have three values above 0.001 and below 1000, got {tuple(std)}")
     try:
         from PIL import Image, ImageOps
     except ImportError:
@@ -58,6 +64,12 @@ def read_picture(path: str | Path, size: Pair, mean: Sequence[float], std: Seque
     pixels = np.asarray(shown.resize((width, height), Image.Resampling.BICUBIC), np.float32) / 255
     pixels = (pixels - np.array(mean, np.float32)) / np.array(std, np.float32)
     return Picture(shown, torch.from_numpy(pixels).permute(2, 0, 1).contiguous())
+
+
+def check_picture_size(height: int, width: int) -> None:
+    """Raise ValueError for a picture that is too large to be made."""
+    if max(height, width) > _MOST:
+        raise ValueError(f"a picture must have sides of at most {_MOST} pixels, got {height} x {width}")
 
 
 def read_rgb(path: str | Path) -> Image:

@@ -38,6 +38,11 @@ MISTAKES = [
     (["explore", SMALL, "nothing.png"], "No such file or directory: nothing.png"),
     (["explore", SMALL, "--weights", "nothing.pth"], "nothing.pth: no such file"),
     (["explore", SMALL, "--layers", "12"], "layers must be in 0..1, got 12"),
+    (["explore", SMALL, "--image-size", "65536"], "must have sides of at most 8192 pixels"),
+    (
+        ["memory", SMALL, "--image-size", "65536", "--patch-size", "1"],
+        "a tensor would have 2**63 bytes or more: batch and image_size are too large together",
+    ),
 ]
 
 
@@ -60,9 +65,24 @@ WRONG_ARGUMENTS = [
     ([*MEMORY, "--budget", "24"], "must have a unit, such as 24GiB or 24GB, got '24'"),
     (["fit", SMALL, "--budget", "24", "--batch", "8"], "must have a unit, such as 24GiB or 24GB, got '24'"),
     (["fit", SMALL, "--budget", "24GiB"], "required: --batch"),
-    (["fit", SMALL, "--budget", "24GiB", "--batch", "8,16"], "must be a positive integer, got '8,16'"),
+    (["fit", SMALL, "--budget", "24GiB", "--batch", "8,16"], "must be an integer from 1 to 1048576, got '8,16'"),
     ([*MEMORY, "--image-size", "a"], "a size is 224"),
-    ([*MEMORY, "--batch", "0"], "positive integers"),
+    *(([*MEMORY, "--batch", text], "an integer from 1 to 1048576") for text in ("0", "-1", "1.5", "", str(2**63))),
+    *(
+        ([verb, SMALL, *more, "--image-size", str(10**18)], "sides up to 65536, got '1000")
+        for verb, more in {
+            "memory": [],
+            "models": [],
+            "fit": ["--budget", "1GiB", "--batch", "1"],
+            "explore": [],
+            "attention": ["a.png"],
+            "tune": [],
+            "warmup": [],
+        }.items()
+    ),
+    (["fit", SMALL, "--budget", "2000TiB", "--batch", "1"], "up to 1024TiB"),
+    (["verify", "--head-dim", str(2**63)], "must be an integer from 1 to 2147483647"),
+    (["explore", SMALL, "--layers", str(10**18)], "must be numbers such as 0,6,11"),
     ([*MEMORY, "--providers", "flash"], "must be of eager"),
     (["verify", "--dtype", "int8"], "must be of fp32, bf16, fp16, got 'int8'"),
     (["attention", SMALL, "a.png", "--query", "7"], "argument --query: must be"),

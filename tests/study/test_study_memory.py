@@ -223,17 +223,20 @@ def test_planning_leaves_no_trace():
     st.sampled_from([1.0, 2.0, 4.0]),
     st.integers(1, 10**9),
     st.integers(1, 97),
+    st.sampled_from([1, 2, 1000, 2**40]),
 )
 @settings(max_examples=200, deadline=None)
-def test_the_largest_that_fits(start, slope, power, budget, step):
-    """It is found whether a peak grows linearly, faster, or in steps."""
+def test_the_largest_that_fits(start, slope, power, budget, step, most):
+    """It is found whether a peak grows linearly, faster, or in steps. Nothing above `most` is tried."""
 
     def peak(n: int) -> int:
+        assert n <= most + 1
         return start + slope * int((n // step * step + 1) ** power)
 
-    found = _largest(peak, budget)
+    found = _largest(peak, budget, most)
+    assert found <= most
     assert not found or peak(found) <= budget
-    assert peak(found + 1) > budget
+    assert found == most or peak(found + 1) > budget
 
 
 @pytest.mark.parametrize(("name", "batch"), [(SMALL, 1), (TIMM, 2), ("study_models:of_registers", 2)])

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from fastvit.study.pictures import read_picture
+from fastvit.study.pictures import check_picture_size, read_picture
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -25,6 +25,7 @@ def picture(
     Raises:
         ValueError, OSError, ImportError: as `read_picture`.
     """
+    check_picture_size(*size)
     if image is not None:
         read = read_picture(image, size, mean, std)
         shown = read.shown.copy()

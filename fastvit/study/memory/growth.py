@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from fastvit._units import MOST_IMAGES
 from fastvit.modules.arguments import Pair
 from fastvit.study.memory import measurement
 from fastvit.study.memory.peak import exponent
@@ -154,9 +155,9 @@ def image_size(model: str) -> tuple[int, int]:
 
 
 def check_batch(batch: object) -> None:
-    """Raise ValueError unless a batch is a positive integer."""
-    if not isinstance(batch, int) or isinstance(batch, bool) or batch < 1:
-        raise ValueError(f"batch must be a positive integer, got {batch!r}")
+    """Raise ValueError unless a batch is a positive integer that is planned."""
+    if not isinstance(batch, int) or isinstance(batch, bool) or not 1 <= batch <= MOST_IMAGES:
+        raise ValueError(f"batch must be a positive integer, at most {MOST_IMAGES}, got {batch!r}")
 
 
 def checked_device(device: str | None) -> str:

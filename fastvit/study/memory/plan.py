@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 from fastvit.study.memory.allocations import Allocations, as_on
 from fastvit.study.memory.step import DTYPES, Setting, Step, Together, images_of
 from fastvit.study.sources.hooks import without_hooks
-from fastvit.study.sources.model_source import ModelSource
+from fastvit.study.sources.model_source import ModelSource, overflows_named
 
 _CPU = torch.device("cpu")
 
@@ -126,7 +126,9 @@ def trace_step(
     dtype = DTYPES[setting.dtype]
     model = source.on_meta(provider, image_size, patch_size).to("meta", dtype)
     with torch.device("meta"):
-        step = Step(model, images_of(model, batch, image_size, dtype, together), setting, gpu)
+        with overflows_named(source.name):
+            images = images_of(model, batch, image_size, dtype, together)
+        step = Step(model, images, setting, gpu)
     seen = Allocations(gpu) if seen is None else seen
     weights = set(seen.see([*model.parameters(), *model.buffers()]))
     inputs = set(seen.see(step.images))

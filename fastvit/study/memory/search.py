@@ -5,19 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from fastvit.modules.arguments import Pair, checked_pair
+from fastvit._units import MOST_BYTES, MOST_IMAGES, MOST_PIXELS
+from fastvit.modules.arguments import Pair
 from fastvit.study.memory.growth import check_batch, checked_device
 from fastvit.study.memory.plan import plan
 from fastvit.study.memory.step import Setting
 from fastvit.study.memory.traced_step import TracedStep, sizes_to_trace
 from fastvit.study.sources.find import find
+from fastvit.study.sources.model_source import checked_size
 
 
 def largest_batch(
     model: str, budget: int, *, image_size: Pair | None = None, patch_size: Pair | None = None,
     provider: str = "fastvit", device: str | None = None, **setting: object,
 ) -> int:  # fmt: skip
-    """Return the largest batch whose planned peak is at most `budget` bytes, or 0 if one image does not fit.
+    """Return the largest batch whose planned peak is at most `budget` bytes, or 0 if one image does not fit. No batch
+    above 2**20 is tried.
 
     Args:
         model, patch_size, device: as in `memory`.
@@ -37,7 +40,7 @@ def largest_image(
     device: str | None = None, **setting: object,
 ) -> int:  # fmt: skip
     """Return the largest side in pixels of square images, at which the planned peak of a batch is at most `budget`
-    bytes, or 0 if images of one patch do not fit.
+    bytes, or 0 if images of one patch do not fit. No side above 65536 is tried.
 
     Args:
         model, patch_size, device: as in `memory`; patches must be square.
@@ -61,7 +64,7 @@ class Search:
         **setting: object,
     ) -> None:  # fmt: skip
         self.source, self.setting, self.provider = find(model), _setting(**setting), provider
-        self.patch = self.source.patch_size if patch_size is None else checked_pair("patch_size", patch_size)
+        self.patch = self.source.patch_size if patch_size is None else checked_size("patch_size", patch_size)
         self.gpu = checked_device(device) == "cuda"
         self._traced: dict[bool, TracedStep | None] = {}
 
@@ -69,7 +72,7 @@ class Search:
         """Return what the function `largest_batch` does."""
         size, _ = self.source.sizes(image_size, self.patch)
         return self._largest(
-            lambda n: (size, n), self._traced_step(one_image=False) if size[0] == size[1] else None, budget
+            lambda n: (size, n), self._traced_step(one_image=False) if size[0] == size[1] else None, budget, MOST_IMAGES
         )
 
     def largest_image(self, budget: int, batch: int = 8) -> int:
@@ -79,13 +82,18 @@ class Search:
         if side != width:
             raise ValueError(f"the patches of {self.source.name} must be square, got {self.patch}")
         return side * self._largest(
-            lambda n: ((n * side, n * side), batch), self._traced_step(one_image=batch == 1), budget
+            lambda n: ((n * side, n * side), batch),
+            self._traced_step(one_image=batch == 1),
+            budget,
+            MOST_PIXELS // side,
         )
 
     def _largest(
-        self, step: Callable[[int], tuple[tuple[int, int], int]], traced: TracedStep | None, budget: int
+        self, step: Callable[[int], tuple[tuple[int, int], int]], traced: TracedStep | None, budget: int, most: int
     ) -> int:
-        """Return the largest n within the budget. step(n) is its image size and batch."""
+        """Return the largest n within the budget, at most `most`. step(n) is its image size and batch."""
+        if not isinstance(budget, int) or not 1 <= budget <= MOST_BYTES:
+            raise ValueError(f"budget must be bytes from 1 to {MOST_BYTES}, got {budget!r}")
 
         def peak(n: int) -> int:
             size, batch = step(n)
@@ -98,10 +106,10 @@ class Search:
             return traced.parts(size, self.patch[0], batch).peak
 
         if traced is not None:
-            found = _largest(likely, budget)
+            found = _largest(likely, budget, most)
             if found > 1 and peak(found) == likely(found):
                 return found
-        return _largest(peak, budget)
+        return _largest(peak, budget, most)
 
     def _traced_step(self, one_image: bool) -> TracedStep | None:
         """Return the trace of one image, or of several; None if the model cannot be traced."""
@@ -131,14 +139,14 @@ def _setting(**setting: object) -> Setting:
         raise TypeError(str(error).replace("Setting.__init__()", "the setting")) from None
 
 
-def _largest(peak: Callable[[int], int], budget: int) -> int:
-    """Return the largest n >= 1 with peak(n) <= budget, or 0. peak must not decrease; if it is nearly linear, few n are
-    tried."""
+def _largest(peak: Callable[[int], int], budget: int, most: int) -> int:
+    """Return the largest n from 1 to `most` with peak(n) <= budget, or 0. peak must not decrease; if it is nearly
+    linear, few n are tried."""
     known = {1: peak(1)}
     if known[1] > budget:
         return 0
-    low, high, n, halve = 1, 0, 2, False  # high: the smallest known not to fit, or 0
-    while True:
+    low, high, n, halve = 1, 0, min(2, most), False  # high: the smallest known not to fit, or 0
+    while low < most:
         known[n] = peak(n)
         low, high = (n, high) if known[n] <= budget else (low, n)
         if high - low == 1:
@@ -150,4 +158,5 @@ def _largest(peak: Callable[[int], int], budget: int) -> int:
         if high:
             n = (low + high) // 2 if halve else min(n, high - 1)
             halve = not halve
-        n = min(max(n, low + 1), 8 * low)  # memory bends away from the line, for example by the side squared
+        n = min(max(n, low + 1), 8 * low, most)  # memory bends away from the line, for example by the side squared
+    return low

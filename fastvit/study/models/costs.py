@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fastvit import zoo
 from fastvit.modules.arguments import Pair
+from fastvit.study.memory.growth import check_batch
 from fastvit.study.memory.peak import saved_bytes
 from fastvit.study.models import hardware, parameter_counts
 from fastvit.study.models.hardware import Bound
@@ -21,7 +22,7 @@ from fastvit.study.models.parameter_counts import Parameters
 from fastvit.study.sources.baselines import NoFusedForm
 from fastvit.study.sources.find import find
 from fastvit.study.sources.hooks import without_hooks
-from fastvit.study.sources.model_source import ModelSource, call, images_for
+from fastvit.study.sources.model_source import ModelSource, call, images_for, overflows_named
 
 _DTYPE = torch.bfloat16
 Sizes = Pair | Sequence[tuple[int, int]]
@@ -133,9 +134,9 @@ def models(
         raise ValueError("sort='bound' needs a gpu")
     bound_gpu = None if gpu is None else hardware.gpu(gpu)
     asked = matching(names)
-    batches = [batch] if isinstance(batch, int) else list(batch)
-    if bad := [b for b in batches if not isinstance(b, int) or b < 1]:
-        raise ValueError(f"batch must be a positive integer, got {bad[0]!r}")
+    batches = batch if isinstance(batch, Sequence) else [batch]
+    for number in batches:
+        check_batch(number)
     found, reasons = [], []
     for name, by_pattern in asked:
         step(name)
@@ -188,7 +189,7 @@ def _cost(
     except NoFusedForm:
         model, fused = source.on_meta("sdpa", image_size, patch), False
     model = model.to(_DTYPE).train()
-    with torch.device("meta"):
+    with torch.device("meta"), overflows_named(source.name):
         pixels = images_for(model, batch, image_size, _DTYPE)
     parameters = parameter_counts.by_part(model)
     has_attention = parameters.attention + parameters.other > 0  # unnamed parameters may be attention

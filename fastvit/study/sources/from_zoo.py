@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,7 @@ from fastvit.layers import LayerNorm, RMSNorm
 from fastvit.modules.arguments import Pair, checked_pair
 from fastvit.reference.eva import SwiGLU, SwiGLUPacked
 from fastvit.study.sources.baselines import as_provider
-from fastvit.study.sources.model_source import ModelSource
+from fastvit.study.sources.model_source import ModelSource, overflows_named
 from fastvit.study.sources.normalization import Statistics, statistics
 
 _DEFAULTS = (("img_size", 224), ("patch_size", 16))  # of both constructors of the zoo
@@ -50,7 +49,7 @@ class ZooSource(ModelSource):
         return statistics(self.name)
 
     def running(self) -> AbstractContextManager[None]:
-        return contextlib.nullcontext()  # an error of our own model is a bug, and keeps its traceback
+        return overflows_named(self.name)  # any other error of our own model is a bug, and keeps its traceback
 
 
 def reference_model(name: str, **overrides: Any) -> nn.Module:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
+from fastvit._units import MOST_PIXELS
 from fastvit.modules.arguments import Pair, checked_pair
 from fastvit.study.sources.hooks import without_hooks
 from fastvit.study.sources.normalization import IMAGENET, Statistics
@@ -124,12 +125,12 @@ class ModelSource(ABC):
         """Return image and patch size as (height, width).
 
         Raises:
-            ValueError: the patch size does not divide the image size.
+            ValueError: the patch size does not divide the image size; sides above MOST_PIXELS.
         """
         if patch_size is not None and not self.has_patches:
             raise ValueError(f"patch_size must be None for {self.name}, which has no patches, got {patch_size}")
-        size = self.image_size if image_size is None else checked_pair("image_size", image_size)
-        patch = self.patch_size if patch_size is None else checked_pair("patch_size", patch_size)
+        size = self.image_size if image_size is None else checked_size("image_size", image_size)
+        patch = self.patch_size if patch_size is None else checked_size("patch_size", patch_size)
         if size[0] % patch[0] or size[1] % patch[1]:
             raise ValueError(
                 f"image size {pixels(size)} is not a multiple of the patch size {pixels(patch)} of {self.name}; "
@@ -166,13 +167,41 @@ class ModelSource(ABC):
         return seen[0] if seen else 0
 
 
+# What PyTorch says of a tensor whose elements or bytes are no 64-bit integer
+_OVERFLOWS = ("calculation overflowed", "integer multiplication overflow", "Overflow when unpacking")
+
+
 @contextlib.contextmanager
-def one_line_errors(name: object) -> Iterator[None]:
-    """Turn any error within the context, except ImportError, into a ValueError of one line. PyTorch does not log it."""
+def _not_logged() -> Iterator[None]:
+    """Keep PyTorch from logging what fails on fake tensors, next to the error that it raises."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     disabled, log.disabled = log.disabled, True
     try:
         yield
+    finally:
+        log.disabled = disabled
+
+
+@contextlib.contextmanager
+def overflows_named(name: object) -> Iterator[None]:
+    """Turn PyTorch's errors about tensors of 2**63 bytes or more into a ValueError."""
+    try:
+        with _not_logged():
+            yield
+    except Exception as error:
+        if not any(text in str(error) for text in _OVERFLOWS):
+            raise
+        raise ValueError(
+            f"{name}: a tensor would have 2**63 bytes or more: batch and image_size are too large together"
+        ) from error
+
+
+@contextlib.contextmanager
+def one_line_errors(name: object) -> Iterator[None]:
+    """Turn any error within the context, except ImportError, into a ValueError of one line."""
+    try:
+        with _not_logged():
+            yield
     except ImportError:
         raise
     except Exception as error:
@@ -180,8 +209,6 @@ def one_line_errors(name: object) -> Iterator[None]:
         if type(error).__name__ == "DataDependentOutputException":
             line = "its forward reads values of tensors, and a study runs it without data"
         raise ValueError(f"{name}: {type(error).__name__}: {line}") from error
-    finally:
-        log.disabled = disabled
 
 
 def call(model: nn.Module, images: Tensor | list[Tensor]) -> Tensor:
@@ -269,6 +296,14 @@ def blocks(model: nn.Module) -> list[nn.Module]:
 def equal_as_int(value: Any) -> Any:
     """Return one integer for an equal (height, width), because some constructors take only that."""
     return value[0] if isinstance(value, tuple) and value[0] == value[1] else value
+
+
+def checked_size(name: str, value: Any) -> tuple[int, int]:
+    """Return (height, width), from one integer or two, at most MOST_PIXELS each."""
+    size = checked_pair(name, value)
+    if max(size) > MOST_PIXELS:
+        raise ValueError(f"{name} must have sides of at most {MOST_PIXELS} pixels, got {value!r}")
+    return size
 
 
 def pixels(size: tuple[int, int]) -> str:
