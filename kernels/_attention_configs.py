@@ -233,6 +233,8 @@ def attention_bwd_dkdv(
         block_m = min(block_m, 16)
     if kind in _MASKED and causal and instructions == "mma" and head_dim > 64:
         block_n = min(block_n, 32 if head_dim <= 80 else 16)
+    if kind == "windows" and instructions == "mma" and has_dropout:
+        block_n = min(block_n, 32)
     if kind == "windows" and head_dim > 64:
         block_m = min(block_m, 16)
         if instructions == "wgmma" and head_dim > 96:

@@ -46,8 +46,8 @@ class Mask(NamedTuple):
 class Softmax(NamedTuple):
     """How scores become probabilities: the scale, the mask, the dropout seed ([1] int64, or None without dropout) and
     the probability of dropping. MASK_ROWS: each query has a row of the mask of its own; otherwise one row serves all.
-    CAUSAL: query i sees keys 0 to i only. EMPTY: there may be sequences without keys. REGIONS: a query sees the keys of
-    its own `regions` of a window only.
+    CAUSAL: query i sees keys 0 to i only. EMPTY: there may be sequences without keys. shift_bias: added to the scores
+    between different `regions` of a window, or None where a window has one region and all of its tokens exist.
 
     MASK_ROWS is no field of Mask: in a loop or a branch, triton 3.6 takes a constexpr for None that is in a tuple in a
     tuple, unless a constexpr of the outer tuple follows. So masks were wrong where there was dropout."""
@@ -57,7 +57,7 @@ class Softmax(NamedTuple):
     MASK_ROWS: tl.constexpr
     CAUSAL: tl.constexpr
     EMPTY: tl.constexpr
-    REGIONS: tl.constexpr
+    shift_bias: tl.tensor
     seed_ptr: tl.tensor
     dropout_p: tl.tensor
 
@@ -121,7 +121,7 @@ def is_added(mask):
 @triton.jit
 def hides(softmax):
     """Whether a query may see no key of a tile, or none at all."""
-    return softmax.mask.ptr is not None or softmax.CAUSAL or softmax.EMPTY or softmax.REGIONS
+    return softmax.mask.ptr is not None or softmax.CAUSAL or softmax.EMPTY or softmax.shift_bias is not None
 
 
 @triton.jit
@@ -164,9 +164,10 @@ def masked(s, softmax, queries, first_query, keys, first_key, at, at_keys, TAIL:
         s = s * softmax.scale
     if softmax.CAUSAL:
         s = tl.where(keys + first_key <= queries + first_query, s, float("-inf"))
-    if softmax.REGIONS:
-        same = regions(at.window, queries + first_query) == regions(at_keys.window, keys + first_key)
-        s = tl.where(same, s, float("-inf"))
+    if softmax.shift_bias is not None:
+        region = regions(at_keys.window, keys + first_key)
+        apart = tl.where(region < 0, float("-inf"), softmax.shift_bias)
+        s = tl.where(regions(at.window, queries + first_query) == region, s, s + apart)
     return s
 
 

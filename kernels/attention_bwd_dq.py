@@ -107,6 +107,7 @@ def attention_bwd_dq_kernel(
     # of k, or None
     N, N_k, H, tokens, tokens_k,
     grid_h, grid_w, window_w, shift_h, shift_w,  # `Windows`; None: samples are sequences
+    shift_bias,  # of `Softmax`, a float or None
     # strides in UNITs of elements, the last dimension is contiguous
     stride_qb, stride_qn, stride_qh,
     stride_kb, stride_kn, stride_kh,
@@ -117,7 +118,7 @@ def attention_bwd_dq_kernel(
     stride_maskb, stride_maskn, stride_maskh,  # in units of 16 elements
     scale: tl.float32,  # > 0
     dropout_p: tl.float32,
-    UNIT: tl.constexpr, MASK_ROWS: tl.constexpr, GROUP: tl.constexpr, CAUSAL: tl.constexpr, REGIONS: tl.constexpr,
+    UNIT: tl.constexpr, MASK_ROWS: tl.constexpr, GROUP: tl.constexpr, CAUSAL: tl.constexpr,
     HEAD_DIM: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LOOP: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
@@ -152,7 +153,7 @@ def attention_bwd_dq_kernel(
             MASK_ROWS,
             CAUSAL,
             cu_seqlens_k_ptr is not None,
-            REGIONS,
+            shift_bias,
             seed_ptr,
             dropout_p,
         ),

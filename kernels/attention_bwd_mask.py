@@ -95,6 +95,7 @@ def attention_bwd_mask_kernel(
     # Windows count as samples, B is the windows of all, and a mask is of one window of each sample or of all windows
     N, N_k, H, samples, mask_heads, planes, share,
     grid_h, grid_w, window_w, shift_h, shift_w,  # `Windows`; None: samples are sequences
+    shift_bias,  # of `Softmax`, a float or None
     # strides in UNITs of elements, the last dimension is contiguous
     stride_qb, stride_qn, stride_qh,
     stride_kb, stride_kn, stride_kh,
@@ -103,7 +104,7 @@ def attention_bwd_mask_kernel(
     stride_maskb, stride_maskn, stride_maskh,  # in units of 16 elements
     scale: tl.float32,  # > 0
     dropout_p: tl.float32,
-    UNIT: tl.constexpr, MASK_ROWS: tl.constexpr, GROUP: tl.constexpr, CAUSAL: tl.constexpr, REGIONS: tl.constexpr,
+    UNIT: tl.constexpr, MASK_ROWS: tl.constexpr, GROUP: tl.constexpr, CAUSAL: tl.constexpr,
     HEAD_DIM: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -119,7 +120,7 @@ def attention_bwd_mask_kernel(
         N, N_k, H, samples, mask_heads, planes, share,
         Windows(grid_h, grid_w, window_w, shift_h, shift_w),
         Softmax(
-            scale, Mask(mask_ptr, stride_maskb, stride_maskn, stride_maskh), MASK_ROWS, CAUSAL, False, REGIONS,
+            scale, Mask(mask_ptr, stride_maskb, stride_maskn, stride_maskh), MASK_ROWS, CAUSAL, False, shift_bias,
             seed_ptr, dropout_p,
         ),
         Head(HEAD_DIM, D0, D1, PRECISION),

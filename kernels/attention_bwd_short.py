@@ -94,7 +94,7 @@ def attention_bwd_short_kernel(
         Tokens(dv_ptr, stride_dvb, stride_dvn, stride_dvh, UNIT),
         lse_ptr,
         place(N, H, N, None, BLOCK_M),
-        Softmax(scale, Mask(None, 0, 0, 0), False, False, False, False, seed_ptr, dropout_p),
+        Softmax(scale, Mask(None, 0, 0, 0), False, False, False, None, seed_ptr, dropout_p),
         Head(HEAD_DIM, D0, D1, PRECISION),
         BLOCK_M,
         BLOCK_N,

@@ -18,13 +18,15 @@ from fastvit.blocks.spec import AttentionSpec, HalfSpec, MlpSpec
 class WindowBlock(NamedTuple):
     """A pre-norm block. bias: (H, n, n) for windows of n tokens. Where the grid is no multiple of the window, it is
     padded with zeros after the norm, which attention sees. rolls_first: whether a shift rolls the grid before it is
-    padded, so that the shift's mask lies elsewhere (timm); otherwise after."""
+    padded, so that the shift's mask lies elsewhere (timm); otherwise after. shift_bias: what the model adds to the
+    scores of tokens that only the shift has made neighbours."""
 
     attention: HalfSpec[AttentionSpec]
     mlp: HalfSpec[MlpSpec]
     bias: Tensor
     window: tuple[int, int]
     shift: tuple[int, int]
+    shift_bias: float
     rolls_first: bool = False
 
 
@@ -44,7 +46,13 @@ def _attend(qkv: Tensor, block: WindowBlock) -> Tensor:
     attn = block.attention.branch
     qkv = qkv.unflatten(-1, (3, attn.num_heads, -1))
     out = ops.attention_windows(
-        qkv, block.window, shift=block.shift, attn_mask=block.bias, scale=attn.scale, dropout_p=attn.attn_drop
+        qkv,
+        block.window,
+        shift=block.shift,
+        shift_bias=block.shift_bias,
+        attn_mask=block.bias,
+        scale=attn.scale,
+        dropout_p=attn.attn_drop,
     )
     return out.flatten(3)
 

@@ -69,6 +69,18 @@ def test_transformers(case: str, device: torch.device) -> None:
     assert outcome(report, "swin.encoder.layers.0.blocks.1") == ("accelerated", BLOCK)
 
 
+@pytest.mark.parametrize("make", [of_timm, of_transformers])
+def test_large_scores(make: Any, device: torch.device) -> None:
+    """Scores of hundreds, among which the -100 that both add for the shift hides no token. float64, because errors grow
+    with the scores."""
+    model, x = make().to(device).double(), image(device=device).double()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("qkv.weight", "q_proj.weight", "k_proj.weight")):
+                parameter.mul_(20)
+    accelerate_and_compare(model, lambda m: logits(m, x))
+
+
 def test_stochastic_depth(device: torch.device) -> None:
     """It drops the same samples as timm's. transformers draws otherwise, and for attention only."""
     model, x = of_timm(drop_path_rate=0.6).to(device).train(), image(device=device)

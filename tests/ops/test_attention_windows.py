@@ -52,7 +52,7 @@ def test_as_accurate_as_eager(cut, mask, backend, device):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_dtypes_and_several_tiles(dtype, backend, device):
     """Windows of 72 tokens, which the border cuts. The heads share the bias, whose gradient sums over all."""
-    run = {"window": (6, 12), "shift": (3, 6), "scale": 0.3}
+    run = {"window": (6, 12), "shift": (3, 6), "shift_bias": -2.5, "scale": 0.3}
     assert_op_as_accurate(
         lambda **t: ops.attention_windows(**t, **run),
         lambda **t: eager(**t, **run),
@@ -60,16 +60,16 @@ def test_dtypes_and_several_tiles(dtype, backend, device):
     )
 
 
-@pytest.mark.parametrize("kind", ["bool", "bool of each window", "a row of numbers"])
+@pytest.mark.parametrize("kind", ["bool", "bool of each window", "a row of numbers", "none"])
 def test_masks(kind, backend, device):
-    """Next to the shift's. Queries that see no key are zero."""
+    """Next to the shift's, which is added to them or hides. Queries that see no key are zero."""
     grid, window, shift = CUTS["cut and shifted"]
     tensors = draw(grid, window, mask=None, device=device, B=2)
-    more = {}
-    if kind != "a row of numbers":
+    more = {} if kind == "bool" else {"shift_bias": -1.5}
+    if kind.startswith("bool"):
         shape = (9, 1, 12, 12) if kind == "bool of each window" else (2, 12, 12)
         more["attn_mask"] = inputs("normal", *shape, dtype=torch.float32, device=device, seed=3) > 0.5
-    else:
+    elif kind != "none":
         tensors["attn_mask"] = inputs("normal", 1, 12, dtype=torch.float32, device=device, seed=3).requires_grad_()
     assert_op_as_accurate(
         lambda **t: ops.attention_windows(**t, **more, window=window, shift=shift),

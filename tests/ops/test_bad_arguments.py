@@ -273,6 +273,7 @@ BAD: dict[str, list[tuple[type[Exception], str, dict[str, Any]]]] = {
         (TypeError, "shift must be two integers, got (True, 0)", {"shift": (True, 0)}),
         (ValueError, "shift must be from (0, 0) to less than the window (4, 4), got (0, 4)", {"shift": (0, 4)}),
         (ValueError, "shift must be from (0, 0)", {"shift": (-1, 0)}),
+        (ValueError, "shift_bias must be -inf or finite, got nan", {"shift_bias": math.nan}),
         (ValueError, "attn_mask must be broadcastable to (windows, H, N, N) = (4, 2, 16, 16), got (3, 1, 16, 16)",
          {"attn_mask": ones(3, 1, 16, 16)}),
         (ValueError, HEADS + "12", {"qkv": ones(B, N, 6, 3, 2, 12)}),

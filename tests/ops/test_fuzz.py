@@ -272,7 +272,8 @@ def window_cases(draw: st.DrawFn) -> Case:
     n = window[0] * window[1]
     windows = math.prod(-(-size // side) for size, side in zip(grid, window, strict=True))
     mask = *(draw(st.sampled_from([count, 1])) for count in (windows, H, n)), n
-    options = {"scale": SCALE, "window": st.just(window), "shift": st.just(shift)}
+    biases = st.sampled_from([-math.inf, -100.0, -1.0])
+    options = {"scale": SCALE, "window": st.just(window), "shift": st.just(shift), "shift_bias": biases}
     found = draw(case({"qkv": (B, *grid, 3, H, d), "attn_mask": mask}, "attn_mask", "attn_mask", **options))
     alone = any(size * side == 1 or by or size % side for size, side, by in zip(grid, window, shift, strict=True))
     if alone or 1 in grid or 1 in window:

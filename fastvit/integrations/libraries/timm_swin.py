@@ -14,6 +14,7 @@ from fastvit.blocks.windows import WindowBlock
 from fastvit.integrations.forward import ClassHandler
 
 _FILE = "timm.models.swin_transformer"
+_SHIFT_BIAS = -100.0  # as `SwinTransformerBlock.get_attn_mask` has it
 ATTENTION: Classes = {f"{_FILE}.WindowAttention"}
 
 
@@ -28,7 +29,7 @@ def read_block(block: Any) -> WindowBlock:
     first = HalfSpec(read_attention(attn), read.read_norm(norm1), None, *read.read_drop_path(drop_path1))
     second = HalfSpec(read_timm.read_mlp(mlp), read.read_norm(norm2), None, *read.read_drop_path(drop_path2))
     bias = windows.bias_of(attn.relative_position_bias_table, attn.relative_position_index)
-    return WindowBlock(first, second, bias, block.window_size, block.shift_size, rolls_first=True)
+    return WindowBlock(first, second, bias, block.window_size, block.shift_size, _SHIFT_BIAS, rolls_first=True)
 
 
 def check_call(block: Any, x: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ from fastvit.integrations.transformers.hooks import (
 )
 
 _FILE = "transformers.models.swin.modeling_swin"
+_SHIFT_BIAS = -100.0  # as `SwinLayer.get_attn_mask` has it
 _LINEAR = dict.fromkeys(("q_proj", "k_proj", "v_proj", "o_proj"), LINEAR)
 
 
@@ -58,7 +59,7 @@ def read_layer(layer: Any) -> LayerSpec[WindowBlock]:
     first: HalfSpec[AttentionSpec] = HalfSpec(read_attention(attn, dropout), read.read_norm(norm1), None, p)
     second: HalfSpec[MlpSpec] = HalfSpec(read_mlp(mlp, dropout), read.read_norm(norm2))
     shift = layer.shift_size, layer.shift_size
-    return LayerSpec(WindowBlock(first, second, bias, (side, side), shift), checkpoint_of(layer))
+    return LayerSpec(WindowBlock(first, second, bias, (side, side), shift, _SHIFT_BIAS), checkpoint_of(layer))
 
 
 def check_call(

@@ -56,7 +56,7 @@ def attention_fwd(
     causal: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     if k.shape[1] >= _VECTOR and _has_flash(seed, q, k, v, mask, causal):
-        added = None if mask is None else _added(mask, stat_dtype(q))
+        added = None if mask is None else as_added(mask, stat_dtype(q))
         factor, scale = _split(scale, q)
         scaled = q if factor == 1.0 else q * factor
         qt, kt, vt = scaled.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
@@ -104,7 +104,7 @@ def attention_bwd(
     lse = lse[:, :, 0] + lse[:, :, 1].log() if is_added(mask) else lse
     factor, power = _split(scale, q)
     scaled = q if factor == 1.0 else q * factor
-    added = None if mask is None else _added(mask, stat_dtype(q))
+    added = None if mask is None else as_added(mask, stat_dtype(q))
     tensors = [t.transpose(1, 2) for t in (do, scaled, k, v, o)]
     found = flash_attention_backward(*tensors, lse, 0.0, causal, attn_mask=added, scale=power)
     if factor != 1.0:
@@ -194,7 +194,7 @@ def _split(scale: float, q: Tensor) -> tuple[float, float]:
     return factor, math.ldexp(1.0, exponent)
 
 
-def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
+def as_added(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """Return what a mask adds to the scores."""
     mask = unexpanded(mask)
     if mask.dtype is not torch.bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -11,12 +12,14 @@ from fastvit.ops.attention.aten import is_added
 
 
 class Windows(NamedTuple):
-    """How grids of tokens are cut into windows: rows and columns of the grid and of a window, and how far the grid is
-    rolled up and to the left before, less than the grid's size."""
+    """How grids of tokens are cut into windows: rows and columns of the grid and of a window; how far the grid is
+    rolled up and to the left before, less than the grid's size; and what is added to the scores between tokens that
+    only the roll has made neighbours."""
 
     grid: tuple[int, int]
     window: tuple[int, int]
     shift: tuple[int, int]
+    shift_bias: float
 
     @property
     def tokens(self) -> int:
@@ -30,14 +33,16 @@ class Windows(NamedTuple):
 
     @property
     def hides(self) -> bool:
-        """Return whether a token may not see all places of its window."""
+        """Return whether windows have places that do not exist, or tokens that the roll has made neighbours."""
         return any(self.shift) or any(size % side for size, side in zip(self.grid, self.window, strict=True))
 
 
-def windows_of(x: Tensor, window: Sequence[int], shift: Sequence[int] = (0, 0)) -> Windows:
+def windows_of(
+    x: Tensor, window: Sequence[int], shift: Sequence[int] = (0, 0), shift_bias: float = -math.inf
+) -> Windows:
     """Return the windows of x (B, gh, gw, ...)."""
     gh, gw = x.shape[1:3]
-    return Windows((gh, gw), (window[0], window[1]), (shift[0] % max(gh, 1), shift[1] % max(gw, 1)))
+    return Windows((gh, gw), (window[0], window[1]), (shift[0] % max(gh, 1), shift[1] % max(gw, 1)), shift_bias)
 
 
 def relative_windows_of(qkv: Tensor, rows: Tensor, columns: Tensor) -> Windows:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fastvit.ops.attention import windows_aten as aten
+from fastvit.ops.attention.aten import as_added, is_added
 from fastvit.ops.attention.op import broadcast_mask, check_mask, checked_scale
 from fastvit.ops.attention.relative import Relative, check_alone
 from fastvit.ops.attention.window_layout import flops, lse_shape, windows_of
@@ -26,18 +28,19 @@ from fastvit.ops.runtime.registry import register
 
 
 def _fwd_fake(
-    qkv: Tensor, mask: Tensor | None, seed: Tensor | None, window: list[int], shift: list[int], *_: Any
+    qkv: Tensor, mask: Tensor | None, seed: Tensor | None, window: list[int], *_: Any
 ) -> tuple[Tensor, Tensor]:
     o = qkv.new_empty((*qkv.shape[:3], *qkv.shape[4:]))
-    return o, qkv.new_empty(lse_shape(qkv, mask, windows_of(qkv, window, shift)), dtype=stat_dtype(qkv))
+    return o, qkv.new_empty(lse_shape(qkv, mask, windows_of(qkv, window)), dtype=stat_dtype(qkv))
 
 
 # qkv (B, gh, gw, 3, H, d), `mask` (windows of a sample or 1, H or 1, n or 1, n) for windows of n tokens; `lse` (B *
 # windows of a sample, H, n) or, with a float mask, (..., 2, n), as attention's. Windows go row by row through the
-# rolled grid. Where a window lies outside of the grid, lse is that of zeros, or inf.
+# rolled grid. Where a window lies outside of the grid, lse is that of zeros, or inf. Unless shift_bias is -inf, mask is
+# a float tensor: with its two numbers for lse, P is exact where a bool mask leaves a query only tokens far below.
 attention_windows_fwd = register(
-    "attention_windows_fwd(Tensor qkv, Tensor? mask, Tensor? seed, int[] window, int[] shift, float scale,"
-    " float dropout_p) -> (Tensor o, Tensor lse)",
+    "attention_windows_fwd(Tensor qkv, Tensor? mask, Tensor? seed, int[] window, int[] shift, float shift_bias,"
+    " float scale, float dropout_p) -> (Tensor o, Tensor lse)",
     aten=aten.attention_windows_fwd,
     launch="attention.windows_launch",
     fake=_fwd_fake,
@@ -46,7 +49,7 @@ attention_windows_fwd = register(
 )
 attention_windows_bwd = register(
     "attention_windows_bwd(Tensor do, Tensor qkv, Tensor? mask, Tensor o, Tensor lse, Tensor? seed, int[] window,"
-    " int[] shift, float scale, float dropout_p) -> Tensor",
+    " int[] shift, float shift_bias, float scale, float dropout_p) -> Tensor",
     aten=aten.attention_windows_bwd,
     launch="attention.windows_launch",
     fake=lambda do, qkv, *_: qkv.new_empty(qkv.shape),
@@ -54,7 +57,7 @@ attention_windows_bwd = register(
 )
 attention_windows_bwd_with_mask = register(
     "attention_windows_bwd_with_mask(Tensor do, Tensor qkv, Tensor mask, Tensor o, Tensor lse, Tensor? seed,"
-    " int[] window, int[] shift, float scale, float dropout_p) -> (Tensor dqkv, Tensor dmask)",
+    " int[] window, int[] shift, float shift_bias, float scale, float dropout_p) -> (Tensor dqkv, Tensor dmask)",
     aten=aten.attention_windows_bwd_with_mask,
     launch="attention.windows_launch",
     fake=lambda do, qkv, mask, *_: (qkv.new_empty(qkv.shape), mask.new_empty(mask.shape)),
@@ -66,6 +69,7 @@ class _Options(NamedTuple):
     op: str
     window: tuple[int, int]
     shift: tuple[int, int]
+    shift_bias: float
     scale: float
     dropout_p: float
     cast: torch.dtype | None  # autocast's dtype
@@ -83,13 +87,13 @@ class _AttentionWindows(FusedNode):
     @staticmethod
     def compute(t: Any) -> Computed:
         *tensors, o, call = t
-        out, lse = attention_windows_fwd(*tensors, o.window, o.shift, o.scale, o.dropout_p, call=call)
+        out, lse = attention_windows_fwd(*tensors, o.window, o.shift, o.shift_bias, o.scale, o.dropout_p, call=call)
         return (out,), {"lse": lse}
 
     @staticmethod
     def gradients(s: dict[str, Any], douts: Any, o: _Options, wants: Any, call: Call) -> dict[str, Any]:
         qkv, mask, seed, out, lse = s.values()
-        arguments = *douts, qkv, mask, out, lse, seed, o.window, o.shift, o.scale, o.dropout_p
+        arguments = *douts, qkv, mask, out, lse, seed, o.window, o.shift, o.shift_bias, o.scale, o.dropout_p
         if wants.mask:
             dqkv, dmask = attention_windows_bwd_with_mask(*arguments, call=call)
             return {"qkv": dqkv, "mask": dmask}
@@ -97,23 +101,26 @@ class _AttentionWindows(FusedNode):
 
 
 def attention_windows(
-    qkv: Tensor, window: tuple[int, int], *, shift: tuple[int, int] = (0, 0), attn_mask: Tensor | None = None,
-    relative: Relative | None = None, scale: float | None = None, dropout_p: float = 0.0,
+    qkv: Tensor, window: tuple[int, int], *, shift: tuple[int, int] = (0, 0), shift_bias: float = -math.inf,
+    attn_mask: Tensor | None = None, relative: Relative | None = None, scale: float | None = None,
+    dropout_p: float = 0.0,
 ) -> Tensor:  # fmt: skip
     """Compute `attention` within the windows of a grid of tokens, with a cyclic shift (Liu et al. 2021,
     arXiv:2103.14030, section 3.2). The tokens stay where they are: there is no copy into windows and back, and neither
     the mask of the shift nor attn_mask is repeated over the windows.
 
-    The grid is rolled up and to the left by `shift`, then cut into windows from the top left on. Tokens of a window see
-    each other unless the roll has made them neighbours: Swin's mask of -100 hides these up to rounding, here they have
-    no weight. Where the grid is not a multiple of the window, the last windows are smaller: what lies outside does not
-    exist. Libraries pad the grid with zeros instead and attend to the padding; for their results, pad qkv's input.
+    The grid is rolled up and to the left by `shift`, then cut into windows from the top left on. Where only the roll
+    has made tokens neighbours, `shift_bias` is added to their scores. Where the grid is not a multiple of the window,
+    the last windows are smaller: what lies outside does not exist. Libraries pad the grid with zeros instead and attend
+    to the padding; for their results, pad qkv's input.
 
     Args:
         qkv: (B, gh, gw, 3, H, d), as a qkv projection leaves it for a grid; dtypes and d as in `attention`, any
             strides, read in place if rows of the grid follow each other.
         window: rows and columns of a window, (wh, ww), at least 1.
         shift: how many rows and columns the grid is rolled by, each from 0 to less than the window's.
+        shift_bias: what is added to the scores of tokens that only the roll has made neighbours. -inf hides them. Swin
+            in timm, torchvision and transformers adds -100, which does not hide a token whose score is 100 higher.
         attn_mask: broadcastable to (windows, H, n, n) for n = wh * ww, or None; bool or float as in `attention`. One
             mask for each window of a sample, counted row by row in the rolled grid, the same for all samples; or one
             for all windows, as a relative position bias is. It may require a gradient.
@@ -128,14 +135,18 @@ def attention_windows(
         TypeError, ValueError: naming the argument, for dtypes, devices, shapes and values that do not fit.
     """
     window, shift = _pair("window", window), _pair("shift", shift)
+    given = window, shift, shift_bias, scale, dropout_p
     if relative is not None:
-        call = begin("attention_windows", (qkv, relative, attn_mask), (window, shift, scale, dropout_p))
-        autograd, options = call.once("checked", _checked, qkv, window, shift, attn_mask, scale, dropout_p, relative)
+        call = begin("attention_windows", (qkv, relative, attn_mask), given)
+        autograd, options = call.once("checked", _checked, qkv, attn_mask, *given, relative)
         found: Tensor = run(AttentionWindowsRelative, autograd, WindowsRelativeInputs(qkv, *relative, options, call))
         return found
-    call = begin("attention_windows", (qkv, attn_mask), (window, shift, scale, dropout_p))
-    autograd, options = call.once("checked", _checked, qkv, window, shift, attn_mask, scale, dropout_p)
+    call = begin("attention_windows", (qkv, attn_mask), given)
+    autograd, options = call.once("checked", _checked, qkv, attn_mask, *given)
     mask = None if attn_mask is None else broadcast_mask(attn_mask, window[0] * window[1])
+    if shift_bias != -math.inf and not is_added(mask):
+        nothing = qkv.new_zeros(1, 1, 1, window[0] * window[1])
+        mask = nothing if mask is None else as_added(mask, qkv.dtype)
     seed = draw_seeds(1, qkv.device) if dropout_p > 0.0 else None
     out: Tensor = run(_AttentionWindows, autograd, _Inputs(qkv, mask, seed, options, call))
     return out
@@ -150,8 +161,8 @@ def _pair(name: str, value: Any) -> tuple[int, int]:
 
 
 def _checked(
-    qkv: Tensor, window: tuple[int, int], shift: tuple[int, int], attn_mask: Any, scale: float | None, dropout_p: float,
-    relative: Any = None,
+    qkv: Tensor, attn_mask: Any, window: tuple[int, int], shift: tuple[int, int], shift_bias: float,
+    scale: float | None, dropout_p: float, relative: Any = None,
 ) -> tuple[bool, _Options]:  # fmt: skip
     """Check a call; return whether it needs autograd."""
     check_float("qkv", qkv)
@@ -161,13 +172,15 @@ def _checked(
         raise ValueError(f"window must be at least (1, 1), got {window}")
     if not all(0 <= by < side for by, side in zip(shift, window, strict=True)):
         raise ValueError(f"shift must be from (0, 0) to less than the window {window}, got {shift}")
+    if not -math.inf <= shift_bias < math.inf:
+        raise ValueError(f"shift_bias must be -inf or finite, got {shift_bias}")
     scale = checked_scale(qkv.shape[5], scale, dropout_p)
-    options = _Options("attention_windows", window, shift, scale, dropout_p, autocast_dtype(qkv))
+    options = _Options("attention_windows", window, shift, float(shift_bias), scale, dropout_p, autocast_dtype(qkv))
     if relative is not None:
         check_alone(attn_mask=attn_mask, shift=shift, dropout_p=dropout_p)
         check_windows_relative(relative, qkv, window, dtype=options.cast is None)
         return needs_autograd("attention_windows", qkv, *relative), options
     if attn_mask is not None:
-        windows = windows_of(qkv, window, shift)
+        windows = windows_of(qkv, window)
         check_mask(attn_mask, "qkv", qkv, windows.of_sample, windows.tokens, qkv.shape[4], batch_name="windows")
     return needs_autograd("attention_windows", qkv, attn_mask), options

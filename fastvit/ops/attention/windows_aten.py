@@ -81,7 +81,9 @@ class _Part(NamedTuple):
         mask = mask.flatten(2, 3) if mask.dim() == 5 else mask
         if self.same is None:
             return mask
-        return mask & self.same if mask.dtype is torch.bool else torch.where(self.same, mask, -torch.inf)
+        if mask.dtype is torch.bool:
+            return mask & self.same
+        return torch.where(self.same, mask, mask + windows.shift_bias)
 
     def add_to(self, dmask: Tensor, part: Tensor, windows: Windows, samples: int) -> None:
         """Add the gradient of what `masked` returns to the mask's, which is contiguous. If each window has a mask, this
@@ -126,7 +128,7 @@ class _Kind(NamedTuple):
 
 @functools.lru_cache(16)
 def _kinds(windows: Windows, device: torch.device) -> list[_Kind]:
-    (gh, gw), (wh, ww), (sh, sw) = windows
+    (gh, gw), (wh, ww), (sh, sw), _ = windows
     across, kinds = -(-gw // ww), []
     for rows in _sides(gh, wh, sh):
         for columns in _sides(gw, ww, sw):
@@ -185,10 +187,10 @@ def _by_token(x: Tensor) -> Tensor:
 
 
 def attention_windows_fwd(
-    qkv: Tensor, mask: Tensor | None, seed: Tensor | None, window: list[int], shift: list[int], scale: float,
-    dropout_p: float,
+    qkv: Tensor, mask: Tensor | None, seed: Tensor | None, window: list[int], shift: list[int], shift_bias: float,
+    scale: float, dropout_p: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    windows, H = windows_of(qkv, window, shift), qkv.shape[4]
+    windows, H = windows_of(qkv, window, shift, shift_bias), qkv.shape[4]
     o = torch.empty((*qkv.shape[:3], *qkv.shape[4:]), dtype=qkv.dtype, device=qkv.device)
     lse = torch.full(lse_shape(qkv, mask, windows), torch.inf, dtype=stat_dtype(qkv), device=qkv.device)
     qkv_by_token, o_by_token = map(_by_token, (qkv, o))
@@ -203,18 +205,19 @@ def attention_windows_fwd(
 
 def attention_windows_bwd(
     do: Tensor, qkv: Tensor, mask: Tensor | None, o: Tensor, lse: Tensor, seed: Tensor | None, window: list[int],
-    shift: list[int], scale: float, dropout_p: float,
+    shift: list[int], shift_bias: float, scale: float, dropout_p: float,
 ) -> Tensor:  # fmt: skip
-    return _backward(do, qkv, mask, o, lse, seed, windows_of(qkv, window, shift), scale, dropout_p, None)
+    windows = windows_of(qkv, window, shift, shift_bias)
+    return _backward(do, qkv, mask, o, lse, seed, windows, scale, dropout_p, None)
 
 
 def attention_windows_bwd_with_mask(
     do: Tensor, qkv: Tensor, mask: Tensor, o: Tensor, lse: Tensor, seed: Tensor | None, window: list[int],
-    shift: list[int], scale: float, dropout_p: float,
+    shift: list[int], shift_bias: float, scale: float, dropout_p: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     wide = mask.to(stat_dtype(qkv))  # of which each part adds to the gradient
     dmask = torch.zeros(mask.shape, dtype=wide.dtype, device=mask.device)
-    windows = windows_of(qkv, window, shift)
+    windows = windows_of(qkv, window, shift, shift_bias)
     return _backward(do, qkv, wide, o, lse, seed, windows, scale, dropout_p, dmask), dmask.to(mask.dtype)
 
 

@@ -75,11 +75,11 @@ def sizes_of(q: Tensor, k: Tensor, workload: Workload) -> tuple[int | None, ...]
     return workload.queries, keys, q.shape[2], q.shape[1], tokens if workload.kind == "lengths" else None
 
 
-def numbers_of_windows(within: Within) -> tuple[int | None, ...]:
-    """Return the grid's rows and columns, a window's columns, and the shift, as the kernels take them."""
+def numbers_of_windows(within: Within) -> tuple[float | None, ...]:
+    """Return the grid's rows and columns, a window's columns, the shift and its bias, as the kernels take them."""
     if not isinstance(within, Windows):
-        return (None,) * 5
-    return *within.grid, within.window[1], *within.shift
+        return (None,) * 6
+    return *within.grid, within.window[1], *within.shift, within.shift_bias if within.hides else None
 
 
 def stored(q: Tensor, within: Within) -> tuple[int, int, int]:
@@ -91,9 +91,9 @@ def stored(q: Tensor, within: Within) -> tuple[int, int, int]:
 
 class Workload(NamedTuple):
     """The facts that decide on a configuration. queries, keys: of a sample, of a window, or the most in a packed
-    sequence. unit: of the strides; mask_rows: whether queries have a mask each; group: how many heads share keys;
-    regions: whether tokens of a window may be hidden from each other. kind: why it is not plain attention: "windows",
-    "mask", "lengths", "groups", "causal", "keys" (more or fewer of them than queries), or ""."""
+    sequence. unit: of the strides; mask_rows: whether queries have a mask each; group: how many heads share keys.
+    kind: why it is not plain attention: "windows", "mask", "lengths", "groups", "causal", "keys" (more or fewer of them
+    than queries), or ""."""
 
     queries: int
     keys: int
@@ -107,7 +107,6 @@ class Workload(NamedTuple):
     group: int
     causal: bool
     apart: bool  # keys have numbers or lengths of their own
-    regions: bool
     kind: str
 
 
@@ -120,17 +119,17 @@ def described(
     q, k = strided[:2]
     check(q, scale)
     B, M, H, d = q.shape
-    N, apart, regions = k.shape[1], k.shape[1] != M, False
+    N, apart = k.shape[1], k.shape[1] != M
     if isinstance(within, Sequences):
         B, M, apart = within.ends.shape[0], within.longest, within.ends_k is not None  # and the tokens outside of all
         N = within.longest_k if apart else M
     elif within is not None:
-        B, M, N, regions = B * within.of_sample, within.tokens, within.tokens, within.hides
+        B, M, N = B * within.of_sample, within.tokens, within.tokens
     unit, strides = in_units(shape_of_strides(q, k), *[t.stride() for t in strided])
     mask_rows, of_mask = _mask_in_units(mask)
     workload = Workload(
         max(M, 1), max(N, 1), d, q.element_size(), seed is not None, device.arch(q), dot_precision(q), unit, mask_rows,
-        H // k.shape[2] if H else 1, causal, apart, regions, _kind(q, k, mask, causal, apart, within),
+        H // k.shape[2] if H else 1, causal, apart, _kind(q, k, mask, causal, apart, within),
     )  # fmt: skip
     return B * H if q.numel() else 0, strides, of_mask, workload
 
@@ -187,10 +186,7 @@ def backward_config(of: str, workload: Workload) -> tuple[int, Constants]:
 
 def general(workload: Workload) -> Constants:
     """Return the constants that the kernel for short sequences does not have."""
-    return {
-        "MASK_ROWS": workload.mask_rows, "GROUP": workload.group, "CAUSAL": workload.causal,
-        "REGIONS": workload.regions,
-    }  # fmt: skip
+    return {"MASK_ROWS": workload.mask_rows, "GROUP": workload.group, "CAUSAL": workload.causal}
 
 
 def configured(choose: Callable[..., Any], w: Workload, n: int, *more: int) -> tuple[Any, Constants]:

@@ -148,18 +148,21 @@ def attention_varlen_qkvpacked_fwd(
 
 
 def attention_windows_fwd(
-    qkv: Tensor, mask: Tensor | None, seed: Tensor | None, window: list[int], shift: list[int], scale: float,
-    dropout_p: float,
+    qkv: Tensor, mask: Tensor | None, seed: Tensor | None, window: list[int], shift: list[int], shift_bias: float,
+    scale: float, dropout_p: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Gather the tokens of all windows, and mask the scores between those that do not see each other."""
+    """Gather the tokens of all windows, and mask the scores between those that the roll has made neighbours."""
     (B, gh, gw), (wh, ww) = qkv.shape[:3], window
     down, across, (sh, sw) = -(-gh // wh), -(-gw // ww), (shift[0] % gh, shift[1] % gw)
     y, x = torch.arange(down * wh, device=qkv.device), torch.arange(across * ww, device=qkv.device)
     tokens = _in_windows((y + sh)[:, None] % gh * gw + (x + sw) % gw, window)  # [windows, tokens of one]
     region = _in_windows(((y >= gh - sh).long() + (y >= gh))[:, None] * 3 + (x >= gw - sw).long() + (x >= gw), window)
     seen = (region[:, :, None] == region[:, None])[:, None]
-    if mask is not None:
-        seen = mask & seen if mask.dtype is torch.bool else torch.where(seen, mask, -torch.inf)
+    if mask is not None and is_added(mask):
+        exists = _in_windows((y < gh)[:, None] & (x < gw), window)[:, None, None]
+        seen = torch.where(seen, mask, torch.where(exists, mask + shift_bias, -torch.inf))
+    elif mask is not None:
+        seen = mask & seen
     q, k, v = qkv.flatten(1, 2)[:, tokens].flatten(0, 1).unbind(2)
     o, lse = attention_fwd(q, k, v, seen.repeat(B, 1, 1, 1), seed, scale, dropout_p)
     y, x = torch.arange(gh, device=qkv.device), torch.arange(gw, device=qkv.device)

@@ -174,7 +174,7 @@ OF_HEADS = {
     "attention_windows": OpCase(
         "attention_windows",
         {"qkv": ("B", 5, 6, 3, "H", "d"), "attn_mask": ("H", 16, 16)},
-        {"window": (4, 4), "shift": (1, 2)},
+        {"window": (4, 4), "shift": (1, 2), "shift_bias": -1.5},
     ),
     "attention_windows relative": OpCase(
         "attention_windows",

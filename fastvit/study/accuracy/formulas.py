@@ -9,6 +9,7 @@ materialises the N x N scores, or calls SDPA with `sdpa=True`. Dropout is given 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
@@ -91,12 +92,14 @@ def attention_varlen_qkvpacked(qkv: Tensor, *lengths: Any, **options: Any) -> Te
 
 
 def attention_windows(
-    qkv: Tensor, window: tuple[int, int], *, shift: tuple[int, int] = (0, 0), attn_mask: Tensor | None = None,
-    relative: Relative | None = None, factors: Tensor | None = None, sdpa: bool = False, **options: Any,
+    qkv: Tensor, window: tuple[int, int], *, shift: tuple[int, int] = (0, 0), shift_bias: float = -math.inf,
+    attn_mask: Tensor | None = None, relative: Relative | None = None, factors: Tensor | None = None,
+    sdpa: bool = False, **options: Any,
 ) -> Tensor:  # fmt: skip
-    """(B, gh, gw, 3, H, d) -> (B, gh, gw, H, d), as Swin writes it: roll, cut into windows, mask what the roll has made
-    neighbours, and back. Where the grid is no multiple of the window, what is added is masked too. attn_mask: (windows
-    or 1, H or 1, n or 1, n). factors: (B * windows, H, n, n), what dropout multiplies the weights by."""
+    """(B, gh, gw, 3, H, d) -> (B, gh, gw, H, d), as Swin writes it: roll, cut into windows, add shift_bias to the
+    scores of tokens that the roll has made neighbours, and back. Where the grid is no multiple of the window, what is
+    padded is hidden. attn_mask: (windows or 1, H or 1, n or 1, n). factors: (B * windows, H, n, n), what dropout
+    multiplies the weights by."""
     B, gh, gw = qkv.shape[:3]
     (wh, ww), (sh, sw) = window, (by % size for by, size in zip(shift, (gh, gw), strict=True))
     more = -gh % wh, -gw % ww
@@ -115,11 +118,14 @@ def attention_windows(
             part_of.narrow(axis, size - by, by).add_(3**axis)
             part_of.narrow(axis, size, part_of.shape[axis] - size).add_(2 * 3**axis)
         part_of = _windows(part_of, wh, ww)[0]
-        seen = (part_of[:, :, None] == part_of[:, None])[:, None]
+        apart = (part_of[:, :, None] != part_of[:, None])[:, None]
+        padded = _windows(F.pad(part_of.new_zeros(1, gh, gw), (0, more[1], 0, more[0]), value=1), wh, ww)[0] == 1
+        added = torch.zeros_like(apart, dtype=qkv.dtype).masked_fill(apart, shift_bias)
+        added = added.masked_fill(apart & padded[:, None, None], -torch.inf)
         if mask is None:
-            mask = seen
+            mask = added
         else:
-            mask = mask & seen if mask.dtype is torch.bool else torch.where(seen, mask, -torch.inf)
+            mask = torch.where(mask, added, -torch.inf) if mask.dtype is torch.bool else mask + added
     if mask is not None and mask.shape[0] > 1:
         mask = mask.repeat(B, 1, 1, 1)
     o = attention(q, k, v, attn_mask=mask, relative=relative, factors=factors, sdpa=sdpa, **options)
