@@ -123,10 +123,11 @@ def tensors_of(shapes, dtype, device, kind="normal", seed=0):
     return made
 
 
-def made(name, B, N, device, dtype=torch.float32, **others):
-    """Draw the row's tensors; an image has N patches. others: sizes instead of the small ones."""
+def made(name, B, N, device, dtype=torch.float32, empty=None, **others):
+    """Draw the row's tensors; an image has N patches. others: sizes instead of the small ones. empty: the name of a
+    dimension of size 0."""
     small = {"D": 16, "H": 2, "d": 16, "hidden": 40, "gated": 20, "patch": 4, "height": 8, "width": 2 * N}
-    shapes = ROWS[name].shapes(sizes(B, N, **small | others))
+    shapes = ROWS[name].shapes(sizes(B, N, **small | others) | {empty: 0})
     varlen, pixels = [key for key in shapes if key.startswith("cu_seqlens")], shapes.get("pixels")
     shapes = {key: shape for key, shape in shapes.items() if key not in varlen}
     tensors = tensors_of(shapes, dtype, device)

@@ -176,18 +176,6 @@ def test_one_key_far_above_the_others(N, dtype, largest, backend, device):
     assert torch.equal(ops.attention(q, k, v, scale=1.0), v[:, key : key + 1].expand_as(v))
 
 
-@pytest.mark.parametrize("shape", [(0, 5, 2, 16), (2, 0, 2, 16), (2, 5, 0, 16)], ids=str)
-def test_empty(shape, backend, device):
-    B, N, H, d = shape
-    qkv = torch.empty(B, N, 3, H, d, device=device, requires_grad=True)
-    weight = torch.ones(d, device=device, requires_grad=True)
-    for o in (ops.attention_qkvpacked(qkv * weight), ops.attention(*(qkv * weight).unbind(2), dropout_p=0.5)):
-        assert o.shape == shape
-        dqkv, dweight = torch.autograd.grad(o.sum(), (qkv, weight))
-        assert dqkv.shape == qkv.shape
-        assert torch.equal(dweight, torch.zeros(d, device=device))
-
-
 @pytest.mark.parametrize("scale", [-0.5, 0.0])
 def test_scale_that_is_not_positive(scale, backend, device):
     """The forward kernels refuse it; ATen takes it."""

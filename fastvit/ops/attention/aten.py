@@ -161,6 +161,13 @@ def empty_gradients(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple([torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in tensors])
 
 
+def zero_without_queries(q: Tensor, *gradients: Tensor) -> None:
+    """Fill the gradients of keys and values with zeros if there is no query, so that nothing else computes them."""
+    if q.numel() == 0:
+        for gradient in gradients:
+            gradient.zero_()
+
+
 def _written(found: Sequence[Tensor], out: Sequence[Tensor] | None) -> Sequence[Tensor]:
     """Return the gradients contiguous, or copied into `out` if that is given."""
     if out is None:
@@ -295,9 +302,7 @@ def _backward(
     dropout_p: float, causal: bool, gradients: Sequence[Tensor], want_mask: bool = False,
 ) -> Any:  # fmt: skip
     """Write dq, dk and dv; return the mask's gradient if it is wanted."""
-    if q.shape[1] == 0:
-        for gradient in gradients[1:]:
-            gradient.zero_()
+    zero_without_queries(q, *gradients[1:])
     dmask = None
     if mask is not None and want_mask:
         alone = mask.shape[:3] == (q.shape[0], q.shape[2], q.shape[1])

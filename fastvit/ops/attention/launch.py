@@ -12,7 +12,7 @@ from fastvit.kernels.attention import attention_fwd_kernel
 from fastvit.kernels.attention_bwd_dkdv import attention_bwd_dkdv_kernel
 from fastvit.kernels.attention_bwd_dq import attention_bwd_dq_kernel
 from fastvit.kernels.attention_bwd_short import attention_bwd_short_kernel
-from fastvit.ops.attention.aten import gradients_of_one_key, is_added
+from fastvit.ops.attention.aten import gradients_of_one_key, is_added, zero_without_queries
 from fastvit.ops.attention.workload import (
     Sequences,
     Within,
@@ -203,9 +203,7 @@ def launch_backward(
             dk.copy_(nothing)
             torch.add(do, nothing, out=dv)
             return None
-    if q.shape[1] == 0:  # nothing is launched
-        dk.zero_()
-        dv.zero_()
+    zero_without_queries(q, dk, dv)
     do, q, k, v = call.as_read(readable, do, q, k, v)
     if mask is not None:
         (mask,) = call.as_read(readable_mask, mask)

@@ -8,7 +8,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fastvit.ops.attention.aten import _VECTOR, _blocks, _has_flash, _heads, _softmax_backward, empty_gradients
+from fastvit.ops.attention.aten import (
+    _VECTOR,
+    _blocks,
+    _has_flash,
+    _heads,
+    _softmax_backward,
+    empty_gradients,
+    zero_without_queries,
+)
 from fastvit.ops.runtime.dtypes import stat_dtype
 from fastvit.ops.runtime.torch_private import flash_attention
 
@@ -60,6 +68,7 @@ def attention_relative_bwd(
     out: three tensors for the first three."""
     gradients = *(out or empty_gradients(q, k, v)), *empty_gradients(rows, columns)
     dq, dk, dv, drows, dcolumns = gradients
+    zero_without_queries(q, dk, dv)
     for at, _, parts in _blocks(q, k, _BYTES):
         qb, kb, vb, dob = _heads(q, at, q) * scale, _heads(k, at, q), _heads(v, at, q), _heads(do, at, q)
         dkb, dvb = torch.zeros_like(kb), torch.zeros_like(vb)

@@ -14,6 +14,7 @@ from fastvit.kernels.attention_relative_bwd import (
     attention_relative_bwd_dkdv_kernel,
     attention_relative_bwd_dq_kernel,
 )
+from fastvit.ops.attention.aten import zero_without_queries
 from fastvit.ops.attention.launch import readable
 from fastvit.ops.attention.window_layout import Windows, if_several, relative_windows_of
 from fastvit.ops.attention.workload import DTYPES, in_units, shape_of_strides, stored
@@ -91,6 +92,7 @@ def _run_backward(
     """Write dq, dk and dv; return the gradients of rows and columns."""
     do, q, k, v, rows, columns = call.as_read(readable, do, q, k, v, rows, columns)
     (dq, dk, dv), dcolumns = gradients, empty_like(columns)
+    zero_without_queries(q, dk, dv)
     strided = q, k, v, o, do, dq, dk, dv, rows, columns
     first, second, parts = call.once("attention_relative_bwd", _backward, strided, scale, windows)
     drows = rows.new_empty((parts, *rows.shape), dtype=rows.dtype if parts == 1 else torch.float32)

@@ -51,12 +51,12 @@ def sizes(
     B: int, N: int = 1, D: int = 1, H: int = 1, d: int = 1, *, hidden: int = 1, gated: int = 1, patch: int = 1,
     height: int = 1, width: int = 1,
 ) -> dict[str, int]:  # fmt: skip
-    """Return every named dimension. T: the tokens after one prefix token; P: the patches of an image; gh, gw: a grid
-    of N tokens."""
+    """Return every named dimension. T: the tokens after one prefix token; P: the patches of an image; K = gh * gw: a
+    grid of N tokens."""
     gh = next(i for i in range(math.isqrt(N), 0, -1) if N % i == 0)
     given = {"B": B, "N": N, "D": D, "H": H, "d": d, "hidden": hidden, "gated": gated, "patch": patch}
     given |= {"height": height, "width": width, "P": height * width // patch**2}
-    given |= {"gh": gh, "gw": N // gh, "2P": 2 * given["P"]}
+    given |= {"K": N, "gh": gh, "gw": N // gh, "2P": 2 * given["P"]}
     return given | {"BN": B * N, "T": N - 1, "Hd": H * d, "3Hd": 3 * H * d, "2gated": 2 * gated}
 
 
@@ -161,7 +161,13 @@ OF_HEADS = {
         "attention", {"q": HEAD, **dict.fromkeys("kv", ("B", "T", "H", "d")), "attn_mask": ("H", "N", "T")}
     ),
     "attention relative": OpCase(
-        "attention", {**dict.fromkeys("qkv", HEAD), "rows": ("B", "N", "H", "gh"), "columns": ("B", "N", "H", "gw")}
+        "attention",
+        {
+            "q": HEAD,
+            **dict.fromkeys("kv", ("B", "K", "H", "d")),
+            "rows": (*HEAD[:3], "gh"),
+            "columns": (*HEAD[:3], "gw"),
+        },
     ),
     "attention_varlen": OpCase("attention_varlen", {**dict.fromkeys("qkv", ("BN", "H", "d")), "cu_seqlens": (4,)}),
     "attention_varlen cross": OpCase(
