@@ -1,15 +1,20 @@
 """ops.attention_windows against float64 and eager PyTorch, which rolls, cuts and masks as Swin, on both backends."""
 
+import importlib
+
 import pytest
 import torch
 from attention_inputs import DTYPES, seeded
-from op_cases import assert_layout_does_not_matter, gathered, tensors_of
+from op_cases import assert_layout_does_not_matter, gathered, results, tensors_of
 from oracle import assert_op_as_accurate, inputs
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from fastvit import ops
+from fastvit.ops.attention import windows_aten
 from fastvit.ops.runtime import backend as backends
+from fastvit.ops.runtime.backend import Path
+from fastvit.ops.runtime.call import UNKEPT
 from fastvit.study.accuracy.formulas import attention_windows as eager
 from fastvit.study.memory.allocations import Allocations, as_on
 
@@ -97,6 +102,19 @@ def test_dropout(backend, device):
     assert_op_as_accurate(fused, lambda **t: eager(**t, **more), tensors)
 
 
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+def test_one_window_at_a_time(dropout_p, device, monkeypatch):
+    """What fits a CPU's cache is a part of the windows. Each window has a bias."""
+    tensors = draw((8, 12), (4, 4), mask=(6, 2), device=device)
+    fused = seeded(ops.attention_windows, window=(4, 4), shift=(0, 2), dropout_p=dropout_p)
+    with ops.use_backend("aten"):
+        want = results(fused, tensors)
+        monkeypatch.setattr(windows_aten, "_BYTES", 0)
+        got = results(fused, tensors)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b)
+
+
 LAYOUTS = {
     "gaps between rows": lambda t: torch.cat([t, torch.full_like(t[:, :, :2], torch.nan)], 2)[:, :, : t.shape[2]],
     "gaps between tokens": lambda t: torch.cat([t, torch.full_like(t[..., :4], torch.nan)], -1)[..., : t.shape[-1]],
@@ -171,6 +189,15 @@ def test_layouts_of_relative_positions(layout, backend, device):
     tensors = draw_relative((8, 12), (4, 6), device=device)
     tensors = {name: arrange(t.detach()).requires_grad_() for name, t in tensors.items()}
     assert_layout_does_not_matter("attention_windows relative", tensors, arrange, backend == "triton")
+
+
+def test_windows_wider_than_32_bits_are_refused(triton_backend):
+    """Offsets within a window are 32-bit in the kernels: here two rows of the grid are 2^31 elements."""
+    launch = importlib.import_module("fastvit.ops.attention.relative_launch")
+    qkv = torch.empty_strided((1, 2, 1 << 10, 3, 1, 16), (1 << 31, 1 << 30, 1 << 20, 16, 16, 1), device="meta")
+    rows, columns = (torch.zeros(1, 2, 1 << 10, 1, 2, device="meta") for _ in range(2))
+    with pytest.raises(backends.KernelUnsupported, match=r"within 2\^31 elements, got 2147483648"):
+        launch.attention_windows_relative_fwd(qkv, rows, columns, 1.0, call=UNKEPT[Path.TRITON])
 
 
 def test_flops(device):
