@@ -237,6 +237,7 @@ ONES = torch.ones(2, 3, 16, 16)
         (TypeError, "image must be a tensor, got ndarray", ONES.numpy()),
         (ValueError, "image must have shape (B, C, H, W) with C = 3, got (2, 1, 16, 16)", ONES[:, :1]),
         (ValueError, "image must have shape (B, C, H, W) with C = 3, got ()", ONES.sum()),
+        (TypeError, "image must be a dense tensor, got a nested one", torch.nested.nested_tensor([*ONES])),
     ],
 )
 def test_wrong_images(error: type[Exception], message: str, image: Any) -> None:

@@ -215,6 +215,7 @@ def test_tables_are_made_once_and_positions_always():
     [
         ([], ValueError, "images must not be an empty list"),
         ([torch.ones(3, 8, 8), 3.0], TypeError, r"images\[1\] must be a tensor, got float"),
+        ([torch.nested.nested_tensor([torch.ones(3, 8, 8)])], TypeError, r"images\[0\] must be a dense tensor, got"),
         ([torch.ones(8, 8)], ValueError, r"images\[0\] must have shape \(C, H, W\) or \(B, C, H, W\)"),
         ([torch.ones(0, 3, 8, 8)], ValueError, r"images\[0\] must have shape .*, got \(0, 3, 8, 8\)"),
         ([torch.ones(3, 8, 8), torch.ones(3, 12, 8)], ValueError, r"images\[1\]: patch_size \(8, 8\) must divide"),

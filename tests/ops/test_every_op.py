@@ -377,3 +377,14 @@ def test_an_empty_input_runs_no_kernel(name, empty, backend, device, monkeypatch
     for key, gradient in gradients.items():
         assert torch.equal(gradient, torch.zeros_like(tensors[key])), key
     assert not launched
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+@pytest.mark.parametrize("name", [name for name in ROWS if not name.startswith("qk_norm")])
+def test_nested_tensors_are_refused(name, layout, device):
+    """PyTorch raises internal errors for the shape of a strided one."""
+    tensors = made(name, 2, 6, device)
+    first = next(iter(tensors))
+    tensors[first] = torch.nested.nested_tensor([*tensors[first].detach()], layout=layout)
+    with pytest.raises(TypeError, match="must be a dense tensor, got a nested one"):
+        function(name)(**tensors)

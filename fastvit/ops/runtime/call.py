@@ -198,7 +198,8 @@ def begin(op: str, arguments: tuple[Any, ...], options: Key = (), *, kernels_onl
             if alike(*arguments):
                 return _ON_TRITON if on_triton and launches_are_watched() else later
         return _first(Path.TRITON if on_triton else Path.ATEN, key, types, options, arguments)
-    except (AttributeError, TypeError, StopIteration, SystemError):  # SystemError: from guards with other arguments
+    # RuntimeError: from a nested tensor, which has no shape; SystemError: from guards with other arguments
+    except (AttributeError, TypeError, StopIteration, RuntimeError, SystemError):
         return _DISPATCHED
 
 

@@ -12,24 +12,27 @@ from torch.fx import Proxy
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
-def _no_tensor(name: str, x: Any) -> TypeError:
-    what = f"{name} must be a tensor, got {type(x).__name__}"
-    if isinstance(x, Proxy):
-        what += ": torch.fx cannot trace fused ops; use the model's forward_intermediates for features, or torch.export"
-    return TypeError(what)
+def check_tensor(name: str, x: Any) -> None:
+    if not isinstance(x, Tensor):
+        what = f"{name} must be a tensor, got {type(x).__name__}"
+        if isinstance(x, Proxy):
+            what += (
+                ": torch.fx cannot trace fused ops; use the model's forward_intermediates for features, or torch.export"
+            )
+        raise TypeError(what)
+    if x.is_nested:  # before its shape, which a strided one does not have
+        raise TypeError(f"{name} must be a dense tensor, got a nested one; x.unbind() is a list of dense ones")
 
 
 def check_float(name: str, x: Tensor) -> None:
-    if not isinstance(x, Tensor):
-        raise _no_tensor(name, x)
+    check_tensor(name, x)
     if x.dtype not in FLOATS:
         raise TypeError(f"{name} must be float32, float16, bfloat16 or float64, got {x.dtype}")
 
 
 def check_image(image: Tensor, channels: int, *, video: bool = False) -> None:
     """Check that image is (B, C, H, W), or a video (B, C, T, H, W), of any size."""
-    if not isinstance(image, Tensor):
-        raise _no_tensor("image", image)
+    check_tensor("image", image)
     if image.dtype is not torch.uint8 and image.dtype not in FLOATS:
         raise TypeError(f"image must be uint8, float32, float16, bfloat16 or float64, got {image.dtype}")
     if image.dim() != 4 + video or image.shape[1] != channels:
