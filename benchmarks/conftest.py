@@ -29,6 +29,7 @@ from benchmarks.harness.providers import PROVIDERS
 from benchmarks.harness.record import Record, environment
 from benchmarks.harness.schedule import Case, OutOfTime, Schedule, command, counted, selection, turns
 from benchmarks.harness.workloads import INSTALLED, Workload, workloads
+from fastvit.cli.options import words_of
 from fastvit.tuning.clock import Clock
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -45,17 +46,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--long", action="store_true", help="on a CPU, large cases too")
     group.addoption("--dtype", choices=sorted(DTYPES), help="float32 on a CPU, bfloat16 on a GPU, unless given")
     group.addoption(
-        "--providers", type=_providers, help=f"of {','.join(PROVIDERS)}; default all, on a CPU what is not compiled"
+        "--providers",
+        type=words_of(PROVIDERS),
+        help=f"of {','.join(PROVIDERS)}; default all, on a CPU what is not compiled",
     )
     group.addoption("--bench-seconds", type=float, help="timed seconds for each case and step")
     group.addoption("--bench-minutes", type=float, help="for all; default 5, with --long 30, on a GPU 110")
-
-
-def _providers(text: str) -> tuple[str, ...]:
-    unknown = set(text.split(",")) - set(PROVIDERS)
-    if unknown:
-        raise pytest.UsageError(f"--providers: unknown {sorted(unknown)}, allowed are {PROVIDERS}")
-    return tuple(name for name in PROVIDERS if name in text.split(","))
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -71,11 +67,12 @@ def pytest_configure(config: pytest.Config) -> None:
     grid = ("quick",) if options.quick else ("gpu",) if gpu else ("cpu", "long") if options.long else ("cpu",)
     seconds = (options.bench_minutes or MINUTES[grid[-1]]) * 60
     case_seconds = options.bench_seconds or {"quick": 0.2, "cpu": 1.0}.get(grid[-1], 1.5)
+    default = PROVIDERS if gpu else ("eager", "sdpa", "fastvit")
     config.stash[SESSION] = Session(
         device=device,
         dtype=DTYPES[options.dtype or ("bfloat16" if gpu else "float32")],
         grid=grid,
-        providers=options.providers or (PROVIDERS if gpu else ("eager", "sdpa", "fastvit")),
+        providers=tuple(name for name in PROVIDERS if name in (options.providers or default)),
         clock=Clock(device),
         schedule=Schedule(time.perf_counter() + seconds - END_SECONDS, case_seconds),
     )

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastvit.modules.arguments import Pair, check_choice, check_flags
+from fastvit.modules.arguments import Pair, check_choice, check_flags, with_known_arguments
 from fastvit.vit import VisionTransformer
 
 __all__ = ["VisionTransformerDistilled"]
@@ -15,6 +15,7 @@ __all__ = ["VisionTransformerDistilled"]
 _FIXED = ("class_token", "reg_tokens", "fc_norm")  # arguments of `VisionTransformer` whose value the two heads fix
 
 
+@with_known_arguments
 class VisionTransformerDistilled(VisionTransformer):
     """DeiT with distillation (Touvron et al. 2021, arXiv:2012.12877): image (B, C, H, W) -> logits (B, num_classes).
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fastvit.eva_layers import EvaBlock
-from fastvit.modules.arguments import Pair, by_name, check_choice, check_flags, check_integers
+from fastvit.modules.arguments import Pair, by_name, check_choice, check_flags, check_integers, with_known_arguments
 from fastvit.modules.eva import ATTENTION
 from fastvit.modules.norms import NORM_LAYERS, NormLayer
 from fastvit.modules.packing import Images, Packed
@@ -31,6 +31,7 @@ def _block(
     return EvaBlock(dim, num_heads, **options)
 
 
+@with_known_arguments
 class Eva(VisionTransformer):
     """EVA (Fang et al. 2022, arXiv:2211.07636), EVA-02 (2023, arXiv:2303.11331), DINOv3 (Simeoni et al. 2025,
     arXiv:2508.10104), Perception Encoder (Bolya et al. 2025, arXiv:2504.13181): image (B, C, H, W) -> logits. With

@@ -23,6 +23,7 @@ from fastvit.modules.arguments import (
     check_init_values,
     check_integers,
     check_rates,
+    with_known_arguments,
 )
 from fastvit.modules.block import BLOCKS, MLP_LAYERS, Block
 from fastvit.modules.head import Head
@@ -35,6 +36,7 @@ from fastvit.modules.pooling import AttentionPoolLatent, check_pool, check_pool_
 from fastvit.modules.positions import FIXED, fixed_positions, remembered, resample_abs_pos_embed
 
 
+@with_known_arguments
 class VisionTransformer(Head):
     """ViT (Dosovitskiy et al. 2021, arXiv:2010.11929): image (B, C, H, W) -> logits (B, num_classes). With num_frames
     and tubelet_size, a video (B, C, T, H, W) takes the place of the image, and tubelets that of patches: VideoMAE's

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 from collections.abc import Callable
 from typing import Any
 
@@ -138,7 +139,9 @@ def words_of(allowed: tuple[str, ...]) -> Callable[[str], list[str]]:
     def read(text: str) -> list[str]:
         words = [word for word in text.split(",") if word]
         if unknown := [word for word in words or [text] if word not in allowed]:
-            raise argparse.ArgumentTypeError(f"must be of {', '.join(allowed)}, got {unknown[0]!r}")
+            near = difflib.get_close_matches(unknown[0], allowed)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise argparse.ArgumentTypeError(f"must be of {', '.join(allowed)}, got {unknown[0]!r}{hint}")
         return words
 
     return read

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -17,6 +19,7 @@ from fastvit.ops.runtime.checks import FLOATS, check_head_dim, check_statistics
 Pair = int | tuple[int, int]
 Device = torch.device | str | None
 Dtype = torch.dtype | None
+_Module = TypeVar("_Module", bound=nn.Module)
 
 
 def _is_integer(value: object) -> bool:
@@ -161,13 +164,38 @@ _SYNONYMS = {  # the name of an argument in transformers, torchvision or timm's 
 }
 
 
-def check_known(given: Mapping[str, Any], kind: type, *bases: type) -> None:
-    """Check the keyword arguments of a class that passes further ones on to its bases."""
-    parameters = [p for each in (kind, *bases) for p in inspect.signature(each).parameters.values()]
-    known = dict.fromkeys(p.name for p in parameters if p.kind is not p.VAR_KEYWORD)  # without repeats, in their order
+@functools.cache
+def _known(kind: type) -> tuple[str, ...]:
+    """Return the names of a constructor's arguments; those of its bases too if it passes further ones on."""
+    known: dict[str, None] = {}  # without repeats, in their order
+    for each in kind.__mro__[: kind.__mro__.index(nn.Module)]:
+        parameters = inspect.signature(each).parameters.values()
+        known.update(dict.fromkeys(p.name for p in parameters if p.kind is not p.VAR_KEYWORD))
+        if all(p.kind is not p.VAR_KEYWORD for p in parameters):
+            break
+    return tuple(known)
+
+
+def check_known(given: Iterable[str], kind: type) -> None:
+    """Check the names of a constructor's keyword arguments; the error suggests the right one."""
+    known = _known(kind)
     for name in given:
         if name not in known:
-            near = difflib.get_close_matches(name, known)
-            use = _SYNONYMS.get(name) or " or ".join(near)
+            synonym = _SYNONYMS.get(name, "")
+            is_argument = re.split("[ ,=]", synonym)[0] in (*known, "weights")  # which create_model takes
+            use = synonym if is_argument else " or ".join(difflib.get_close_matches(name, known))
             hint = f"use {use}" if use else f"its arguments are {', '.join(known)}"
             raise TypeError(f"{name} is not an argument of {kind.__name__}: {hint}")
+
+
+def with_known_arguments(kind: type[_Module]) -> type[_Module]:
+    """Decorate a module's class, so that its constructor calls `check_known`."""
+    construct = kind.__init__
+
+    @functools.wraps(construct)
+    def checked(self: _Module, *args: Any, **kwargs: Any) -> None:
+        check_known(kwargs, kind)
+        construct(self, *args, **kwargs)
+
+    kind.__init__ = checked  # type: ignore[assignment, method-assign]
+    return kind

@@ -18,12 +18,14 @@ from fastvit.modules.arguments import (
     check_heads,
     check_integers,
     check_rates,
+    with_known_arguments,
 )
 from fastvit.modules.norms import NormLayer, checked_norm_layer
 from fastvit.modules.parts import attend, mask_arguments, of_call
 from fastvit.ops.runtime.checks import check_float
 
 
+@with_known_arguments
 class Attention(nn.Module):
     """Multi-head self-attention, (B, N, D) -> (B, N, D), by `fastvit.ops.attention_qkvpacked`.
 
@@ -97,6 +99,7 @@ class Attention(nn.Module):
         return self.proj_drop(self.proj(out.flatten(-2)))
 
 
+@with_known_arguments
 class CrossAttention(nn.Module):
     """Multi-head attention to other tokens (Vaswani et al. 2017, arXiv:1706.03762, section 3.2.3), x (B, M, D) and
     context (B, N, kv_dim) -> (B, M, D), by `fastvit.ops.attention`:

@@ -19,6 +19,7 @@ from fastvit.modules.arguments import (
     check_init_values,
     check_number,
     check_rates,
+    with_known_arguments,
 )
 from fastvit.modules.attention import Attention
 from fastvit.modules.mlp import GluMlp, Mlp, SwiGLU, SwiGLUPacked
@@ -37,6 +38,7 @@ from fastvit.modules.parts import (
 MLP_LAYERS: dict[str, LayerFactory] = {"mlp": Mlp, "glumlp": GluMlp, "swiglu": SwiGLU, "swiglupacked": SwiGLUPacked}
 
 
+@with_known_arguments
 class Block(nn.Module):
     """Pre-norm transformer block, (B, N, D) -> (B, N, D), as two fused halves:
 

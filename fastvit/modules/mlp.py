@@ -18,11 +18,13 @@ from fastvit.modules.arguments import (
     check_flags,
     check_integers,
     check_rates,
+    with_known_arguments,
 )
 from fastvit.modules.norms import NormLayer, checked_norm_layer
 from fastvit.modules.parts import ACT_LAYERS, ActLayer
 
 
+@with_known_arguments
 class Mlp(nn.Module):
     """fc1, activation, fc2, (..., in_features) -> (..., out_features), by `fastvit.ops.mlp`.
 
@@ -113,6 +115,7 @@ def _checked(
     return hidden_features, out_features, act, norm
 
 
+@with_known_arguments
 class SwiGLU(_GatedMlp):
     """fc2(norm(act(fc1_g(x)) * fc1_x(x))), (..., in_features) -> (..., out_features), by `fastvit.ops.mlp` (Shazeer
     2020, arXiv:2002.05202).
@@ -152,6 +155,7 @@ class SwiGLU(_GatedMlp):
         return self.fc1_g(x), self.fc1_x(x)
 
 
+@with_known_arguments
 class GluMlp(_GatedMlp):
     """fc2(norm(act(gate) * value)), (..., in_features) -> (..., out_features), by `fastvit.ops.mlp`; gate and value are
     the halves of fc1's output (Shazeer 2020, arXiv:2002.05202).

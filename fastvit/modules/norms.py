@@ -11,7 +11,16 @@ from torch import Tensor, nn
 
 from fastvit import ops
 from fastvit.blocks import read, run
-from fastvit.modules.arguments import Device, Dtype, by_name, check_factory, check_flags, check_integers, check_number
+from fastvit.modules.arguments import (
+    Device,
+    Dtype,
+    by_name,
+    check_factory,
+    check_flags,
+    check_integers,
+    check_number,
+    with_known_arguments,
+)
 
 NormLayer = Callable[..., nn.Module]
 
@@ -23,6 +32,7 @@ def _check(eps: float, device: Device, dtype: Dtype, elementwise_affine: bool, *
     check_factory(device, dtype)
 
 
+@with_known_arguments
 class LayerNorm(nn.LayerNorm):
     """(..., D) -> (..., D) by `fastvit.ops.layer_norm`.
 
@@ -46,6 +56,7 @@ class LayerNorm(nn.LayerNorm):
         return run.run_norm(x, ops.Norm(self.weight, self.bias, self.eps))
 
 
+@with_known_arguments
 class RMSNorm(nn.Module):
     """(..., D) -> (..., D) by `fastvit.ops.rms_norm` (Zhang & Sennrich 2019, arXiv:1910.07467).
 

@@ -14,7 +14,15 @@ from torch import Tensor, nn
 from fastvit import ops
 from fastvit.blocks import read, run
 from fastvit.blocks.submodules import qualified_name, read_or_none, submodules
-from fastvit.modules.arguments import Device, Dtype, check_factory, check_init_values, check_integers, check_number
+from fastvit.modules.arguments import (
+    Device,
+    Dtype,
+    check_factory,
+    check_init_values,
+    check_integers,
+    check_number,
+    with_known_arguments,
+)
 from fastvit.ops.attention.op import check_causal, check_mask, check_unmasked
 from fastvit.ops.attention.varlen import checked_lengths
 from fastvit.ops.attention.varlen_aten import checked_ends
@@ -43,6 +51,7 @@ ACT_LAYERS: dict[str, ActLayer] = {
 }
 
 
+@with_known_arguments
 class LayerScale(nn.Module):
     """A learnt factor `gamma` (D,) for every channel of a branch (Touvron et al. 2021, arXiv:2103.17239).
 
@@ -70,6 +79,7 @@ class LayerScale(nn.Module):
         return x * self.gamma
 
 
+@with_known_arguments
 class DropPath(nn.Module):
     """Stochastic depth (Huang et al. 2016, arXiv:1603.09382): in training, drop whole samples of a branch.
 

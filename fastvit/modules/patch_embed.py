@@ -20,6 +20,7 @@ from fastvit.modules.arguments import (
     check_integers,
     checked_pair,
     checked_statistics,
+    with_known_arguments,
 )
 from fastvit.modules.norms import NormLayer, checked_norm_layer
 from fastvit.modules.positions import resample_patch_embed
@@ -27,6 +28,7 @@ from fastvit.ops.patch_embed.op import normalized
 from fastvit.ops.runtime.checks import check_image
 
 
+@with_known_arguments
 class PatchEmbed(nn.Module):
     """Image (B, C, H, W) -> patches (B, h*w, D) by `fastvit.ops.patch_embed`; `proj` is the equivalent nn.Conv2d.
 

@@ -84,7 +84,7 @@ def create_model(
     bare, _, tag = name.partition(".") if isinstance(name, str) else (name, "", "")
     arguments = config(bare)
     kind = model_class(bare)
-    check_known(overrides, kind, VisionTransformer)
+    check_known(overrides, kind)
     if weights is None:
         if drop_head:
             raise ValueError("drop_head=True needs weights")

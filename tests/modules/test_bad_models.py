@@ -120,6 +120,8 @@ MODULES: dict[Callable[..., nn.Module], list[Mistake]] = {
         (ValueError, "qk_norm=True needs norm_layer, got None", {"qk_norm": True}),
     ],
     partial(layers.Block, dim=32, num_heads=2): [
+        (TypeError, "qkv_bais is not an argument of Block: use qkv_bias", {"qkv_bais": True}),
+        (TypeError, "hidden_size is not an argument of Block: its arguments are dim, num_heads", {"hidden_size": 32}),
         *BLOCK,
         (ValueError, "mlp_ratio must be a finite number with dim * mlp_ratio >= 1", {"mlp_ratio": 0.01}),
         (ValueError, "init_values must be a finite number", {"init_values": math.nan}),
@@ -155,6 +157,7 @@ MODULES: dict[Callable[..., nn.Module], list[Mistake]] = {
         (TypeError, "init_values must be a finite number", {"dim": 8, "init_values": "a"}),
     ],
     layers.DropPath: [
+        (TypeError, "prob is not an argument of DropPath: use drop_prob", {"prob": 0.1}),
         (ValueError, "drop_prob must be in [0, 1], got 1.5", {"drop_prob": 1.5}),
     ],
     partial(fastvit.create_model, "vit_base_patch16_224"): [

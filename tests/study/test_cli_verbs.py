@@ -83,7 +83,10 @@ WRONG_ARGUMENTS = [
     (["fit", SMALL, "--budget", "2000TiB", "--batch", "1"], "up to 1024TiB"),
     (["verify", "--head-dim", str(2**63)], "must be an integer from 1 to 2147483647"),
     (["explore", SMALL, "--layers", str(10**18)], "must be numbers such as 0,6,11"),
-    ([*MEMORY, "--providers", "flash"], "must be of eager"),
+    (
+        [*MEMORY, "--providers", "fastvt"],
+        "must be of eager, sdpa, compile, fastvit, got 'fastvt'; did you mean fastvit?",
+    ),
     (["verify", "--dtype", "int8"], "must be of fp32, bf16, fp16, got 'int8'"),
     (["attention", SMALL, "a.png", "--query", "7"], "argument --query: must be"),
     (["attention", SMALL, "a.png", "--mean", "0.5"], "argument --mean: must be"),

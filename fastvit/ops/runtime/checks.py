@@ -54,7 +54,11 @@ def check_like(like_name: str, like: Tensor, *arguments: Argument, dtype: bool =
         if x.device != device:
             raise ValueError(f"{name} must be on {like_name}'s device {device}, got {x.device}")
         if dtype and x.dtype is not its_dtype:
-            raise TypeError(f"{name} must have {like_name}'s dtype {its_dtype}, got {x.dtype}")
+            autocast = "" if torch.float64 in (x.dtype, its_dtype) else ", or torch.autocast"
+            raise TypeError(
+                f"{like_name} and {name} must have the same dtype, got {its_dtype} and {x.dtype}: use "
+                f"{like_name}.to({x.dtype}) or model.to({its_dtype}){autocast}"
+            )
         if shape is not None and x.shape != shape:
             raise ValueError(f"{name} must have shape {meaning} = {tuple(shape)}, got {tuple(x.shape)}")
 
