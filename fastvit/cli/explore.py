@@ -14,7 +14,7 @@ _EXAMPLES = """examples:
   fastvit explore vit_large_patch16_224 cat.jpg --layers 0,11,23
 
 The page needs no network: it opens from disk, and can be sent as one file. It
-has at most 12 MB.
+has at most 4 MB.
 """
 
 

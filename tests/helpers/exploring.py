@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import tempfile
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -65,7 +66,14 @@ def built(path: Path) -> nn.Module:
 
 
 def decoded(text: str, dtype: Any) -> np.ndarray:
-    return np.frombuffer(base64.b64decode(text), dtype)
+    return np.frombuffer(zlib.decompress(base64.b64decode(text)), dtype)
+
+
+def similarities(text: str, positions: int) -> np.ndarray:
+    """Return the cosines (positions, positions) that the page shows."""
+    found = np.zeros((positions, positions))
+    found[np.tril_indices(positions)] = decoded(text, np.int8) / 127
+    return found + np.tril(found, -1).T
 
 
 def rows_of(packed: dict[str, str], tokens: int) -> np.ndarray:
@@ -104,6 +112,7 @@ class Opened:
         self.page.on("dialog", lambda dialog: (self.complaints.append(dialog.message), dialog.dismiss()))
         self.page.on("request", lambda request: self.requests.append(request.url))
         self.page.goto(path.as_uri())
+        self.page.wait_for_selector("html[data-complete]", state="attached")
 
     def number(self, within: str, name: str) -> int:
         """Return the number in an entry of a <dl>."""

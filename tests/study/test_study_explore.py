@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from exploring import NAME, decoded, rows_of
+from exploring import NAME, rows_of, similarities
 from library_imports import import_timm
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -107,7 +107,7 @@ def test_positions(explored):
     found, _, weights = explored
     positions = exploring.built(weights).pos_embed[0, 2:]
     right = F.cosine_similarity(positions[:, None], positions[None], dim=-1)
-    ours = decoded(found.data["positions"]["cosine"], np.int8).reshape(25, 25) / 127
+    ours = similarities(found.data["positions"]["cosine"], 25)
     assert np.abs(ours - right.detach().numpy()).max() <= 0.5001 / 127
     assert right.min() < 0 < 0.1 < right.fill_diagonal_(0).max()
 
@@ -125,7 +125,7 @@ def test_fixed_positions():
     assert "random" not in positions["note"]
     assert "Attention is that of an untrained model" in found.data["provenance"]
     right = exploration.position_similarity(model.pos_embed[0, 2:])
-    assert np.abs(decoded(positions["cosine"], np.int8).reshape(25, 25) / 127 - right.numpy()).max() <= 0.5001 / 127
+    assert np.abs(similarities(positions["cosine"], 25) - right.numpy()).max() <= 0.5001 / 127
 
 
 def test_which_positions_are_fixed():
@@ -272,14 +272,13 @@ def test_patches_that_divide():
 # ---- room ----
 
 
-@pytest.mark.parametrize(("room", "whole"), [(20_000, {0, 1}), (40_000, {1})])
-def test_attention_stays_within_its_room(room, whole, monkeypatch):
-    monkeypatch.setattr(explored_attention, "ROOM", room)
+@pytest.mark.parametrize(("room", "whole"), [(16_000, {0, 1}), (25_000, {1})])
+def test_attention_stays_within_its_room(room, whole):
     model = fastvit.VisionTransformer(img_size=32, patch_size=4, embed_dim=48, depth=2, num_heads=3).eval()
-    found = explored_attention.collect(model, torch.randn(3, 32, 32), [1], exploration._silent)
+    found = explored_attention.collect(model, torch.randn(3, 32, 32), [1], exploration._silent, room)
     maps = found["maps"]
     assert len(json.dumps(maps)) <= room + 40 * len(maps)  # and the names
-    assert found["stride"] == (2 if room == 20_000 else 1)
+    assert found["stride"] == (2 if room == 16_000 else 1)
     assert whole == {layer for layer in (0, 1) if f"{layer}.0" in maps}
     assert {"rollout", "0.mean", "1.mean"} <= set(maps)
     for name in maps:
@@ -287,9 +286,8 @@ def test_attention_stays_within_its_room(room, whole, monkeypatch):
 
 
 def test_the_rooms_together_are_within_the_limit():
-    positions = 4 * -(-(exploration._POSITIONS**2) // 3)
     static = len(document.rendered("", {}))
-    assert explored_attention.ROOM + positions + static + 450_000 < 12_000_000  # memory and the picture
+    assert exploration.ROOM + static + 450_000 < 4_000_000  # memory and the picture
 
 
 def test_layers_by_interest():
@@ -303,7 +301,7 @@ def test_layers_in_words():
 
 
 def test_a_model_whose_attention_is_not_seen_says_so():
-    found = explored_attention.collect(nn.Conv2d(3, 8, 4, 4), torch.zeros(3, 16, 16), None, exploration._silent)
+    found = explored_attention.collect(nn.Conv2d(3, 8, 4, 4), torch.zeros(3, 16, 16), None, exploration._silent, 0)
     assert found["maps"] is None
     assert found["note"].startswith("No attention is shown: ")
     layers = layer_figures.collect(nn.Conv2d(3, 8, 4, 4), torch.zeros(3, 16, 16), exploration._silent)
@@ -322,7 +320,7 @@ def test_nothing_leads_out_of_the_page(explored):
     assert not re.search(r"url\(|@import|\bimport\(|\bfetch\(|XMLHttpRequest|sendBeacon|WebSocket", page)
     assert "default-src 'none'" in page
     assert "@@" not in page
-    assert len(page.encode()) < 12_000_000
+    assert len(page.encode()) < 4_000_000
 
 
 def test_names_are_no_markup(explored):

@@ -10,7 +10,7 @@ from typing import Any
 import exploring
 import numpy as np
 import pytest
-from exploring import NAME, Opened, decoded, in_gib, rows_of
+from exploring import NAME, Opened, in_gib, rows_of, similarities
 
 from fastvit import study
 from fastvit.study.explore import recomputation
@@ -264,7 +264,7 @@ def test_layers_are_those_of_the_data(opened, written):
 
 def test_positions_by_keys(opened, written):
     window = opened()
-    cosines = decoded(written[0].data["positions"]["cosine"], np.int8).reshape(25, 25) / 127
+    cosines = similarities(written[0].data["positions"]["cosine"], 25)
     window.page.locator("#position-map").press("ArrowRight")
     at = 2 * 5 + 3
     others = np.delete(cosines[at], at)

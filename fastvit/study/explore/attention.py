@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from fastvit.study.attention.maps import attention_maps, attention_rollout
 from fastvit.study.explore import document
 
-ROOM = 8_000_000  # characters
 _CHUNK = 1 << 26  # weights computed in one run of the model: 256 MiB
 
 
@@ -20,6 +19,7 @@ def collect(
     pixels: Tensor,
     layers: Sequence[int] | None,
     progress: Callable[[int, str], AbstractContextManager[Callable[[str], None]]],
+    room: int,
 ) -> dict[str, Any]:
     """Collect the rollout, the mean of the heads of every layer, and then all heads, layer by layer, until the room is
     full. If the means alone are too much, only every second (third, ...) row and column of queries is kept.
@@ -28,6 +28,7 @@ def collect(
         model: in float32, with fastvit's or PyTorch's attention.
         pixels: (C, H, W).
         layers: numbers from 0 of the layers whose heads come first; the last, the first, and so inwards follow.
+        room: characters.
 
     Raises:
         ValueError: the model has no such layer.
@@ -41,27 +42,30 @@ def collect(
         if not 0 <= layer < depth:
             raise ValueError(f"layers must be in 0..{depth - 1}, got {layer}")
     has_cls, tokens = "cls" in one.queries, prefix + h * w
-    stride = _stride(h, w, has_cls, tokens, depth)
+    stride = _stride(h, w, has_cls, tokens, depth, room)
     queries: list[Any] = ["cls"] if has_cls else []
     queries += [(row, column) for row in range(0, h, stride) for column in range(0, w, stride)]
     numbers = [0 if query == "cls" else prefix + query[0] * w + query[1] for query in queries]
 
-    room = document.quantized_size(len(queries), tokens)
-    each = (ROOM - (depth + 1) * room) // (heads * room)  # layers whose heads there is room for
-    kept = sorted(_by_interest(depth, layers or ())[: max(0, each)])
-    maps: dict[str, Any] = {}
+    maps: dict[str, dict[str, str]] = {}
+    by_head: list[dict[str, dict[str, str]]] = []
     with progress(depth + 1, "attention") as step:
         step("rollout")
         maps["rollout"] = document.quantized(attention_rollout(model, pixels, queries).rows)
         for layer, rows in _layers(model, pixels, queries, depth, heads * len(queries) * tokens):
             step(f"layer {layer}")
             maps[f"{layer}.mean"] = document.quantized(rows.mean(0))
-            if layer in kept:
-                maps |= {f"{layer}.{head}": document.quantized(rows[head]) for head in range(heads)}
+            by_head.append({f"{layer}.{head}": document.quantized(rows[head]) for head in range(heads)})
+    kept = []
+    for layer in _by_interest(depth, layers or ()):
+        if _characters(maps) + _characters(by_head[layer]) > room:
+            break
+        maps |= by_head[layer]
+        kept.append(layer)
     return {
         "grid": [h, w], "prefix": prefix, "tokens": tokens, "layers": list(range(depth)), "heads": heads,
         "queries": numbers, "stride": stride, "prefix_names": ["CLS"] if has_cls else [],
-        "prefix_text": _prefix_text(prefix, has_cls), "maps": maps, "note": _note(depth, heads, kept, stride),
+        "prefix_text": _prefix_text(prefix, has_cls), "maps": maps, "note": _note(depth, heads, sorted(kept), stride),
     }  # fmt: skip
 
 
@@ -75,12 +79,17 @@ def _layers(
         yield from zip(found.layers, found.rows, strict=True)
 
 
-def _stride(h: int, w: int, has_cls: bool, tokens: int, depth: int) -> int:
-    """Return the least stride with which rollout and means take at most half of the room."""
+def _characters(maps: dict[str, dict[str, str]]) -> int:
+    return sum(len(text) for packed in maps.values() for text in packed.values()) + 64 * len(maps)
+
+
+def _stride(h: int, w: int, has_cls: bool, tokens: int, depth: int, room: int) -> int:
+    """Return the least stride with which rollout and means fit into the room, even if nothing could be deflated."""
     stride = 1
     while True:
         queries = has_cls + -(-h // stride) * -(-w // stride)
-        if (depth + 1) * document.quantized_size(queries, tokens) <= ROOM // 2 or queries <= 2:
+        size = document.most_characters(queries * tokens) + document.most_characters(4 * queries) + 64
+        if (depth + 1) * size <= room or queries <= 2:
             return stride
         stride += 1
 

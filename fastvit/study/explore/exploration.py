@@ -25,7 +25,8 @@ from fastvit.study.sources.model_source import ModelSource
 
 Progress = Callable[[int, str], AbstractContextManager[Callable[[str], None]]]
 
-_POSITIONS = 1600  # positions at most: the N x N similarities of more would fill the page
+ROOM = 3_400_000  # characters of attention and positions together; a page has at most 4 MB
+_POSITIONS = 1400  # positions at most: the N x N similarities of more would leave no room for attention
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,7 @@ def explore(
             "width": size[1],
             "patch_stops": patch_stops(size, patch),
         },
-        "attention": attention.collect(built, pixels, layers, progress),
+        "attention": attention.collect(built, pixels, layers, progress, ROOM - len(positions["cosine"] or "")),
         "layers": layer_figures.collect(built, pixels, progress),
         "positions": positions,
         "memory": memory.collect(source, size, patch, facts["prefix"], progress),
@@ -187,7 +188,8 @@ def _positions(model: nn.Module, grid: tuple[int, int]) -> dict[str, Any]:
         note = f"No similarities of {len(found)} positions: this page has room for those of 2 to {_POSITIONS}."
         return {"cosine": None, "fixed": fixed, "note": note}
     cosine = (position_similarity(found) * 127).round().clamp(-127, 127).to(torch.int8)
-    values = document.encoded(cosine)
+    rows, columns = torch.tril_indices(len(found), len(found))  # row i has its columns up to i
+    values = document.encoded(cosine[rows, columns])
     return {"grid": grid, "cosine": values, "fixed": fixed, "note": "Cosines are rounded to 127ths."}
 
 

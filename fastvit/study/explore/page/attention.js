@@ -1,6 +1,6 @@
 // Rows of attention by layer, head and query, and their rollout.
 
-(() => {
+await (async () => {
   const { attention } = DATA;
   if (!attention.maps) {
     $("attention-lede").textContent = attention.note;
@@ -12,12 +12,9 @@
   const rowOf = new Map(queries.map((token, i) => [token, i]));
 
   // A matrix (queries, tokens) of bytes: 255 is the largest weight of each row
-  const matrices = new Map();
-  function matrix(name) {
-    const packed = attention.maps[name];
-    if (packed && !matrices.has(name)) matrices.set(name, { values: bytesOf(packed.values), most: bytesOf(packed.most, Float32Array) });
-    return matrices.get(name);
-  }
+  const unpacked = async ([name, { values, most }]) => [name, { values: await arrayOf(values, Uint8Array), most: await arrayOf(most, Float32Array) }];
+  const matrices = new Map(await Promise.all(Object.entries(attention.maps).map(unpacked)));
+  const matrix = (name) => matrices.get(name);
   const nameOf = (layer, head) => `${layer}.${head}`;
 
   // The weights of a query: of all tokens, and the largest of patches

@@ -30,11 +30,11 @@ function short(x) {
 const size = ([height, width]) => (height === width ? `${height}` : `${height} × ${width}`);
 const percent = (x) => `${(100 * x).toFixed(x < 0.0995 ? 1 : 0)}\u00a0%`;
 
-function bytesOf(text, kind) {
-  const binary = atob(text);
-  const bytes = new Uint8Array(binary.length);
-  for (let i = 0; i < binary.length; i++) bytes[i] = binary.charCodeAt(i);
-  return kind === undefined ? bytes : new kind(bytes.buffer);
+// Base64 of a deflated array
+async function arrayOf(text, kind) {
+  const bytes = Uint8Array.from(atob(text), (character) => character.charCodeAt(0));
+  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
+  return new kind(await new Response(stream).arrayBuffer());
 }
 
 // <dt>label<dd>value, with its derivation below

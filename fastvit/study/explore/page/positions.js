@@ -1,6 +1,6 @@
 // Cosine similarity of one position's embedding to those of all others.
 
-(() => {
+await (async () => {
   const { positions } = DATA;
   if (!positions.cosine) {
     $("positions-lede").textContent = positions.note;
@@ -13,13 +13,13 @@
   }
   $("positions-note").textContent = positions.note;
   const [rows, columns] = positions.grid;
-  const cosines = bytesOf(positions.cosine, Int8Array); // in 1/127
+  const triangle = await arrayOf(positions.cosine, Int8Array); // in 1/127; row i has its columns up to i
+  const cosine = (i, j) => (j <= i ? triangle[(i * (i + 1)) / 2 + j] : cosine(j, i));
   const n = rows * columns;
   const view = gridView($("position-map"), {
     grid: () => positions.grid,
     draw(context, width, height) {
-      const row = cosines.subarray(index() * n, (index() + 1) * n);
-      heat(context, Array.from(row, (q) => 0.5 + q / 254), rows, columns, width, height, SIGNED, 1);
+      heat(context, Array.from({ length: n }, (_, i) => 0.5 + cosine(index(), i) / 254), rows, columns, width, height, SIGNED, 1);
     },
     chosen: show,
     name: () => `Similarity of positions to row ${view.at[0]}, column ${view.at[1]}; the arrow keys choose another`,
@@ -31,12 +31,12 @@
   function show() {
     view.draw();
     const [row, column] = view.at;
-    const to = (r, c) => (r < 0 || c < 0 || r >= rows || c >= columns ? "–" : signed(cosines[index() * n + r * columns + c]));
+    const to = (r, c) => (r < 0 || c < 0 || r >= rows || c >= columns ? "–" : signed(cosine(index(), r * columns + c)));
     const place = (i) => `row ${Math.floor(i / columns)}, column ${i % columns}`;
     let [sum, most, where, least, far] = [0, -128, 0, 128, 0];
     for (let i = 0; i < n; i++) {
       if (i === index()) continue;
-      const q = cosines[index() * n + i];
+      const q = cosine(index(), i);
       sum += q;
       if (q > most) [most, where] = [q, i];
       if (q < least) [least, far] = [q, i];
