@@ -2,7 +2,7 @@
 the end.
 
 pytest benchmarks --benchmark-only                      CPU path in 5 minutes, or the full grid on a GPU
-pytest benchmarks --benchmark-only --quick              one tiny case per op, under a minute
+pytest benchmarks --benchmark-only --quick              one tiny case per op, in about 100 s of one core
 pytest benchmarks --benchmark-only --long               CPU path, large cases too
 pytest benchmarks --benchmark-only --providers eager,sdpa,compile,graph,fastvit --dtype bfloat16
 """

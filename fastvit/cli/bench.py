@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 _EPILOG = """Runs pytest on benchmarks/ of a checkout of fastvit: the one that is installed
-(pip install --editable), or the current folder. One tiny case per op, under a
-minute; `make bench` runs all of them. The status is pytest's.
+(pip install --editable), or the current folder. One tiny case per op, in
+about 100 s of one core; `make bench` runs all. The status is pytest's.
 
 examples:
   fastvit bench
