@@ -108,8 +108,6 @@ _OPS = [
      "scores, softmax, values; no N x N tensor", "4: qkv, out"),
     ("layer_norm_attention", ("layer_norm_attention", "B1 N197 D768 H12"),
      "norm, QKV, rotary positions, attention, projection, residual sum", "5: x, qkv, out"),
-    ("linear", ("linear", "B1 N197 D768 out3072 gelu"),
-     "linear, activation, LayerScale, residual sum", "5: x, pre-activation"),
     ("layer_norm_mlp", ("layer_norm_mlp", "B1 N197 D768"),
      "norm, both linears, activation, residual sum", "5: x, pre-activation"),
     ("Block", ("block", "B1 N1025 D768 H12"), "layer_norm_attention, layer_norm_mlp", "10"),
