@@ -21,7 +21,7 @@ TOLERANCE = 0.05  # of the largest result, by which a timed result may differ fr
 
 
 class Rates:
-    """What times amount to, next to the limits that were measured on the machine."""
+    """Rates of measured times, and their share of the limits that were measured on the machine."""
 
     def __init__(self, records: Iterable[Record]) -> None:
         """Count FLOPs and bytes of every time, which takes seconds where there are models."""

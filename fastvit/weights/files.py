@@ -237,20 +237,20 @@ def _damaged(path: Path, error: Exception) -> CheckpointError:
 
 
 def unwrapped(content: Any, where: str) -> tuple[Any, str]:
-    """Return the state_dict in the content of a training checkpoint, and the subscripts that lead to it."""
-    keys: list[str] = []
+    """Return the state_dict in the content of a training checkpoint, and the expression of Python for it."""
+    expression = where if where == "weights" else f"fastvit.checkpoints.read({where!r})"
     for _ in range(3):  # not for ever: a pickled dict may hold itself
         inside = [key for key in WRAPPERS if isinstance(content, Mapping) and isinstance(content.get(key), Mapping)]
         if len(inside) > 1:  # others may be configurations
             inside = [key for key in inside if any(isinstance(value, Tensor) for value in content[key].values())]
         if len(inside) > 1:
+            choice = f"{expression}[{inside[0]!r}]"
             raise CheckpointError(
-                f"{where} holds several state_dicts, {inside}: "
-                "choose with weights=fastvit.checkpoints.read(path)[...], or save one in a file of its own"
+                f"{where} holds several state_dicts, {inside}: choose with weights={choice}, or save one in a file"
             )
-        keys += inside
-        content = content[inside[0]] if inside else content
-    return content, "".join(f"[{key!r}]" for key in keys)
+        if inside:
+            content, expression = content[inside[0]], f"{expression}[{inside[0]!r}]"
+    return content, expression
 
 
 def one_state_dict(content: Any, where: str) -> dict[str, Tensor]:

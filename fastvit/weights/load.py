@@ -58,13 +58,13 @@ def load(model: VisionTransformer, weights: Weights, *, drop_head: bool = False)
     if any(tensor.is_meta for tensor in model.state_dict().values()):
         raise ValueError("device must not be 'meta' for a model that weights are loaded into")
     if isinstance(weights, Mapping):
-        where, content, expression = "weights", weights, "weights"
+        where, content = "weights", weights
     else:
-        where, content, expression = str(weights), read(weights), f"fastvit.checkpoints.read({str(weights)!r})"
-    content, subscripts = unwrapped(content, where)
+        where, content = str(weights), read(weights)
+    content, expression = unwrapped(content, where)
     state_dict = one_state_dict(content, where)
     if recognised(state_dict, where) is None:
-        raise _unrecognised(model, state_dict, where, expression + subscripts, drop_head)
+        raise _unrecognised(model, state_dict, where, expression, drop_head)
     model.load_state_dict(_fitted(model, state_dict, where, drop_head))
     _warn_of_values(model, where)
 

@@ -104,7 +104,7 @@ def test_dropout(backend, device):
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
 def test_one_window_at_a_time(dropout_p, device, monkeypatch):
-    """What fits a CPU's cache is a part of the windows. Each window has a bias."""
+    """Parts of one window give the results of all windows at once. Each window has a bias."""
     tensors = draw((8, 12), (4, 4), mask=(6, 2), device=device)
     fused = seeded(ops.attention_windows, window=(4, 4), shift=(0, 2), dropout_p=dropout_p)
     with ops.use_backend("aten"):

@@ -127,9 +127,8 @@ def test_a_budget_says_what_fits(opened):
     assert peaks["sdpa"] > 2 > 0.2 < peaks["fastvit"], "the budget must separate fastvit from sdpa"
     for _ in range(14):
         budget = int(re.findall(r"into (\d+) GiB", window.text("#memory-sum"))[0])
-        fits = [
-            name for name, p in (("Eager", "eager"), ("SDPA", "sdpa"), ("fastvit", "fastvit")) if peaks[p] <= budget
-        ]
+        names = {"eager": "Eager", "sdpa": "SDPA", "fastvit": "fastvit"}
+        fits = [name for provider, name in names.items() if peaks[provider] <= budget]
         words = {
             0: "None of them fits",
             1: f"{''.join(fits)} fits",
@@ -142,7 +141,7 @@ def test_a_budget_says_what_fits(opened):
 
 
 def test_recomputation_that_fits(browser, written):
-    """Below the bars, where the fused step is over the budget, of the model's own sizes."""
+    """Below the bars, where fastvit's step is over the budget, of the model's own sizes."""
     found, path = written
     memory = found.data["memory"]
     peak = sum(memory["plan"]["fastvit"]["train"]["float32"]["40x8"][64])
