@@ -163,7 +163,7 @@ def test_what_is_wrong_is_named():
         models("vit_base_patch16_384", gpu="H100")
     with pytest.raises(ValueError, match="sort must be one of name, "):
         models("vit_base_patch16_384", sort="colour")
-    with pytest.raises(ValueError, match="batch must be a positive integer, got 0"):
+    with pytest.raises(ValueError, match="batch must be a positive integer, at most 1048576, got 0"):
         models("vit_base_patch16_384", batch=0)
     with pytest.raises(ValueError, match="sort='bound' needs a gpu"):
         models("vit_base_patch16_384", sort="bound")

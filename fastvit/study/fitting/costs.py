@@ -133,6 +133,10 @@ class Trace:
             raise ValueError(f"{step.source.name} does not run {self.names[0]} to {self.names[-1]} once each, in order")
         seen, self._begin, self._last = found.seen, found.begin, found.last
         assert isinstance(seen, _Counted)
+        # the search adds bytes, and FLOPs as often as blocks have options, in 64 bits
+        flops = sum(count for _, count in seen.flops) * sum(len(kind.options) for kind in self.kinds)
+        if max(flops, sum(storage.nbytes for storage in seen.storages)) >= 2**63:
+            raise ValueError(f"{step.source.name}: batch {step.batch} at this image_size is too large to be planned")
         nbytes = np.array([storage.nbytes for storage in seen.storages])
         number, came = np.array(seen.events).T
         self._held = np.append(0, np.cumsum(nbytes[number] * np.where(came, 1, -1)))  # before each event
