@@ -24,8 +24,8 @@ _PROVIDERS = {  # name -> key in a result, whether it is compiled, colour and it
     "SDPA (flash)": ("flash", False, "sdpa", 1.0),
     "SDPA (cuDNN)": ("cudnn", False, "sdpa", 0.6),
     "SDPA, compiled": ("sdpa", True, "compile", 1.0),
-    "fastvit": ("fused", False, "fused", 1.0),
-    "fastvit, compiled": ("fused", True, "fused", 0.6),
+    "fastvit": ("fastvit", False, "fastvit", 1.0),
+    "fastvit, compiled": ("fastvit", True, "fastvit", 0.6),
 }
 _GROUPS = (  # title, batch, which time, providers
     ("batch 256, as called", 256, "called", ("SDPA (flash)", "SDPA (cuDNN)", "fastvit")),
@@ -98,7 +98,7 @@ def _panel(panel: Any, title: str, groups: Groups, colours: dict[str, str], name
         for provider, rate in rates.items():
             row += 1
             _, _, colour, alpha = _PROVIDERS[provider]
-            weight = "bold" if colour == "fused" else "normal"
+            weight = "bold" if colour == "fastvit" else "normal"
             panel.barh(row, rate, color=colours[colour], alpha=alpha, height=0.8)
             panel.text(rate + longest / 40, row, f"{rate:,.0f}", va="center", fontsize=9, fontweight=weight)
             name = {"va": "center", "ha": "right", "color": colours[colour], "fontweight": weight}
