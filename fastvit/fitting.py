@@ -45,9 +45,8 @@ def fit(
         model: any module with a list of blocks of one class that takes images (B, C, H, W), or transformers' VideoMAE,
             ViViT, TimeSformer and V-JEPA 2 (without its predictor) with the number of frames of their configuration.
         budget: bytes, or text such as "24GiB". Memory that is not planned has to stay free: of the vendor's libraries
-            and of a caching allocator, on a GPU the CUDA context, on a CPU the copies that oneDNN makes for a
-            convolution (at the neck of SAM three times its weight), and with DistributedDataParallel its buckets, a
-            copy of the gradients.
+            (of a CPU's convolutions the usual copies are planned) and of a caching allocator, on a GPU the CUDA
+            context, and with DistributedDataParallel its buckets, a copy of the gradients.
         batch: images of one step, on one device.
         image_size: an integer or (height, width); None for the size that the model names.
         optimizer: whose state and step are planned: "adamw", "sgd" (with momentum) or "none".

@@ -120,6 +120,23 @@ def of_an_image_and_text(image_size: int = 32) -> nn.Module:
     return Tower()
 
 
+def of_a_neck(image_size: int = 32) -> nn.Module:
+    """Make a ViT with convolutions after its blocks, the second of which reads channels_last, as SAM's do."""
+
+    class Neck(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.image = of_timm(image_size, class_token=False, global_pool="avg")
+            self.first = nn.Conv2d(48, 128, 3, padding=1, bias=False)
+            self.second = nn.Conv2d(128, 128, 3, padding=1)
+
+        def forward(self, images: Tensor) -> Any:
+            x = self.image.forward_features(images).mT.unflatten(2, (image_size // 8, -1)).contiguous()
+            return self.second(self.first(x).contiguous(memory_format=torch.channels_last))
+
+    return Neck()
+
+
 def of_mistakes() -> nn.Module:
     raise RuntimeError("what went wrong\nand more")
 

@@ -38,6 +38,16 @@ def test_planned_is_measured(model, sizes, mode, device):
     assert_planned_is_measured(found)
 
 
+@pytest.mark.parametrize("onednn", [True, False])
+@pytest.mark.parametrize("mode", ["train", "infer"])
+def test_scratch_memory_of_convolutions_is_planned(mode, onednn):
+    """Copies in oneDNN's layout, or of every window of the input."""
+    options = {"mode": mode, "dtype": "float32", "optimizer": "none", "device": "cpu", "measured": True}
+    with torch.backends.mkldnn.flags(enabled=onednn):
+        found = study.memory("study_models:of_a_neck", image_sizes=(64,), providers=("fastvit",), **options)
+    assert_planned_is_measured(found)
+
+
 @KINDS
 def test_a_list_takes_memory_for_its_tokens(kind, device):
     """Twice the images take twice the activations, as many a token as a batch of one size; on a CPU it is measured."""

@@ -37,6 +37,7 @@ add_batch_dim = _find("_add_batch_dim")
 remove_batch_dim = _find("_remove_batch_dim")
 set_dispatch_key_included = _find("_C._dispatch_tls_set_dispatch_key_included")
 FakeTensor = _find("_subclasses.fake_tensor.FakeTensor")  # studies plan with it
+select_conv_backend = _find("_C._select_conv_backend")  # whose scratch memory they plan
 gelu_ = _find("_C._nn.gelu_")  # F.gelu has no in-place form
 flash_attention = _find("ops.aten._scaled_dot_product_flash_attention_for_cpu.default")
 flash_attention_backward = _find("ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default")

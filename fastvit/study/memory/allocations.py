@@ -21,6 +21,7 @@ from fastvit.ops.runtime import backend as backends
 from fastvit.ops.runtime import registry
 from fastvit.ops.runtime.backend import Path
 from fastvit.ops.runtime.call import UNKEPT
+from fastvit.study.memory.convolutions import Scratch, scratch_of
 
 _ROUNDED = 512  # CUDA's caching allocator rounds up to multiples of it
 _MULTIPROCESSORS = 132  # an H100's. The partial sums of norms have a row for each
@@ -124,7 +125,12 @@ class Allocations(TorchDispatchMode):
         if _changes_nothing(func, args):
             return args[0] if isinstance(args[0], Tensor) else None
         out = func(*args, **(kwargs or {}))
+        scratch = Scratch() if self.gpu else scratch_of(func, args, out)
+        for group in scratch.before:
+            self._release(self._allocate(group))
+        held = self._allocate(scratch.with_outputs)
         self.see(out)
+        self._release(held)
         if func in _SOFTMAX:
             self.scores.add(out.numel())
         return out
@@ -149,6 +155,17 @@ class Allocations(TorchDispatchMode):
     def _count_tokens(self, func: Any, args: tuple[Any, ...]) -> None:
         if (tokens := _TOKENS.get(func)) is not None:
             self.tokens = self.tokens or tokens(*args)
+
+    def _allocate(self, sizes: tuple[int, ...]) -> range:
+        """Record scratch memory of an op, which no tensor shows. Return its storages."""
+        first = len(self.storages)
+        self.storages += (Storage(nbytes, (), nbytes) for nbytes in sizes)
+        held = range(first, len(self.storages))
+        self.events += ((number, True) for number in held)
+        return held
+
+    def _release(self, held: range) -> None:
+        self.events += ((number, False) for number in held)
 
     def see(self, tensors: Any) -> list[int]:
         """Return the storages of these tensors, and record those that are new."""

@@ -206,15 +206,22 @@ def one_line_errors(name: object) -> Iterator[None]:
         raise
     except Exception as error:
         line = (str(error).strip().splitlines() or [""])[0]
-        if type(error).__name__ == "DataDependentOutputException":
+        if type(error).__name__ in ("DataDependentOutputException", "DynamicOutputShapeException"):
             line = "its forward reads values of tensors, and a study runs it without data"
         raise ValueError(f"{name}: {type(error).__name__}: {line}") from error
 
 
 def call(model: nn.Module, images: Tensor | list[Tensor]) -> Tensor:
     """Run a model on images and return `output_of` its result. V-JEPA 2 runs without its predictor, which reads values
-    of tensors and so cannot run without data."""
-    options = {"skip_predictor": True} if "skip_predictor" in inspect.signature(model.forward).parameters else {}
+    of tensors and so cannot run without data.
+
+    Raises:
+        TypeError: the model's first argument is text or audio, or it returns no tensor.
+    """
+    parameters = inspect.signature(model.forward).parameters
+    if (first := next(iter(parameters), None)) in ("input_ids", "input_values", "input_features"):
+        raise TypeError(f"{type(model).__name__} takes {first} first, and a study gives a model images only")
+    options = {"skip_predictor": True} if "skip_predictor" in parameters else {}
     return output_of(model(images, **options))
 
 
