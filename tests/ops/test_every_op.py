@@ -13,6 +13,7 @@ from op_cases import (
     assert_layout_does_not_matter,
     function,
     made,
+    not_interpreted,
     outputs_and_gradients,
     outputs_of,
     results,
@@ -41,10 +42,10 @@ of_rows = pytest.mark.parametrize("name", OF_ROWS)
 with_formula = pytest.mark.parametrize("name", FORMULAS)
 
 
-@pytest.mark.parametrize("backend", ["aten", *["triton"] * torch.cuda.is_available()], indirect=True)
+@not_interpreted
 @every_op
 def test_deterministic(name, backend, device):
-    """Over several tiles, partial sums and splits. Not in the interpreter, which runs programs in order."""
+    """Over several tiles, partial sums and splits. The interpreter runs programs in order."""
     tensors = made(name, 2, 146, device, torch.bfloat16)
     first, again = (results(function(name), tensors) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
@@ -61,45 +62,39 @@ def test_nan_stays_in_its_row(name, backend, device):
     assert torch.equal(dirty, clean)
 
 
-TOKEN_LAYOUTS = {
-    "row_strided": lambda t: torch.cat([t, torch.full_like(t, torch.nan)], -1)[..., : t.shape[-1]],
-    "token_slice": lambda t: torch.cat([torch.full_like(t[:, :1], torch.nan), t], 1)[:, 1:],
-    "transposed": lambda t: t.transpose(0, 1).contiguous().transpose(0, 1),
-    "column_strided": lambda t: t.transpose(1, 2).contiguous().transpose(1, 2),
-    "columns_first": lambda t: t.transpose(0, 2).contiguous().transpose(0, 2),
-    "expanded": lambda t: t[:, :1].expand_as(t),
-    "expanded_batch": lambda t: t[:1].expand_as(t),
-}
-PARAMETER_LAYOUTS = {
-    "gaps": lambda t: torch.stack([t, torch.full_like(t, torch.nan)], -1)[..., 0],
-    "first_last": lambda t: t.transpose(0, -1).contiguous().transpose(0, -1),
-    "expanded": lambda t: t[-1:].expand_as(t),
-}
+TOKEN_LAYOUTS = [
+    lambda t: torch.cat([t, torch.full_like(t, torch.nan)], -1)[..., : t.shape[-1]],
+    lambda t: torch.cat([torch.full_like(t[:, :1], torch.nan), t], 1)[:, 1:],
+    lambda t: t.transpose(0, 1).contiguous().transpose(0, 1),
+    lambda t: t.transpose(1, 2).contiguous().transpose(1, 2),
+    lambda t: t.transpose(0, 2).contiguous().transpose(0, 2),
+    lambda t: t[:, :1].expand_as(t),
+    lambda t: t[:1].expand_as(t),
+]
+PARAMETER_LAYOUTS = [
+    lambda t: torch.stack([t, torch.full_like(t, torch.nan)], -1)[..., 0],
+    lambda t: t.transpose(0, -1).contiguous().transpose(0, -1),
+    lambda t: t[-1:].expand_as(t),
+]
 
 
-WITH_LAYOUTS = [name for name in FORMULAS if not (name.startswith("attention") or name.endswith("lengths"))]
-
-
-@pytest.mark.parametrize("layout", TOKEN_LAYOUTS)
-@pytest.mark.parametrize("name", [*WITH_LAYOUTS, "dropout"])
-def test_layouts_of_tokens(name, layout, backend, device):
-    """The first tensor of tokens has the layout, then all others have it and the gradients of the outputs."""
-    tensors, arrange = made(name, 3, 6, device), TOKEN_LAYOUTS[layout]
-    bitwise = not name.startswith(("linear", "patch_embed"))
-    first, *others = [key for key, t in tensors.items() if t.dim() == 3] or [None]
-    if first is not None:
-        assert_layout_does_not_matter(name, tensors | {first: arrange(tensors[first])}, torch.clone, bitwise)
-    rest = {key: arrange(tensors[key]) for key in others}
-    assert_layout_does_not_matter(name, tensors | rest, arrange, bitwise)
-
-
-@pytest.mark.parametrize("layout", PARAMETER_LAYOUTS)
-@pytest.mark.parametrize("name", [*WITH_LAYOUTS, "mlp dropout"])
-def test_layouts_of_parameters(name, layout, backend, device):
-    arrange = PARAMETER_LAYOUTS[layout]
-    tensors = {k: arrange(t) if t.dim() < 3 or k == "weight" else t for k, t in made(name, 3, 6, device).items()}
-    bitwise = not any(part in name for part in ("linear", "mlp", "attention"))
-    assert_layout_does_not_matter(name, tensors, torch.clone, bitwise)
+@pytest.mark.parametrize(
+    "name",
+    [name for name in FORMULAS if not (name.startswith("attention") or name.endswith("lengths"))]
+    + ["dropout", "mlp dropout"],
+)
+def test_layouts(name, backend, device):
+    """Every tensor has another layout, and the gradients of the outputs have. On ATen each gets each in turn."""
+    tensors = made(name, 3, 6, device)
+    bitwise = not any(part in name for part in ("linear", "mlp", "attention", "patch_embed"))
+    for turn in range(len(TOKEN_LAYOUTS)) if backend == "aten" else [[*ROWS].index(name) % len(TOKEN_LAYOUTS)]:
+        tokens, parameters = itertools.cycle(TOKEN_LAYOUTS), itertools.cycle(PARAMETER_LAYOUTS)
+        layouts = [itertools.islice(kind, turn, None) for kind in (parameters, tokens)]
+        arranged = {
+            key: next(layouts[t.dim() == 3 and key != "weight"])(t) if t.is_floating_point() else t
+            for key, t in tensors.items()
+        }
+        assert_layout_does_not_matter(name, arranged, next(layouts[True]), bitwise)
 
 
 @with_formula
@@ -153,6 +148,7 @@ def test_compile(name, device):
         torch.testing.assert_close(results(compiled, tensors), results(function(name), tensors))
 
 
+@not_interpreted
 @every_op
 def test_func_and_checkpoint(name, backend, device):
     tensors = made(name, 2, 18, device)
@@ -204,6 +200,7 @@ def run_and_edit(name, tensors, i, copy=lambda y: y):
     return torch.autograd.grad(sum(o.float().square().sum() for o in outputs), list(wanted(tensors).values()))
 
 
+@not_interpreted
 @pytest.mark.parametrize("autocast", [False, True])
 @every_op
 def test_outputs_may_be_edited_in_place(name, autocast, backend, device):
