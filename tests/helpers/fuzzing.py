@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 EXAMPLES = int(os.environ.get("FASTVIT_FUZZ", "0"))
 fuzz = settings(
-    max_examples=EXAMPLES or (8 if torch.cuda.is_available() else 20),  # a GPU compiles for every case
+    max_examples=EXAMPLES or 8,  # the interpreter is slow, and a GPU compiles for every case
     derandomize=not EXAMPLES,
     database=None,
     deadline=None,
