@@ -4,18 +4,18 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: test test-quick test-slow mutants models versions peers bench lint targets report results training traffic docs gpu gpu-first tune clean
+.PHONY: test test-quick nightly mutants models versions peers bench lint targets report results training traffic docs gpu gpu-first tune clean
 
 PYTEST := $(BIN)/pytest --numprocesses auto --maxprocesses 8 --dist worksteal
 
-test: $(INSTALLED)  ## all but the slowest tests, over all cores; ARGS="-k attention" picks some
-	$(PYTEST) -m "not slow" $(ARGS)
+test: $(INSTALLED)  ## the tests, over all cores; ARGS="-k attention" picks some
+	$(PYTEST) -m "not nightly" $(ARGS)
 
 test-quick: $(INSTALLED)  ## of these one case of every test and backend
-	$(PYTEST) -m "not slow" --one-case $(ARGS)
+	$(PYTEST) -m "not nightly" --one-case $(ARGS)
 
-test-slow: $(INSTALLED)  ## the slowest, which CI runs too
-	$(PYTEST) -m slow $(ARGS)
+nightly: $(INSTALLED)  ## what takes long: every target and model, rehearsals, training in several processes
+	$(PYTEST) -m nightly $(ARGS)
 
 mutants: $(INSTALLED)  ## one change at a time, which a test has to notice; ARGS="--since main", ARGS="dropout"
 	$(BIN)/python -c "import cosmic_ray" 2>/dev/null \

@@ -246,7 +246,7 @@ def test_every_option_builds_on_a_device_without_memory(workload):
     assert [g.shape for g in gradients] == [leaf.shape for leaf in runner.leaves]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_graph_provider_is_the_library_s_model_with_fused_ops():
     import_library("timm")
     (workload,) = workloads("quick", ops=("accelerate",))

@@ -198,7 +198,7 @@ def test_the_plan_leaves_out_what_is_done():
 
 
 @needs_triton
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_is_compiled_beforehand_is_in_order_and_complete():
     found = json.loads(python("tests/helpers/first_minutes.py").splitlines()[-1])
     assert found["first"] == "rows"

@@ -61,7 +61,7 @@ def overlaps(records: list[Record]) -> None:
 
 
 @needs_triton
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_rehearsal_with_a_process_that_dies_killed_and_taken_up_again(tmp_path):
     folder = tmp_path / "results"
     path = dying(tmp_path, "benchmarks.gpu.correct", "mlp")

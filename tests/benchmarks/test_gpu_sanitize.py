@@ -13,7 +13,7 @@ needs_interpreter = pytest.mark.skipif(
 )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @needs_interpreter
 def test_sanitizer_cases_launch_every_kernel():
     kernels = {

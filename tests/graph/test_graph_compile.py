@@ -129,7 +129,6 @@ def test_a_block_becomes_two_calls(x):
     assert calls == [fastvit.ops.layer_norm_attention, fastvit.ops.layer_norm_mlp]
 
 
-@pytest.mark.slow
 def test_inductor(x):
     model = Block(D, H, device=x.device)
     torch._dynamo.reset()

@@ -53,7 +53,6 @@ def test_as_right_and_as_fused_as_the_results_say(name):
         assert graph_tables.counts(vars(row), *graph_tables.KINDS["norms"])[0] == norms, row.sites
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("library", graph_models.LIBRARIES)
 def test_the_results_list_every_model(library):
     module = import_library(library)

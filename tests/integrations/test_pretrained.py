@@ -139,7 +139,7 @@ def test_every_block_is_as_accurate_as_the_reference(
 
 # Interpreted, a block of 257 tokens takes 5 s in bfloat16 and 10 s in float32: the last one, whose activations are the
 # largest, and float32 on images of half the size. A GPU does them all.
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("dtype", "size", "chosen"),
     [(torch.bfloat16, 224, (11,)), (torch.float32, 112, (0, 11))],

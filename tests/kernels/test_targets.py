@@ -1,7 +1,7 @@
 """Every kernel, as the ops launch it, compiled for real GPUs on a machine that needs none.
 
-By default the first tier, with the workloads that touch each kernel once, in bfloat16. FASTVIT_TARGETS=all (`make
-targets`) takes, by tier:
+By default sm_90, and `make nightly` sm_80, with the workloads that touch each kernel once, in bfloat16.
+FASTVIT_TARGETS=all (`make targets`) takes, by tier:
 
 - **first**, sm_90 and sm_80 in bfloat16 and float16: every width, head dimension, length, activation and option. No
   spills, no narrow accesses, wgmma on Hopper, and the goals for issue slots. From triton 3.9 on, which takes more
@@ -43,7 +43,14 @@ Row = dict[str, Any]
 # Triton 3.9 computes the addresses of each wgmma's operands in vector registers, with instructions of their own
 NEWER = importlib.util.find_spec("triton") is not None and version("triton") >= "3.9"
 LEEWAY = 1.17 if NEWER else 1.0
-every_target = pytest.mark.parametrize("target", TARGETS)
+
+
+def of_targets(names: tuple[str, ...]) -> pytest.MarkDecorator:
+    nightly = pytest.mark.nightly
+    return pytest.mark.parametrize("target", [n if n == "sm_90" else pytest.param(n, marks=nightly) for n in names])
+
+
+every_target = of_targets(TARGETS)
 
 
 def selection(target: str) -> dict[str, tuple[str, ...]]:
@@ -101,7 +108,6 @@ def compiled(target: str) -> list[Row]:
     return rows
 
 
-@pytest.mark.slow
 @needs_triton
 @every_target
 def test_every_kernel_compiles_and_is_fit_for_its_tier(target: str) -> None:
@@ -113,7 +119,6 @@ def test_every_kernel_compiles_and_is_fit_for_its_tier(target: str) -> None:
     assert not broken, "\n".join(broken)
 
 
-@pytest.mark.slow
 @needs_triton
 @every_target
 def test_what_the_tiers_are(target: str) -> None:
@@ -126,21 +131,18 @@ def test_what_the_tiers_are(target: str) -> None:
     assert matmuls >= {"attention_fwd_kernel", "linear_fwd_kernel"}
 
 
-@pytest.mark.slow
 @needs_triton
 def test_every_kernel_is_launched() -> None:
     """Checked on the main target; others may choose between two kernels differently."""
     assert {row["kernel"] for row in report("sm_90")} >= KERNELS
 
 
-@pytest.mark.slow
 @needs_triton
 def test_matmuls_are_wgmma_on_hopper() -> None:
     matmuls = [row for row in compiled("sm_90") if row["first_tier"] and row["tensor_dots"]]
     assert all(name.startswith("HGMMA") for row in matmuls for name in row["tensor_instructions"])
 
 
-@pytest.mark.slow
 @needs_triton
 def test_tma_copies_all_operands_of_long_linear_layers() -> None:
     """Two copies a step and no other load, so that few slots besides; two programs share an SM."""
@@ -171,7 +173,6 @@ def in_the_loop(row: Row) -> float:
 LONG = "(?:1024|1370)"  # d besides 64: 1024, whose last tile is as wide as the loop's, and one with a narrower tail
 
 
-@pytest.mark.slow
 @needs_triton
 @pytest.mark.parametrize(
     ("kernel", "lengths", "d", "read", "goal"),
@@ -208,9 +209,8 @@ def test_attention_meets_its_goal(kernel: str, lengths: str, d: str, read: Calla
     assert max(found.values()) <= goal * LEEWAY, found
 
 
-@pytest.mark.slow
 @needs_triton
-@pytest.mark.parametrize("target", FIRST_TIER)
+@of_targets(FIRST_TIER)
 def test_layer_norm_backward_loads_ahead(target: str) -> None:
     """Its loop copies a later tile's rows, and sums twice over a row with the barriers of one sum."""
     mixes = [
@@ -220,7 +220,6 @@ def test_layer_norm_backward_loads_ahead(target: str) -> None:
     assert all(mix.get("LDGSTS", 0) >= 4 and mix["BAR"] <= 4 for mix in mixes), mixes
 
 
-@pytest.mark.slow
 @needs_triton
 def test_gelu_meets_its_goal() -> None:
     """Slots an element, of the exact-erf GELU and of its derivative."""

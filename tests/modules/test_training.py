@@ -88,7 +88,6 @@ def trained() -> Trained:
     return Trained(start, runs)
 
 
-@pytest.mark.slow
 def test_float32_training_is_the_reference_step_by_step(trained: Trained, device: torch.device) -> None:
     fused, eager = train(copy.deepcopy(trained.start), device, torch.float32), trained.eager[torch.float32]
     torch.testing.assert_close(fused.losses, eager.losses, rtol=1e-4, atol=2e-5)
@@ -98,7 +97,6 @@ def test_float32_training_is_the_reference_step_by_step(trained: Trained, device
     assert eager.accuracy > 0.95
 
 
-@pytest.mark.slow
 def test_bf16_training_is_as_close_to_float64_as_the_references(trained: Trained, device: torch.device) -> None:
     """Every step's loss, and all final parameters; rounding differs, so no step can be equal. The largest of so many
     correlated deviations is one draw from a heavy tail and gets the oracle's wider factor."""

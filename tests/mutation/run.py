@@ -43,7 +43,7 @@ KINDS = {kind: [f"core/{name}" for name in names] for kind, names in operators.L
 KINDS |= {kind: [f"fastvit/{kind}"] for kind in operators.OURS}
 SESSION = ROOT / "out" / "mutants.sqlite"
 RESULTS = ROOT / "benchmarks" / "results" / "mutants.json"
-PYTEST = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=no", "-p", "no:cacheprovider", "-m", "not slow"]
+PYTEST = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=no", "-p", "no:cacheprovider", "-m", "not nightly"]
 
 
 class Job:

@@ -82,7 +82,7 @@ def worker(rank: int, port: int, folder: str) -> None:
     os._exit(0)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_ddp_and_fsdp2_in_two_processes(tmp_path: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

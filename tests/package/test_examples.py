@@ -7,11 +7,9 @@ import sys
 from pathlib import Path
 
 import pretrained
-import pytest
 import torch
 from library_imports import import_timm
 
-pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "benchmarks" / "examples"
 

@@ -34,7 +34,6 @@ def write_checkpoints(folder: Path) -> None:
     torch.save(state, dinov2_small / "pytorch_model.bin")
 
 
-@pytest.mark.slow
 def test_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     import_timm()
     write_checkpoints(tmp_path)

@@ -78,7 +78,7 @@ def model(device: torch.device) -> fastvit.VisionTransformer:
     ).to(device)  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_seeds_move_on_from_replay_to_replay(triton_backend: None, device: torch.device) -> None:
     """Dropout and DropPath in a training step: each replay draws other numbers, and the same ones after the same
     seed."""

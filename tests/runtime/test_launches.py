@@ -88,7 +88,7 @@ def cases() -> list[tuple[str, dict[str, object]]]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @needs_triton
 def test_a_new_batch_size_compiles_nothing(tmp_path: Path) -> None:
     script = tmp_path / "record.py"
@@ -147,7 +147,7 @@ with recording("sm_90") as recorder:
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @needs_triton
 def test_rows_of_any_multiple_of_8_elements_move_16_bytes_at_a_time(tmp_path: Path) -> None:
     """Triton looks for multiples of 16 only. Widths of 8 modulo 16, and rows that are such a width apart."""

@@ -7,7 +7,7 @@ from compiling import needs_triton, python
 
 
 @needs_triton
-@pytest.mark.parametrize("calls", [300, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("calls", [300, pytest.param(10_000, marks=pytest.mark.nightly)])
 def test_random_calls_launch_what_first_calls_do(calls: int) -> None:
     """With parameters exchanged, gradients wanted or not, other dtypes, strides, alignments and subclasses, and with
     other modes, settings, environment variables and threads between them (helpers/stub_random_calls.py)."""

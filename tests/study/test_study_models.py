@@ -58,7 +58,7 @@ def test_flops_and_parameters_are_the_reference_s(name):
     check_against_the_reference(name)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", sorted({name for name, _ in model_costs.matching("*")} - set(FEW)))
 def test_flops_and_parameters_are_the_reference_s_of_every_model(name):
     check_against_the_reference(name)

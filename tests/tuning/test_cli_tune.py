@@ -211,7 +211,7 @@ def test_warmup_compiles_for_every_batch(monkeypatch, capsys):
     assert "3 kernels, 1 of them compiled before, in " in said.out
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_rehearsal_takes_every_step(tmp_path):
     out = python("-m", "fastvit", "tune", "--rehearse", "--out", str(tmp_path))
     assert "a tiny ViT, batch 2, 16 px, fp32: 13 ops, 13 choices to measure" in out
@@ -222,7 +222,7 @@ def test_a_rehearsal_takes_every_step(tmp_path):
     assert data["measured"]["sources"] == _tuned.sources()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_is_compiled_beforehand_is_what_is_launched():
     """By `fastvit warmup`, for models of the zoo, of timm under autocast, with a mask, and with rotary positions; by
     tuning; and by the first minutes on a GPU."""
@@ -236,7 +236,7 @@ def test_what_is_compiled_beforehand_is_what_is_launched():
         assert kernels == before, "a second call compiles nothing"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_compile_time_is_measured_from_an_empty_cache(tmp_path):
     path = tmp_path / "times.json"
     path.write_text(json.dumps({"model": {}, "results": {"1.0": {}}}))
