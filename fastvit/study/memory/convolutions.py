@@ -33,8 +33,8 @@ def scratch_of(func: Any, args: tuple[Any, ...], out: Any) -> Scratch:
     oneDNN, which computes in float32, and in 16 bits where the CPU can, works on copies of the input, the weight and
     the output in a layout of its own; in channels_last on copies of the weight only. PyTorch's own convolution copies
     every window of the input, and makes channels_last tensors contiguous. The copies were counted on one CPU with
-    AVX-512, where SAM's peaks are exact. oneDNN chooses by CPU, threads and shape: large kernels with many channels
-    (16 x 16, 64 to 256) take several times as much, other channels_last ones up to 30 % more, grouped ones less or more.
+    AVX-512, where SAM's peaks are exact. oneDNN chooses by CPU, threads and shape: kernels of 16 x 16 from 64 channels
+    to 256 take several times as much, other channels_last ones up to 30 % more, grouped ones less or more.
     """
     if select_conv_backend is None or func not in (_FORWARD, _BACKWARD):
         return Scratch()
