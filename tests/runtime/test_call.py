@@ -266,7 +266,7 @@ def test_checks_are_made_after_calls_that_passed_them(weights, heads, triton_bac
         call(x, weights, row_scale=scale.clone().requires_grad_())
     with pytest.raises(ValueError, match=r"fc2_weight must have shape \(out, hidden\)"):
         call(x, [*weights[:4], weights[4][:, 1:], weights[5]])
-    with pytest.raises(TypeError, match="fc1_weight must have x's dtype"):
+    with pytest.raises(TypeError, match="x and fc1_weight must have the same dtype"):
         call(x, [*weights[:2], weights[2].double(), *weights[3:]])
     with pytest.raises(TypeError, match="x must be a tensor"):
         call(x.tolist(), weights)
