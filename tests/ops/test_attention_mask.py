@@ -1,5 +1,7 @@
 """ops.attention and ops.attention_qkvpacked with a mask, and with heads that share keys, on both backends."""
 
+from itertools import cycle
+
 import pytest
 import torch
 from attention_inputs import DTYPES, draw_qkv, seeded, with_identities
@@ -49,13 +51,19 @@ def check(tensors, mask, **options):
     )
 
 
-@pytest.mark.parametrize("kind", ["bool", torch.float32], ids=str)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_every_shape(shape, kind, backend, device):
+@pytest.mark.parametrize(
+    ("shape", "kv_heads", "kind"),
+    [
+        (shape, kv_heads, kind)
+        for shape, heads in zip(SHAPES, cycle([(2, 1), (1, 2)]))
+        for kv_heads, kind in zip(heads, ["bool", torch.float32], strict=True)
+    ],
+    ids=str,
+)
+def test_every_shape(shape, kv_heads, kind, backend, device):
     mask = drawn(*SHAPES[shape], kind=kind, device=device)
     N = 48 if shape == "relative positions" else 37
-    check(draw_qkv(2, N, 2, 16, device=device), mask, scale=0.25)
-    check(draw_qkv(2, N, 2, 16, kv_heads=1, device=device), mask, scale=0.15)
+    check(draw_qkv(2, N, 2, 16, kv_heads=kv_heads, device=device), mask, scale=0.25 if kv_heads == 2 else 0.15)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
