@@ -260,8 +260,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("N", [21, 48])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("layout", "N"), zip(LAYOUTS, cycle([21, 48])))
 def test_layouts(layout, N, backend, device):
     tensors = draw_qkv(2, N, 2, 16, device=device)
     tensors["attn_mask"] = LAYOUTS[layout](drawn(2, 2, N, N, kind=torch.float32, device=device))

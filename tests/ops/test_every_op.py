@@ -102,6 +102,8 @@ def test_every_gradient_alone(name, backend, device):
     tensors = made(name, 2, 6, device)
     leaves = wanted(tensors).keys()
     choices = [leaves - {leaf} for leaf in leaves]
+    if backend == "triton" and backends.INTERPRET:
+        choices = [choices[0], choices[-1]]
     assert_freezing_changes_no_other_gradient(function(name), tensors, choices)
 
 
