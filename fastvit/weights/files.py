@@ -240,9 +240,11 @@ def unwrapped(content: Any, where: str) -> tuple[Any, str]:
     """Return the state_dict in the content of a training checkpoint, and the expression of Python for it."""
     expression = where if where == "weights" else f"fastvit.checkpoints.read({where!r})"
     for _ in range(3):  # not for ever: a pickled dict may hold itself
-        inside = [key for key in WRAPPERS if isinstance(content, Mapping) and isinstance(content.get(key), Mapping)]
+        nested = {k: v for k, v in content.items() if isinstance(v, Mapping)} if isinstance(content, Mapping) else {}
+        with_tensors = [key for key, value in nested.items() if any(isinstance(t, Tensor) for t in value.values())]
+        inside = [key for key in WRAPPERS if key in nested] or with_tensors
         if len(inside) > 1:  # others may be configurations
-            inside = [key for key in inside if any(isinstance(value, Tensor) for value in content[key].values())]
+            inside = [key for key in inside if key in with_tensors]
         if len(inside) > 1:
             choice = f"{expression}[{inside[0]!r}]"
             raise CheckpointError(
