@@ -242,7 +242,8 @@ def unwrapped(content: Any, where: str) -> tuple[Any, str]:
     for _ in range(3):  # not for ever: a pickled dict may hold itself
         nested = {k: v for k, v in content.items() if isinstance(v, Mapping)} if isinstance(content, Mapping) else {}
         with_tensors = [key for key, value in nested.items() if any(isinstance(t, Tensor) for t in value.values())]
-        inside = [key for key in WRAPPERS if key in nested] or with_tensors
+        deeper = [key for key, value in nested.items() if any(isinstance(t, Mapping) for t in value.values())]
+        inside = [key for key in WRAPPERS if key in with_tensors or key in deeper] or with_tensors
         if len(inside) > 1:  # others may be configurations
             inside = [key for key in inside if key in with_tensors]
         if len(inside) > 1:

@@ -179,7 +179,7 @@ def test_a_program_is_no_state_dict(tmp_path: Path) -> None:
         ([torch.ones(2)], "holds no state_dict but a list"),
         (torch.ones(2), "holds no state_dict but a Tensor"),
         ({}, "holds no state_dict"),
-        ({"state_dict": {}}, "holds no state_dict"),
+        ({"state_dict": {}}, "is no state_dict"),
         ({"norm.weight": torch.ones(2), "step": 3, "name": "x"}, "'step': int, 'name': str"),
         ({"norm.weight": torch.ones(2), 5: torch.ones(2)}, "5: Tensor"),
         ({"norm.weight": torch.ones(2, 2).to_sparse()}, "not a name with a dense tensor: 'norm.weight'"),
