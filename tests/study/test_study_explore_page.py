@@ -15,8 +15,7 @@ from exploring import NAME, Opened, in_gib, rows_of, similarities
 from fastvit import study
 from fastvit.study.explore import recomputation
 from fastvit.study.sources.find import find
-
-PROVIDERS = ("eager", "sdpa", "fastvit")
+from fastvit.study.sources.model_source import PROVIDERS
 
 
 @pytest.fixture(scope="module")
