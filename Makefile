@@ -14,7 +14,7 @@ test: $(INSTALLED)  ## the tests, over all cores; ARGS="-k attention" picks some
 test-quick: $(INSTALLED)  ## of these one case of every test and backend
 	$(PYTEST) -m "not nightly" --one-case $(ARGS)
 
-nightly: $(INSTALLED)  ## what takes long: every target and model, rehearsals, training in several processes
+nightly: $(INSTALLED)  ## what takes long: sm_80, FLOPs of every model, rehearsals of programs for a GPU
 	$(PYTEST) -m nightly $(ARGS)
 
 mutants: $(INSTALLED)  ## one change at a time, which a test has to notice; ARGS="--since main", ARGS="dropout"

@@ -112,7 +112,6 @@ def test_flops_are_counted_without_gradients_too(without: Any) -> None:
     assert counted[0] == counted[1] > 0
 
 
-@pytest.mark.nightly
 def test_compile_takes_another_batch_size_without_another_graph() -> None:
     """Nothing in forward or backward chooses by how many images there are."""
     model = randomised(VisionTransformer(**TINY, init_values=0.1)).train()

@@ -75,7 +75,6 @@ def imported(site: Path, folder: Path, program: str) -> str:
     return run.stdout.strip()
 
 
-@pytest.mark.nightly
 def test_an_editable_install_is_imported_from_the_folder_above_the_clone(build: Build) -> None:
     """There, Python takes the clone's folder `fastvit` for a namespace package. The real package has to precede it."""
     site = build("build_editable")

@@ -24,7 +24,6 @@ def wait_for(run: Path, lines: int, process: subprocess.Popen[str]) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.nightly
 def test_killed_and_interrupted_runs_continue_with_the_same_losses(tmp_path):
     settings = [*SMALL, "--steps", "60", "--ema", "0.9", "--accumulate", "2", "--save-every", "7", "--workers", "1"]
     whole, other = tmp_path / "whole", tmp_path / "other"
@@ -53,7 +52,6 @@ def test_killed_and_interrupted_runs_continue_with_the_same_losses(tmp_path):
     assert (other / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_two_processes_learn_what_one_does(parallel, tmp_path):
     settings = [*SMALL, *PLAIN, "--steps", "8", "--ema", "0.9", "--accumulate", "2", "--save-every", "5"]

@@ -88,7 +88,6 @@ def cases() -> list[tuple[str, dict[str, object]]]:
     return found
 
 
-@pytest.mark.nightly
 @needs_triton
 def test_a_new_batch_size_compiles_nothing(tmp_path: Path) -> None:
     script = tmp_path / "record.py"

@@ -99,7 +99,6 @@ def found():
     return pickle.loads(subprocess.run(command, check=True, capture_output=True, env=environment).stdout)
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("path", torch_private.PATHS)
 def test_without_a_name(path, found):
     tensors, message = found[path]
