@@ -45,7 +45,7 @@ def fit(
         model: any module with a list of blocks of one class that takes images (B, C, H, W), or transformers' VideoMAE,
             ViViT, TimeSformer and V-JEPA 2 (without its predictor) with the number of frames of their configuration.
         budget: bytes, or text such as "24GiB". Memory that is not planned has to stay free: of the vendor's libraries
-            (of a CPU's convolutions the usual copies are planned) and of a caching allocator, on a GPU the CUDA
+            (the usual copies of convolutions on a CPU are planned) and of a caching allocator, on a GPU the CUDA
             context, and with DistributedDataParallel its buckets, a copy of the gradients.
         batch: images of one step, on one device.
         image_size: an integer or (height, width); None for the size that the model names.

@@ -236,14 +236,18 @@ def _damaged(path: Path, error: Exception) -> CheckpointError:
     return CheckpointError(f"{path} is damaged or is no file of torch.save: {error!r:.200}")
 
 
+def _has(content: Mapping[Any, Any], kind: Any) -> bool:
+    return any(isinstance(value, kind) for value in content.values())
+
+
 def unwrapped(content: Any, where: str) -> tuple[Any, str]:
-    """Return the state_dict in the content of a training checkpoint, and the expression of Python for it."""
+    """Return the state_dict in the content of a training checkpoint, and the expression of Python for it: under one of
+    the names in WRAPPERS, or else in the one dict that holds tensors."""
     expression = where if where == "weights" else f"fastvit.checkpoints.read({where!r})"
     for _ in range(3):  # not for ever: a pickled dict may hold itself
         nested = {k: v for k, v in content.items() if isinstance(v, Mapping)} if isinstance(content, Mapping) else {}
-        with_tensors = [key for key, value in nested.items() if any(isinstance(t, Tensor) for t in value.values())]
-        deeper = [key for key, value in nested.items() if any(isinstance(t, Mapping) for t in value.values())]
-        inside = [key for key in WRAPPERS if key in with_tensors or key in deeper] or with_tensors
+        with_tensors = [key for key, value in nested.items() if _has(value, Tensor)]
+        inside = [key for key in WRAPPERS if _has(nested.get(key, {}), Tensor | Mapping)] or with_tensors
         if len(inside) > 1:  # others may be configurations
             inside = [key for key in inside if key in with_tensors]
         if len(inside) > 1:

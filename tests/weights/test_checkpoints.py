@@ -223,7 +223,7 @@ def test_every_file_type_and_dtype(name: str, dtype: torch.dtype, tmp_path: Path
 
 @pytest.mark.parametrize("inside", ["", "_orig_mod.", "_fsdp_wrapped_module._checkpoint_wrapped_module."])
 @pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.module.", "module.model.", "student._orig_mod."])
-@pytest.mark.parametrize("wrapper", [None, "state_dict", "model", "module", "of_another_name"])
+@pytest.mark.parametrize("wrapper", [None, "state_dict", "model", "module", "my_model"])
 def test_training_checkpoints(wrapper: str | None, prefix: str, inside: str, tmp_path: Path) -> None:
     written = randomised(fastvit.VisionTransformer(**SMALL))
     state: dict[str, Any] = renamed(written.state_dict(), {"blocks.1.": f"blocks.1.{inside}", "fc1.": f"fc1.{inside}"})

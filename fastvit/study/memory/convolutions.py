@@ -42,22 +42,22 @@ def scratch_of(func: Any, args: tuple[Any, ...], out: Any) -> Scratch:
     (x, weight), y = args[1:3] if backward else args[:2], args[0] if backward else out
     options = args[4:10] if backward else args[3:9]
     backend = select_conv_backend(x, weight, None, *options, None).name
-    of_x, of_weight, of_y = (t.numel() * t.itemsize for t in (x, weight, y))
+    x_bytes, weight_bytes, y_bytes = (t.numel() * t.itemsize for t in (x, weight, y))
     channels_last = _is_channels_last(x) or _is_channels_last(weight)
     if backend.startswith("Slow"):
-        windows = x.shape[1] * math.prod(weight.shape[2:]) * of_y // y.shape[1]
-        return Scratch((), (windows,) * (weight[0, 0].numel() > 1) + (of_x, of_weight) * channels_last)
+        windows = x.shape[1] * math.prod(weight.shape[2:]) * y_bytes // y.shape[1]
+        return Scratch((), (windows,) * (weight[0, 0].numel() > 1) + (x_bytes, weight_bytes) * channels_last)
     if backend != "Mkldnn":
         return Scratch()
     if channels_last:
-        return Scratch((), (of_weight,) * (3 if backward else 2))
-    of_input = (of_x,) * (x.shape[1] > _FEW)
+        return Scratch((), (weight_bytes,) * (3 if backward else 2))
+    input_copy = (x_bytes,) * (x.shape[1] > _FEW)
     if not backward:
-        return Scratch((), (*of_input, of_weight))
-    for_input, for_weight, _ = args[10]
-    gradient_of_input = ((of_y, of_weight, of_x),) * for_input
-    gradient_of_weight = ((of_y, *of_input, of_weight, *(of_x,) * for_input),) * for_weight
-    return Scratch(gradient_of_input + gradient_of_weight, (of_weight,) * for_weight)
+        return Scratch((), (*input_copy, weight_bytes))
+    wants_dx, wants_dweight, _ = args[10]
+    before_dx = ((y_bytes, weight_bytes, x_bytes),) * wants_dx
+    before_dweight = ((y_bytes, *input_copy, weight_bytes, *(x_bytes,) * wants_dx),) * wants_dweight
+    return Scratch(before_dx + before_dweight, (weight_bytes,) * wants_dweight)
 
 
 def _is_channels_last(tensor: Tensor) -> bool:

@@ -91,7 +91,7 @@ def memory(
     For planned figures the model runs on fake tensors, and every allocation and release is followed, those of the fused
     ops included: nothing is allocated, and no GPU is needed. Workspaces of vendor libraries, and memory that a
     caching allocator keeps or fragments, are not planned, except the usual copies of convolutions on a CPU
-    (`study/memory/convolutions.py` has its limits).
+    (within the limits that `study/memory/convolutions.py` gives).
 
         study = fastvit.study.memory("vit_large_patch16_224", image_sizes=(224, 1024), device="cuda")
         print(study.of("fastvit")[0].planned.peak, study.exponents("eager"))
