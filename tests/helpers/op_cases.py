@@ -200,4 +200,4 @@ def assert_layout_does_not_matter(name, tensors, arrange_dout, bitwise):
     for plain, strided in zip(*runs, strict=True):
         assert not bitwise or plain.is_cuda or torch.equal(strided, plain)
         atol = 1e-5 if name.startswith("attention") else 1e-6 * max(2.0, float(plain.detach().abs().max()))
-        torch.testing.assert_close(strided, plain, atol=atol, rtol=1e-5)  # sums round by their largest terms
+        torch.testing.assert_close(strided, plain, atol=atol, rtol=1e-5)  # a small sum rounds as its large terms do

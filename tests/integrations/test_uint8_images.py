@@ -39,8 +39,8 @@ def normalised(pixels: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
 def accelerate_and_check(
     model: nn.Module, call: Callable[[Tensor], Tensor], pixels: Tensor, image: Tensor, compiled: bool
 ) -> list[str]:
-    """Accelerated, a model gives for uint8 pixels what it gave for the image, which it takes as before. compiled: when
-    compiled, too. Return the operators that ran."""
+    """Accelerated, a model gives for uint8 pixels what it gave for the image, which it takes as before. compiled:
+    compare the compiled model, too. Return the operators that ran."""
     weight = next(p for p in model.parameters() if p.dim() == 4)
     want = call(image)
     cotangent = torch.randn_like(want)

@@ -1,6 +1,6 @@
 """Every kernel, as the ops launch it, compiled for real GPUs on a machine that needs none.
 
-By default sm_90, and `make nightly` sm_80, with the workloads that touch each kernel once, in bfloat16.
+By default sm_90, and in `make nightly` also sm_80, with the workloads that touch each kernel once, in bfloat16.
 FASTVIT_TARGETS=all (`make targets`) takes, by tier:
 
 - **first**, sm_90 and sm_80 in bfloat16 and float16: every width, head dimension, length, activation and option. No
@@ -45,12 +45,12 @@ NEWER = importlib.util.find_spec("triton") is not None and version("triton") >= 
 LEEWAY = 1.17 if NEWER else 1.0
 
 
-def of_targets(names: tuple[str, ...]) -> pytest.MarkDecorator:
+def parametrize_targets(names: tuple[str, ...]) -> pytest.MarkDecorator:
     nightly = pytest.mark.nightly
     return pytest.mark.parametrize("target", [n if n == "sm_90" else pytest.param(n, marks=nightly) for n in names])
 
 
-every_target = of_targets(TARGETS)
+every_target = parametrize_targets(TARGETS)
 
 
 def selection(target: str) -> dict[str, tuple[str, ...]]:
@@ -210,7 +210,7 @@ def test_attention_meets_its_goal(kernel: str, lengths: str, d: str, read: Calla
 
 
 @needs_triton
-@of_targets(FIRST_TIER)
+@parametrize_targets(FIRST_TIER)
 def test_layer_norm_backward_loads_ahead(target: str) -> None:
     """Its loop copies a later tile's rows, and sums twice over a row with the barriers of one sum."""
     mixes = [
