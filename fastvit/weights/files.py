@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib.util
-import io
 import itertools
 import json
 import os
@@ -28,7 +26,6 @@ WRAPPERS = (
     "state_dict", "state_dict_ema", "model", "model_ema", "model_state_dict", "module", "ema", "net", "teacher",
     "student",
 )  # fmt: skip
-LISTING = 1 << 20  # bytes in which a file may list its tensors: 48 blocks with an optimizer and an average take 235 kB
 INFLATED = 1 << 30  # bytes that a compressed file may hold, or four times its own size
 _OTHERS = {  # how files begin that are not read, and what they are
     rb"version https://git-lfs": "a Git LFS pointer: run git lfs pull in its repository",
@@ -128,7 +125,6 @@ def _read(path: Path) -> Any:
 
 def _shards(index: Path) -> list[Path]:
     """Return the files that an index of shards names; they lie in its folder."""
-    _check_listing(index, index.stat().st_size)
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
         good = bool(names) and all(Path(name).name == name and Path(name).suffix for name in names)
@@ -154,8 +150,6 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    with path.open("rb") as file:
-        _check_listing(path, min(int.from_bytes(file.read(8), "little"), path.stat().st_size))
     try:
         return load_file(path, device="cpu")
     except (SafetensorError, ValueError, KeyError) as error:  # KeyError: a dtype that this torch does not have
@@ -163,17 +157,11 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
 
 
 def _read_pickle(path: Path) -> Any:
-    in_zip = _kind(path) == "zip"
-    if in_zip:
+    if _kind(path) == "zip":
         _check_zip(path)
     try:
-        with (
-            contextlib.nullcontext(path) if in_zip else _Pickle(path) as file,
-            torch.serialization.safe_globals([argparse.Namespace]),  # timm's training checkpoints carry their options
-        ):
-            return torch.load(file, map_location="cpu", weights_only=True)
-    except CheckpointError:
-        raise
+        with torch.serialization.safe_globals([argparse.Namespace]):  # timm's training checkpoints carry their options
+            return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         named = re.search(r"GLOBAL (\S+)", str(error))
         what = f"asks for {printable(named[1])}" if named else "is damaged, or holds more than tensors"
@@ -187,48 +175,22 @@ def _read_pickle(path: Path) -> Any:
         raise _damaged(path, error) from None
 
 
-class _Pickle(io.BufferedReader):
-    """A file that torch.save wrote without a zip archive. Counts the bytes of the pickle, which come before the values
-    of the tensors; torch reads the values by the number of the file."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(io.FileIO(path))
-        self.path, self.count = path, 0
-
-    def read(self, size: int | None = -1, /) -> bytes:
-        content = super().read(size)
-        self.count += len(content)
-        _check_listing(self.path, self.count)
-        return content
-
-
 def _check_zip(path: Path) -> None:
-    """Refuse a zip file that torch.save has not written, or whose pickle or entries are too large, before any is
-    inflated. torch.save deflates none."""
+    """Refuse a zip file that torch.save has not written, or whose entries are too large, before any is inflated.
+    torch.save deflates none."""
     try:
         with zipfile.ZipFile(path) as archive:
             entries = archive.infolist()
     except Exception as error:  # a damaged file makes the zip reader raise anything
         raise _damaged(path, error) from None
-    pickles = [entry.file_size for entry in entries if Path(entry.filename).name == "data.pkl"]
-    if not pickles:
+    if not any(Path(entry.filename).name == "data.pkl" for entry in entries):
         names = first([entry.filename for entry in entries], 3)
         raise CheckpointError(f"{path} is a zip archive, but not of torch.save: it has no data.pkl, but {names}")
-    _check_listing(path, max(pickles))
     held, limit = sum(entry.file_size for entry in entries), max(INFLATED, 4 * path.stat().st_size)
     if held > limit:
         raise CheckpointError(
             f"{path} would inflate to {held:,} bytes, and at most {limit:,} are inflated: {INFLATED >> 30} GiB, or "
             "four times the file. If you trust it, save it uncompressed, as torch.save does"
-        )
-
-
-def _check_listing(path: Path, count: int) -> None:
-    """Refuse a file that lists its tensors in so many bytes: the time that reading takes grows with them."""
-    if count > LISTING:
-        raise CheckpointError(
-            f"{path} has more than {LISTING:,} bytes of names and other objects besides the values of its tensors. If "
-            "you trust it, read it by torch.load or safetensors.torch.load_file, and pass its state_dict"
         )
 
 

@@ -1,10 +1,10 @@
-"""Files that must be refused: the error says why and names the file, the model is unchanged, and no code has run."""
+"""Files, folders and repositories: every kind is read alike, no code runs, and what is refused is named."""
 
+import argparse
 import importlib.util
 import json
 import os
 import pickle
-import struct
 import traceback
 import zipfile
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_models import ONE_BLOCK, refused, state_dict
+from checkpoint_models import ONE_BLOCK, refused, renamed, state_dict, with_prefix
 from torch import Tensor, nn
 
 import fastvit
@@ -23,6 +23,60 @@ from fastvit.checkpoints import CheckpointError
 from fastvit.weights import files as weight_files
 
 safetensors = pytest.importorskip("safetensors.torch")
+hub = pytest.importorskip("huggingface_hub")
+constants, errors = (pytest.importorskip(f"huggingface_hub.{name}") for name in ("constants", "errors"))
+
+save_in_one_pickle = partial(torch.save, _use_new_zipfile_serialization=False)
+NAME, TAG = "test_vit", "test_vit.r160_in1k"
+STATE = {key: torch.randn_like(value) for key, value in fastvit.create_model(NAME).state_dict().items()}
+
+
+def assert_loaded(model: nn.Module, state: dict[str, Tensor] = STATE) -> None:
+    for key, value in model.state_dict().items():
+        assert torch.equal(value, state[key].to(value.dtype)), key
+
+
+# ---- files ----
+
+
+@pytest.mark.parametrize(  # the content says how a file is to be read, not its name
+    ("name", "save", "dtype"),
+    [
+        ("model.safetensors", safetensors.save_file, torch.float64),
+        ("pytorch_model.bin", safetensors.save_file, torch.float16),
+        ("model_best.pth.tar", torch.save, torch.bfloat16),
+        ("of torch 1.5.PTH", save_in_one_pickle, torch.float16),
+    ],
+)
+def test_every_kind_of_file(name: str, save: Callable[..., None], dtype: torch.dtype, tmp_path: Path) -> None:
+    written = {key: value.to(dtype) for key, value in STATE.items()}
+    save(written, tmp_path / name)
+    for wanted in (torch.float32, torch.bfloat16):
+        model = fastvit.create_model(NAME, str(tmp_path / name), dtype=wanted)
+        assert model.norm.weight.dtype is wanted
+        assert_loaded(model, written)
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "prefix", "inside"),
+    [
+        (None, "module.", ""),
+        ("state_dict", "", "_orig_mod."),
+        ("model", "_orig_mod.module.", "_fsdp_wrapped_module._checkpoint_wrapped_module."),
+        ("my_model", "student._orig_mod.", "_orig_mod."),
+    ],
+)
+def test_training_checkpoints(wrapper: str | None, prefix: str, inside: str, tmp_path: Path) -> None:
+    written = state_dict()
+    content: Any = with_prefix(renamed(written, {"blocks.0.": f"blocks.0.{inside}", "fc1.": f"fc1.{inside}"}), prefix)
+    if wrapper:
+        options = argparse.Namespace(lr=0.1)
+        content = {"epoch": 3, "args": options, "optimizer": {"state": {}, "param_groups": [{}]}, wrapper: content}
+        content["ema"] = {"decay": 0.9}
+    torch.save(content, tmp_path / "last.pth")
+    model = fastvit.VisionTransformer(**ONE_BLOCK)
+    checkpoints.load(model, tmp_path / "last.pth")
+    assert_loaded(model, written)
 
 
 class Command:
@@ -35,17 +89,18 @@ class Command:
         return os.mkdir, (self.path,)
 
 
-def test_escape_sequences_are_not_printed(tmp_path: Path) -> None:
-    """Neither of keys nor of the class that a file asks for, in the message or in the traceback."""
-    evil, tensor, path = "\x1b]0;title\x07\x1b[2J\u202e", torch.zeros(1), tmp_path / "model.pth"
-    path.write_bytes(b"cevil\x1b[2J\nname\n(tR.")
-    files = [{evil: tensor}, {evil: 1}, {f"dist_token{evil}": tensor}]
-    files += [{evil: tensor, f"{evil}.patch_embed.proj.weight": tensor}]
-    for weights in (*files, {**state_dict(), f"blocks.0.{evil}": tensor}, path):
-        with pytest.raises(CheckpointError, match=r"\\x1b") as caught:
-            checkpoints.load(fastvit.VisionTransformer(**ONE_BLOCK), weights)
-        text = "".join(traceback.format_exception(caught.value))
-        assert all(map(str.isprintable, text.splitlines())), text
+@pytest.mark.parametrize("raw", [False, True], ids=["torch.save", "pickle"])
+def test_no_code_runs(raw: bool, tmp_path: Path) -> None:
+    made, path = tmp_path / "made", tmp_path / "model.pth"
+    content = {"state_dict": state_dict(), "hook": Command(made)}
+    if raw:
+        path.write_bytes(pickle.dumps(content))
+    else:
+        torch.save(content, path)
+    refused(path, "no code is run" if raw else r"asks for \S*mkdir; only tensors are read, and no code is run")
+    assert not made.exists()
+    pickle.loads(pickle.dumps(Command(made)))  # the test's own teeth: unpickled carelessly, it does run
+    assert made.exists()
 
 
 def test_files_that_inflate_without_measure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,20 +113,25 @@ def test_files_that_inflate_without_measure(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(weight_files, "INFLATED", 1 << 20)  # of 1 GiB
     monkeypatch.setattr(torch, "load", None)
     refused(path, r"would inflate to 1,04\d,\d{3} bytes, and at most 1,048,576 are")
-    with zipfile.ZipFile(plain, "a") as archive:  # not compressed, but there five times
-        archive.filelist += 4 * archive.filelist
-        archive.writestr("end", "")
-    refused(plain, "would inflate to 5,")
 
 
-@pytest.mark.parametrize(
-    "save", [safetensors.save_file, torch.save, partial(torch.save, _use_new_zipfile_serialization=False)]
-)
+def test_escape_sequences_are_not_printed(tmp_path: Path) -> None:
+    """Neither of keys nor of the class that a file asks for, in the message or in the traceback."""
+    evil, path = "\x1b]0;title\x07\x1b[2J\u202e", tmp_path / "model.pth"
+    path.write_bytes(b"cevil\x1b[2J\nname\n(tR.")
+    for weights in ({evil: 1}, {**state_dict(), f"blocks.0.{evil}": torch.zeros(1)}, path):
+        with pytest.raises(CheckpointError, match=r"\\x1b") as caught:
+            checkpoints.load(fastvit.VisionTransformer(**ONE_BLOCK), weights)
+        text = "".join(traceback.format_exception(caught.value))
+        assert all(map(str.isprintable, text.splitlines())), text
+
+
+@pytest.mark.parametrize("save", [safetensors.save_file, torch.save, save_in_one_pickle])
 def test_damaged_files(save: Callable[[Any, Path], None], tmp_path: Path) -> None:
     path = tmp_path / "model"
     save(state_dict(), path)
     content = path.read_bytes()
-    for length in (0, 1, 7, 9, 100, len(content) // 2, len(content) - 1):
+    for length in (0, 1, 9, 100, len(content) // 2, len(content) - 1):
         path.write_bytes(content[:length])
         refused(path, "empty" if length == 0 else "damaged" if length > 8 else "damaged|but it begins with b'")
 
@@ -79,16 +139,9 @@ def test_damaged_files(save: Callable[[Any, Path], None], tmp_path: Path) -> Non
 OTHER_FILES = {
     b"version https://git-lfs.github.com/spec/v1\noid sha256:0": "a Git LFS pointer: run git lfs pull",
     b"\n<!DOCTYPE html>": "a page of HTML or XML",
-    b"\x1f\x8b\x08\0\0\0\0\0\0\3": "compressed by gzip, ",
     b"model.pth".ljust(257, b"\0") + b"ustar\x0000": "a tar archive",
-    b"\x81\xa6params\x85": "msgpack, as Flax writes it",
-    b"\x89HDF\r\n\x1a\n": "HDF5",
-    b"\x00" * 64: r"begins with b'\\x00",
-    b"\xff" * 64: r"begins with b'\\xff",
     b"not weights": "begins with b'not weights'",
-    b'{"a": {"b": 1}}': "is no index of shards",
-    b"[" * 99: r"begins with b'\[",
-    b'{"weight_map": {"a": ".."}}': "is no index of shards",
+    b'{"weight_map": {"a": "../other"}}': "is no index of shards",
     b'{"weight_map":' + b"[" * 99_999: "is no index of shards",
 }
 
@@ -100,138 +153,183 @@ def test_other_files(content: bytes, tmp_path: Path) -> None:
     refused(path, OTHER_FILES[content])
 
 
-def test_a_zip_archive_of_other_files(tmp_path: Path) -> None:
+def test_other_programs_files(tmp_path: Path) -> None:
+    torch.jit.script(nn.Linear(2, 2)).save(str(tmp_path / "model.pt"))
+    refused(tmp_path / "model.pt", "TorchScript")
+    torch.save(nn.Linear(2, 2), tmp_path / "layer.pt")
+    refused(tmp_path / "layer.pt", r"asks for torch\.nn\.modules\.linear\.Linear")
+    torch.save([torch.ones(2)], tmp_path / "list.pt")
+    refused(tmp_path / "list.pt", "holds no state_dict but a list")
     with zipfile.ZipFile(tmp_path / "model.npz", "w") as archive:
         archive.writestr("cls.npy", b"")
     refused(tmp_path / "model.npz", r"no data\.pkl, but cls\.npy$")
 
 
-@pytest.mark.parametrize("kind", ["zip", "pickle", "safetensors", "json"])
-def test_files_with_too_many_names(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reading them takes minutes, however little they weigh. The values of tensors do not count."""
-    path, limit = tmp_path / "model", 1 << 11
-    for count in (1, 99):
-        tensors = {f"name{i}": torch.ones(2 * limit // count) for i in range(count)}
-        if kind == "json":
-            path.write_text(json.dumps({"weight_map": dict.fromkeys(tensors, "model.bin")}))
-            torch.save(tensors, tmp_path / "model.bin")
-        elif kind == "safetensors":
-            safetensors.save_file(tensors, path)
-        else:
-            torch.save(tensors, path, _use_new_zipfile_serialization=kind == "zip")
-        assert checkpoints.read(path).keys() == tensors.keys()
-        with monkeypatch.context() as patch:
-            patch.setattr(weight_files, "LISTING", limit)
-            if count > 1:
-                refused(path, "more than 2,048 bytes of names")
-            else:
-                assert torch.equal(checkpoints.read(path)["name0"], tensors["name0"])
-
-
-def test_hostile_safetensors(tmp_path: Path) -> None:
-    path = tmp_path / "model.safetensors"
-
-    def write(header: bytes, length: int | None = None, data: bytes = b"\x00" * 16) -> None:
-        path.write_bytes(struct.pack("<Q", len(header) if length is None else length) + header + data)
-
-    write(b"{}", length=1 << 31)
-    refused(path, "damaged")
-    for header in (
-        b'{"a":' + b"[" * 4096,
-        b'{"a":{"dtype":"F32","shape":[4611686018427387904,4],"data_offsets":[0,16]}}',
-        b'{"a":{"dtype":"F32","shape":[4],"data_offsets":[0,1600]}}',
-        b'{"a":{"dtype":"U8","shape":[8],"data_offsets":[0,8]},"b":{"dtype":"U8","shape":[9],"data_offsets":[7,16]}}',
-        b'{"a":{"dtype":"X99","shape":[4],"data_offsets":[0,16]}}',
-    ):
-        write(header)
-        refused(path, "damaged")
-    write(b"{}", data=b"")
-    refused(path, "holds no state_dict")
-
-
-@pytest.mark.parametrize("raw", [False, True], ids=["torch.save", "pickle"])
-def test_no_code_runs(raw: bool, tmp_path: Path) -> None:
-    made, path = tmp_path / "made", tmp_path / "model.pth"
-    for content in (Command(made), {"state_dict": state_dict(), "hook": Command(made)}):
-        if raw:
-            path.write_bytes(pickle.dumps(content))
-        else:
-            torch.save(content, path)
-        refused(path, "no code is run" if raw else r"asks for \S*mkdir; only tensors are read, and no code is run")
-        assert not made.exists()
-    with open(path, "wb") as file:  # the test's own teeth: unpickled carelessly, it does run
-        pickle.dump(Command(made), file)
-    pickle.loads(path.read_bytes())
-    assert made.exists()
-
-
-def test_a_program_is_no_state_dict(tmp_path: Path) -> None:
-    path = tmp_path / "model.pt"
-    torch.jit.script(nn.Linear(2, 2)).save(str(path))
-    refused(path, "TorchScript")
-    torch.save(nn.Linear(2, 2), path)
-    refused(path, r"asks for torch\.nn\.modules\.linear\.Linear")
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ([torch.ones(2)], "holds no state_dict but a list"),
-        (torch.ones(2), "holds no state_dict but a Tensor"),
-        ({}, "holds no state_dict"),
-        ({"state_dict": {}}, "is no state_dict"),
-        ({"norm.weight": torch.ones(2), "step": 3, "name": "x"}, "'step': int, 'name': str"),
-        ({"norm.weight": torch.ones(2), 5: torch.ones(2)}, "5: Tensor"),
-        ({"norm.weight": torch.ones(2, 2).to_sparse()}, "not a name with a dense tensor: 'norm.weight'"),
-        ({"norm.weight": torch.ones(1).expand(1 << 40)}, "not a name with a dense tensor: 'norm.weight'"),
-        ({"norm.weight": torch.empty(3, device="meta")}, "not a name with a dense tensor: 'norm.weight'"),
-        (
-            {"conv1.weight": torch.ones(2), "fc.bias": torch.ones(2)},
-            "no key of a Vision Transformer that is known, but conv1.weight, fc.bias:\n  torchvision: conv_proj.weight",
-        ),
-        ({f"layer{i}": torch.ones(2) for i in range(400)}, "layer7 and 392 more:\n"),
-        ({"patch_embed.proj.weight": torch.ones(2), "." * 500_000: torch.ones(2)}, "does not fit"),
-        ({"patch_embed.proj.weight": torch.ones(2), f"blocks.{'9' * 5000}.norm1": torch.ones(2)}, "does not fit"),
-        (
-            {"patch_embed.proj.weight": torch.ones(2), **{f"blocks.{i}.{i}": torch.ones(2) for i in range(1300)}},
-            r"unexpected \(1300\):(\n.*){1000}\n    and 300 more\n",
-        ),
-        ({"blocks.0.a": torch.ones(2), "blocks.0._orig_mod.a": torch.ones(2)}, "the same weight twice"),
-        ({f"value{i}": i for i in range(400)}, "'value7': int and 392 more$"),
-        (
-            {"state_dict": {"a": torch.ones(1)}, "state_dict_ema": {"a": torch.ones(1)}},
-            r"several.*'state_dict_ema'.*weights=fastvit\.checkpoints\.read\('.*'\)\['state_dict'\], or save",
-        ),
-    ],
-)
-def test_files_that_are_no_state_dict(content: Any, message: str, tmp_path: Path) -> None:
-    torch.save(content, tmp_path / "model.pth")
-    refused(tmp_path / "model.pth", message)
-
-
-def test_tensors_that_are_not_plain_are_refused() -> None:
-    class Packed(Tensor):
-        pass
-
-    state = state_dict()
-    refused({**state, "norm.weight": state["norm.weight"].as_subclass(Packed)}, "'norm.weight': Packed")
-
-
 def test_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(FileNotFoundError, match=r"absent\.pth"):
-        checkpoints.read(tmp_path / "absent.pth")
-    (tmp_path / "folder").mkdir()
+    folder = tmp_path / "folder"
+    folder.mkdir()
     for name in ("last.CKPT", "best.pth.tar", "notes.txt"):
-        (tmp_path / "folder" / name).touch()
-    refused(tmp_path / "folder", r"has none of model\.safetensors, .*; it has best\.pth\.tar, last\.CKPT: weights may")
+        (folder / name).touch()
+    refused(folder, r"has none of model\.safetensors, .*; it has best\.pth\.tar, last\.CKPT: weights may")
     refused(tmp_path / "model.npz", "weights must be a file of safetensors or torch.save, .* no file or folder of that")
-    for name in ("runs/last.ckpt", "runs/model_best.pth.tar", "RUNS/MODEL.PTH"):  # these are not asked of the Hub
+    for name in ("runs/last.ckpt", "RUNS/MODEL.PTH"):  # these are not asked of the Hub
         with pytest.raises(FileNotFoundError, match=f"^{name}: no such file$"):
             checkpoints.read(name)
     os.mkfifo(tmp_path / "pipe.pth")
     refused(tmp_path / "pipe.pth", "is not a file")
     safetensors.save_file(state_dict(), tmp_path / "model.safetensors")
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "safetensors" else find(name, *a))
+    without(monkeypatch, "safetensors")
     with pytest.raises(ImportError, match=r"fastvit\[weights\]"):
         checkpoints.read(tmp_path / "model.safetensors")
+
+
+def without(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
+    """A machine on which a package is not installed."""
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == package else find(name, *a))
+
+
+# ---- folders and repositories ----
+
+
+def in_shards(folder: Path, save: Callable[[dict[str, Tensor], Path], None], suffix: str, index: str) -> None:
+    shards = {f"part-{i}{suffix}": dict(list(STATE.items())[i::2]) for i in range(2)}
+    for name, tensors in shards.items():
+        save(tensors, folder / name)
+    weight_map = {key: name for name, tensors in shards.items() for key in tensors}
+    (folder / index).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def whole(folder: Path) -> None:
+    safetensors.save_file(STATE, folder / "model.safetensors")
+    (folder / "pytorch_model.bin").write_bytes(b"not read")
+
+
+FOLDERS: dict[str, Callable[[Path], Any]] = {
+    "safetensors": whole,
+    "shards": lambda folder: in_shards(folder, safetensors.save_file, ".safetensors", "model.safetensors.index.json"),
+    "pickle": lambda folder: torch.save(STATE, folder / "pytorch_model.bin"),
+    "shards of pickles": lambda folder: in_shards(folder, torch.save, ".bin", "pytorch_model.bin.index.json"),
+}
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache, and no network."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    return tmp_path / "hub"
+
+
+def snapshot(cache: Path, repo: str, revision: str = "main") -> Path:
+    """The folder of a repository's revision in the cache, as huggingface_hub lays it out."""
+    folder, commit = cache / f"models--{repo.replace('/', '--')}", revision.encode().hex().ljust(40, "0")
+    (folder / "refs").mkdir(parents=True, exist_ok=True)
+    (folder / "refs" / revision).write_text(commit)
+    (folder / "snapshots" / commit).mkdir(parents=True)
+    return folder / "snapshots" / commit
+
+
+@pytest.mark.parametrize("kind", FOLDERS)
+def test_folders_and_repositories_in_the_cache(kind: str, cache: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for place, weights in ((folder, folder), (snapshot(cache, "facebook/some.vit-2"), "facebook/some.vit-2")):
+        FOLDERS[kind](place)
+        assert_loaded(fastvit.create_model(NAME, weights))
+
+
+def test_spellings_of_a_repository(cache: Path) -> None:
+    other = {key: value + 1 for key, value in STATE.items()}
+    safetensors.save_file(STATE, snapshot(cache, "timm/a") / "model.safetensors")
+    safetensors.save_file(other, snapshot(cache, "timm/a", "v2") / "model.safetensors")
+    for spelling, state in (("hf-hub:timm/a", STATE), ("hf_hub:timm/a", STATE), ("hf-hub:timm/a@v2", other)):
+        assert_loaded(fastvit.create_model(NAME, spelling), state)
+
+
+def test_tags_of_timm(cache: Path) -> None:
+    head = {"head.weight": torch.ones(7, 64), "head.bias": torch.ones(7)}
+    safetensors.save_file({**STATE, **head}, snapshot(cache, f"timm/{TAG}") / "model.safetensors")
+    assert fastvit.create_model(TAG, weights=True).num_classes == 7
+    assert_loaded(fastvit.create_model(NAME, weights=TAG, num_classes=7), {**STATE, **head})
+    assert fastvit.create_model(TAG, weights=True, drop_head=True).num_classes == 1000
+    with pytest.raises(CheckpointError, match="num_classes=7 is the file's"):
+        fastvit.create_model(TAG, weights=True, num_classes=8)
+    # timm has one repository for CLIP with and without the exact GELU
+    with pytest.raises(FileNotFoundError, match=r"hf download timm/vit_base_patch32_clip_224.openai model.safetensors"):
+        fastvit.create_model("vit_base_patch32_clip_quickgelu_224.openai", weights=True)
+
+
+def test_a_path_goes_before_a_repository(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("timm/a", TAG):
+        (tmp_path / name).mkdir(parents=True)
+        safetensors.save_file(STATE, tmp_path / name / "model.safetensors")
+        assert_loaded(fastvit.create_model(NAME, name))
+
+
+def test_what_is_not_in_the_cache_is_downloaded(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """First the cache is asked, without the network; shards come from the commit that the index is of."""
+    calls = []
+
+    def download(repo: str, file: str, *, revision: str | None, local_files_only: bool = False) -> str:
+        calls.append((file, revision, local_files_only))
+        if local_files_only:
+            raise errors.LocalEntryNotFoundError("not there")
+        if not file.startswith("part") and not file.endswith("safetensors.index.json"):
+            raise errors.EntryNotFoundError("404")
+        source = cache.parent / file
+        return str(source.rename(folder / file))
+
+    folder = snapshot(cache, "a/b")
+    FOLDERS["shards"](cache.parent)
+    monkeypatch.setattr(hub, "hf_hub_download", download)
+    assert_loaded(fastvit.create_model(NAME, "a/b"))
+    shards = ["part-0.safetensors", "part-1.safetensors"]
+    downloaded = [file for file, _, local in calls if not local]
+    assert downloaded == ["model.safetensors", "model.safetensors.index.json", *shards]
+    assert calls[0] == ("model.safetensors", None, True)
+    assert calls[-1] == ("part-1.safetensors", folder.name, False)
+
+
+ERRORS = {
+    "GatedRepoError": "ask for access at https://huggingface.co/a/b, then run: hf auth login",
+    "RepositoryNotFoundError": "has no a/b, or it is private, and you have to run: hf auth login",
+    "RevisionNotFoundError": "a/b has no revision v1",
+    "EntryNotFoundError": "a/b has none of model.safetensors, .*: download another file",
+    "LocalEntryNotFoundError": "hf download a/b model.safetensors --revision v1 --local-dir FOLDER; then pass weights=",
+    "HfHubHTTPError": r"hf download a/b .* did not give it here: HfHubHTTPError: status 500\\x1b",
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_what_the_hub_does_not_give(name: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = getattr(errors, name)
+
+    def download(*_: Any, **__: Any) -> str:
+        error = kind.__new__(kind)  # whose other arguments differ between versions
+        error.args = ("status 500\x1b[2J\nmore",)
+        raise error
+
+    monkeypatch.setattr(hub, "hf_hub_download", download)
+    message = f"^weights 'hf-hub:a/b@v1' are no file or folder here; .*{ERRORS[name]}"
+    with pytest.raises(FileNotFoundError, match=message):
+        fastvit.create_model(NAME, "hf-hub:a/b@v1")
+
+
+def test_without_huggingface_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    without(monkeypatch, "huggingface_hub")
+    with pytest.raises(ImportError, match=f"to fetch timm/{TAG} from the Hugging Face Hub: pip install huggingface_"):
+        fastvit.create_model(TAG, weights=True)
+
+
+def test_names_that_are_refused(cache: Path, tmp_path: Path) -> None:
+    for error, message, arguments in (
+        (ValueError, f"{TAG}' has a tag: weights=True loads its weights, '{NAME}' has random ones", (TAG,)),
+        (ValueError, r"a name with a tag of timm's, .*timm.list_pretrained lists them; got 'test_vit'", (NAME, True)),
+        (ValueError, "nearest: test_vit.* A repository of the Hugging Face Hub goes into weights", (f"timm/{TAG}",)),
+        (FileNotFoundError, r"allows no such name: .*a\.\.b", (NAME, "a..b/c")),
+        (CheckpointError, "facebook/dinov2-small.*there is no file or folder of that name", (NAME, "dinov2")),
+    ):
+        with pytest.raises(error, match=message):
+            fastvit.create_model(*arguments)

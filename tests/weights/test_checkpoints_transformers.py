@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_models import HF_SMALL, HF_TEXT, SMALL, SQUARE_SIZES, Run, check, image, with_prefix
+from checkpoint_models import HF_SMALL, HF_TEXT, SMALL, Run, check, image, with_prefix
 from library_imports import import_library
 from models import randomised
 from torch import Tensor, nn
@@ -51,27 +51,28 @@ def hf_model(kind: str) -> tuple[nn.Module, Run, str, dict[str, Any]]:
 
 
 KINDS = (
-    "ViTModel", "ViTForImageClassification", "Dinov2Model", "Dinov2ForImageClassification", "Dinov2WithRegistersModel",
-    "CLIPVisionModel", "CLIPVisionModelWithProjection", "SiglipVisionModel", "DeiTModel",
+    "ViTModel",
+    "ViTForImageClassification",
+    "Dinov2Model",
+    "Dinov2WithRegistersModel",
+    "CLIPVisionModel",
+    "CLIPVisionModelWithProjection",
+    "SiglipVisionModel",
     "DeiTForImageClassificationWithTeacher",
-)  # fmt: skip
+)
 OLD_KEY = {
     **dict.fromkeys(("ViT", "DeiT"), "encoder.layer.0.attention.attention.query.weight"),
     "Dinov2": "attention.attention.query.weight",
 }
 
 
-@pytest.mark.parametrize("size", SQUARE_SIZES.values(), ids=SQUARE_SIZES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_hugging_face_in_memory(kind: str, size: tuple[int, int]) -> None:
+def test_hugging_face(kind: str, tmp_path: Path) -> None:
+    """In memory, and from files: version 5 writes the names of version 4 for ViT and DINOv2, which wrote the towers'
+    prefix too."""
     model, tokens, name, arguments = hf_model(kind)
-    check(fastvit.create_model(name, model.state_dict(), **{**arguments, "img_size": size}), tokens, size)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_hugging_face_files(kind: str, tmp_path: Path) -> None:
-    """transformers 5 writes the names of version 4 for ViT and DINOv2; version 4 wrote the towers' prefix too."""
-    model, tokens, name, arguments = hf_model(kind)
+    for size in ((16, 16), (24, 24), (8, 32)):
+        check(fastvit.create_model(name, model.state_dict(), **{**arguments, "img_size": size}), tokens, size)
     model.save_pretrained(tmp_path)
     path = tmp_path / "model.safetensors"
     written = safetensors.load_file(path)
@@ -82,19 +83,14 @@ def test_hugging_face_files(kind: str, tmp_path: Path) -> None:
         written = with_prefix(written, "vision_model.")
         written["vision_model.embeddings.position_ids"] = torch.arange(17)[None]
         check(fastvit.create_model(name, written, **arguments), tokens, (16, 16))
-
-
-def test_hugging_face_heads() -> None:
-    for kind in ("ViTForImageClassification", "CLIPVisionModelWithProjection", "DeiTForImageClassificationWithTeacher"):
-        model, _, name, arguments = hf_model(kind)
+    if "Classification" in kind or "Projection" in kind:
         ours = fastvit.create_model(name, model.state_dict(), **{**arguments, "num_classes": 5}).eval()
         out = model(image())
         expected = out.logits if "Classification" in kind else out.image_embeds
         torch.testing.assert_close(ours(image()), expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("prefix", ["", "vision_model."])
-def test_attention_pooling_of_siglip(prefix: str, tmp_path: Path) -> None:
+def test_attention_pooling_of_siglip(tmp_path: Path) -> None:
     """The pooled features, of a tower alone and of one with its text tower; q, k and v are one layer there."""
     hf = import_library("transformers")
     config = hf.SiglipConfig(vision_config=HF_SMALL, text_config=HF_TEXT)
@@ -103,7 +99,7 @@ def test_attention_pooling_of_siglip(prefix: str, tmp_path: Path) -> None:
     expected = tower(image()).pooler_output
     arguments = {**SMALL, "act_layer": "gelu_tanh"}
     both.save_pretrained(tmp_path)
-    alone = with_prefix({k.removeprefix("vision_model."): v for k, v in tower.state_dict().items()}, prefix)
+    alone = tower.state_dict()
     for weights in (alone, both.state_dict(), tmp_path / "model.safetensors"):
         ours = fastvit.create_model("vit_base_patch16_siglip_224", weights, **arguments).eval()
         torch.testing.assert_close(ours(image()), expected, rtol=1e-5, atol=1e-5)
@@ -133,3 +129,25 @@ def test_the_text_tower_of_clip_is_left_out() -> None:
     name, tower = "vit_base_patch16_clip_quickgelu_224", model.vision_model
     ours = fastvit.create_model(name, model.state_dict(), drop_head=True, **SMALL)
     check(ours, lambda x: tower.post_layernorm(tower(x).last_hidden_state), (16, 16))
+
+
+def test_mae(tmp_path: Path) -> None:
+    """transformers', with the decoder, into models that have its fixed positions and into ones that learn them."""
+    hf = import_library("transformers")
+    small = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    decoder = {f"decoder_{name}": n for name, n in small.items()}
+    mae = hf.ViTMAEForPreTraining(hf.ViTMAEConfig(image_size=56, patch_size=4, **small, **decoder, mask_ratio=0.0))
+    table = fastvit.VisionTransformer(**{**SMALL, "img_size": 56}, pos_embed="sincos2d").pos_embed
+    randomised(mae).eval().vit.embeddings.position_embeddings.data = table
+    mae.save_pretrained(tmp_path)
+    pixels = image((56, 56))
+    want = mae.vit(pixels).last_hidden_state[:, 0]  # without a mask the patches are in a random order
+    for pos_embed, weights in (("sincos2d", mae.state_dict()), ("learn", tmp_path)):
+        options = {**SMALL, "img_size": 56, "pos_embed": pos_embed}
+        model = fastvit.create_model("vit_base_patch16_224", weights, **options).eval()
+        torch.testing.assert_close(model(pixels), want, rtol=1e-4, atol=1e-4)
+    wide = {**SMALL, "img_size": (24, 40)}
+    learnt = fastvit.create_model("vit_base_patch16_224", tmp_path, **wide).pos_embed
+    fixed = fastvit.create_model("vit_base_patch16_224", tmp_path, **wide, pos_embed="sincos2d").pos_embed
+    assert torch.equal(fixed, fastvit.VisionTransformer(**wide, pos_embed="sincos2d").pos_embed)
+    assert (learnt - fixed).abs().max() > 0.1
