@@ -45,14 +45,9 @@ def test_pages(folder: Path) -> None:
         page = path.read_text()
         assert "<p>Args:" not in page, f"{path}: a section that is not Google's"
         assert "performed at every call" not in page, f"{path}: torch's docstrings"
-
-
-@pytest.mark.parametrize(("module", "name"), EXPORTED)
-def test_everything_exported_is_on_its_page(folder: Path, module: str, name: str) -> None:
-    if f"{module}.{name}" in MODULES or name == "__version__":
-        return
-    page = (folder / module.replace(".", "/")).with_suffix(".html").read_text()
-    assert f'<section id="{name}">' in page
+    for module, name in EXPORTED:
+        page = (folder / module.replace(".", "/")).with_suffix(".html").read_text()
+        assert f"{module}.{name}" in MODULES or name == "__version__" or f'<section id="{name}">' in page
 
 
 @pytest.mark.parametrize(("module", "name"), EXPORTED)
