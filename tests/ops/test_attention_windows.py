@@ -5,13 +5,12 @@ import importlib
 import pytest
 import torch
 from attention_inputs import DTYPES, seeded
-from op_cases import assert_layout_does_not_matter, gathered, results, tensors_of
+from op_cases import assert_layout_does_not_matter, gathered, tensors_of
 from oracle import assert_op_as_accurate, inputs
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from fastvit import ops
-from fastvit.ops.attention import windows_aten
 from fastvit.ops.runtime import backend as backends
 from fastvit.ops.runtime.backend import Path
 from fastvit.ops.runtime.call import UNKEPT
@@ -100,19 +99,6 @@ def test_dropout(backend, device):
     assert not any(torch.equal(a, b) for i, a in enumerate(planes) for b in planes[:i])
     more = {"window": window, "shift": shift, "factors": kept / (1 - p)}
     assert_op_as_accurate(fused, lambda **t: eager(**t, **more), tensors)
-
-
-@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
-def test_one_window_at_a_time(dropout_p, device, monkeypatch):
-    """Parts of one window give the results of all windows at once. Each window has a bias."""
-    tensors = draw((8, 12), (4, 4), mask=(6, 2), device=device)
-    fused = seeded(ops.attention_windows, window=(4, 4), shift=(0, 2), dropout_p=dropout_p)
-    with ops.use_backend("aten"):
-        want = results(fused, tensors)
-        monkeypatch.setattr(windows_aten, "_BYTES", 0)
-        got = results(fused, tensors)
-    for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a, b)
 
 
 LAYOUTS = {

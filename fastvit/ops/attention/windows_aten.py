@@ -1,205 +1,115 @@
-"""Softmax attention within the windows of a grid on PyTorch's own functions: windows that are cut and shifted alike are
-the samples of one call."""
+"""Softmax attention within the windows of a grid on PyTorch's own functions: the tokens are gathered by windows, which
+are the samples of attention."""
 
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fastvit.ops.attention.aten import attention_bwd, attention_bwd_with_mask, attention_fwd, empty_gradients
+from fastvit.ops.attention.aten import attention_bwd, attention_bwd_with_mask, attention_fwd, empty_gradients, is_added
 from fastvit.ops.attention.relative_aten import attention_relative_bwd, attention_relative_fwd
 from fastvit.ops.attention.window_layout import Windows, lse_shape, relative_windows_of, windows_of
 from fastvit.ops.runtime.device import is_fake
 from fastvit.ops.runtime.dtypes import stat_dtype
 
 
-class _Side(NamedTuple):
-    """Neighbouring windows along one side of the grid that are cut and shifted alike: the first one's number, how many
-    there are, how many of their rows exist, and how many of these come before those that the roll brings from the other
-    end; 0 if it brings none or all."""
+class WindowPlaces(NamedTuple):
+    """Where the tokens of a grid are in its windows, of n places each.
 
-    first: int
-    windows: int
-    length: int
-    split: int
+    tokens: (windows * n), the token at each place; one of the same window where none exists. places: (gh * gw), each
+    token's place. exists: (windows, n) bool, None if all places do. together: (windows, 1, n, n) bool, whether two
+    places hold neighbours in the grid, not only in the roll; None if all do."""
 
-
-@functools.lru_cache(1024)
-def _sides(size: int, side: int, shift: int) -> list[_Side]:
-    found: dict[tuple[int, int], list[int]] = {}
-    for number, first in enumerate(range(0, size, side)):
-        length, split = min(side, size - first), size - shift - first
-        found.setdefault((length, split if shift and 0 < split < length else 0), []).append(number)
-    return [_Side(numbers[0], len(numbers), *of) for of, numbers in found.items()]
-
-
-class _Part(NamedTuple):
-    """Some of the windows of a batch, cut and shifted alike.
-
-    numbers: of the windows in their samples. places: the same among the windows of all samples. size: rows and columns
-    that exist. tokens: their tokens among those of all samples, window by window; None for all in their order. same:
-    (1, 1, tokens, tokens) bool, whether two tokens of a window were neighbours before the roll; None if all were."""
-
-    numbers: Tensor
+    tokens: Tensor
     places: Tensor
-    size: tuple[int, int]
-    tokens: Tensor | None
-    same: Tensor | None
-
-    def take(self, x: Tensor, H: int, count: int = 1) -> tuple[Tensor, ...]:
-        """Return these windows of x (tokens of all samples, count * H * d): `count` tensors (windows, tokens, H, d),
-        heads before tokens in memory, of which attention makes no further copies."""
-        if self.tokens is None:
-            return x.view(len(self.numbers), self.size[0] * self.size[1], count, H, -1).unbind(2)
-        which = torch.arange(count, device=x.device).view(-1, 1, 1, 1)
-        head = torch.arange(H, device=x.device).view(-1, 1)
-        index = (self.tokens.view(len(self.numbers), 1, -1) * count + which) * H + head
-        found = x.view(-1, x.shape[1] // (count * H)).index_select(0, index.flatten())
-        return found.view(*index.shape, -1).transpose(2, 3).unbind(0)
-
-    def put(self, windows: Tensor, x: Tensor) -> None:
-        """Write what `take` returns for x."""
-        windows = windows.reshape(-1, x.shape[1])
-        if self.tokens is None:
-            x.copy_(windows)
-        else:
-            x.index_copy_(0, self.tokens, windows)
-
-    def masked(self, mask: Tensor | None, windows: Windows) -> Tensor | None:
-        """Return what hides keys from queries, and what is added, as one mask. mask: (windows of a sample or 1, H or 1,
-        n or 1, n)."""
-        if mask is None:
-            return self.same
-        if mask.shape[0] > 1:
-            mask = mask.index_select(0, self.numbers)
-        mask = self._that_exist(mask, windows).flatten(-2)
-        mask = mask.flatten(2, 3) if mask.dim() == 5 else mask
-        if self.same is None:
-            return mask
-        if mask.dtype is torch.bool:
-            return mask & self.same
-        return torch.where(self.same, mask, mask + windows.shift_bias)
-
-    def add_to(self, dmask: Tensor, part: Tensor, windows: Windows, samples: int) -> None:
-        """Add the gradient of what `masked` returns to the mask's, which is contiguous. If each window has a mask, this
-        part has all windows of its kind."""
-        into, rows = self._that_exist(dmask, windows), part.shape[2] if dmask.shape[2] > 1 else 1
-        if dmask.shape[0] == 1:
-            into += part.sum_to_size(1, dmask.shape[1], rows, part.shape[3]).view(into.shape)
-        else:
-            part = part.unflatten(0, (samples, -1))
-            part = part.sum_to_size(1, part.shape[1], dmask.shape[1], rows, part.shape[4])
-            into[self.numbers[: part.shape[1]]] = part.view(part.shape[1], *into.shape[1:])
-
-    def _that_exist(self, mask: Tensor, windows: Windows) -> Tensor:
-        """Return a view of a mask (..., n or 1, n) with tokens as rows and columns of a window, without those that do
-        not exist."""
-        (h, w), several = self.size, mask.shape[2] > 1
-        mask = mask.unflatten(3, windows.window)[..., :h, :w]
-        return mask.unflatten(2, windows.window)[:, :, :h, :w] if several else mask
-
-    def of_lse(self, lse: Tensor, windows: Windows) -> Tensor:
-        """Return the LSE of these windows from that of all of them, (windows, ..., n)."""
-        h, w = self.size
-        return lse.index_select(0, self.places).unflatten(-1, windows.window)[..., :h, :w].flatten(-2)
-
-    def put_lse(self, found: Tensor, lse: Tensor, windows: Windows) -> None:
-        """Write what `of_lse` returns."""
-        if self.size == windows.window:
-            lse.index_copy_(0, self.places, found)
-        else:
-            h, w = self.size
-            lse.unflatten(-1, windows.window)[self.places, ..., :h, :w] = found.unflatten(-1, self.size)
+    exists: Tensor | None
+    together: Tensor | None
 
 
-class _Kind(NamedTuple):
-    """The windows of one sample that are cut and shifted alike: fields as of `_Part`, tokens (windows, tokens)."""
-
-    numbers: Tensor
-    size: tuple[int, int]
-    tokens: Tensor | None
-    same: Tensor | None
-
-
-@functools.lru_cache(16)
-def _kinds(windows: Windows, device: torch.device) -> list[_Kind]:
-    (gh, gw), (wh, ww), (sh, sw), _ = windows
-    across, kinds = -(-gw // ww), []
-    for rows in _sides(gh, wh, sh):
-        for columns in _sides(gw, ww, sw):
-            y, of_rows = _rows_of(rows, wh, sh, gh, device)
-            x, of_columns = _rows_of(columns, ww, sw, gw, device)
-            numbers = (_range(rows, device)[:, None] * across + _range(columns, device)).flatten()
-            size, same = (rows.length, columns.length), None
-            if rows.split or columns.split:
-                region = (of_rows[:, None] * 2 + of_columns).flatten()
-                same = (region[:, None] == region)[None, None]
-            tokens = (y[:, None, :, None] * gw + x[:, None]).view(len(numbers), -1)
-            whole = size == (gh, gw) and not (sh or sw)
-            kinds.append(_Kind(numbers, size, None if whole else tokens, same))
-    return kinds
+def window_places(grid: Sequence[int], window: Sequence[int], shift: Sequence[int], device: Any) -> WindowPlaces:
+    """Roll a grid up and to the left by `shift`, less than the grid, and cut it into windows from the top left on."""
+    (gh, gw), (wh, ww), (sh, sw) = grid, window, shift
+    down, across = -(-gh // wh), -(-gw // ww)
+    y, x = torch.arange(down * wh, device=device)[:, None], torch.arange(across * ww, device=device)
+    tokens = _in_windows((y.clamp(max=gh - 1) + sh) % gh * gw + (x.clamp(max=gw - 1) + sw) % gw, window)
+    exists = together = None
+    if gh % wh or gw % ww:
+        exists = _in_windows((y < gh) & (x < gw), window)
+    if exists is not None or sh or sw:
+        region = _in_windows(((y >= gh - sh).long() + (y >= gh)) * 3 + (x >= gw - sw).long() + (x >= gw), window)
+        together = (region[:, :, None] == region[:, None])[:, None]
+    y, x = (torch.arange(gh, device=device)[:, None] - sh) % gh, (torch.arange(gw, device=device) - sw) % gw
+    places = (y // wh * across + x // ww) * (wh * ww) + y % wh * ww + x % ww
+    return WindowPlaces(tokens.flatten(), places.flatten(), exists, together)
 
 
-_BYTES = 1 << 22  # of q, k and v at a time on a core: copies of windows stay in the cache, calls are not too many
+def _in_windows(x: Tensor, window: Sequence[int]) -> Tensor:
+    """Return the windows of x (rows, columns), which it is a multiple of: (windows, tokens of one)."""
+    return x.unflatten(1, (-1, window[1])).unflatten(0, (-1, window[0])).transpose(1, 2).flatten(2).flatten(0, 1)
 
 
-def _parts(qkv: Tensor, windows: Windows, whole: bool = False) -> Iterator[_Part]:
-    """Cut the windows of qkv (B, gh, gw, 3, H, d) into parts. whole: no smaller ones than windows that are alike."""
-    if qkv.numel() == 0:
-        return
+def mask_of_windows(mask: Tensor | None, at: WindowPlaces, shift_bias: float) -> Tensor | None:
+    """Return one mask for the roll and the caller's mask (windows or 1, H or 1, n or 1, n)."""
+    if mask is None or at.together is None:
+        return at.together if mask is None else mask
+    if not is_added(mask):
+        return mask & at.together
+    apart = mask + shift_bias
+    if at.exists is not None:
+        apart = torch.where(at.exists[:, None, None], apart, -torch.inf)
+    return torch.where(at.together, mask, apart)
+
+
+def to_windows(x: Tensor, at: WindowPlaces, n: int) -> Tensor:
+    """Return x (B, gh, gw, ...) as the samples of attention: (B * windows, n, ...)."""
+    tokens = x.flatten(1, 2).index_select(1, at.tokens)
+    return tokens.unflatten(1, (-1, n)).flatten(0, 1)
+
+
+def from_windows(x: Tensor, at: WindowPlaces, like: Tensor) -> Tensor:
+    """Return x (B * windows, n, ...) as (B, gh, gw, ...), sizes of `like`."""
+    B, gh, gw = like.shape[:3]
+    tokens = x.unflatten(0, (B, -1)).flatten(1, 2).index_select(1, at.places)
+    return tokens.unflatten(1, (gh, gw)).detach()  # no view, as in aten.linear
+
+
+_remembered_places = functools.lru_cache(16)(window_places)
+
+
+def _places(x: Tensor, windows: Windows) -> WindowPlaces:
     # what is made for fake tensors is fake, and what a CUDA graph captures is made when it is replayed
-    kinds = _kinds if qkv.is_cpu and not is_fake(qkv) else _kinds.__wrapped__
-    of_window = windows.tokens * math.prod(qkv.shape[3:]) * qkv.element_size()
-    most = max(torch.get_num_threads() * _BYTES // of_window, 1)
-    whole = whole or not qkv.is_cpu
-    sample = torch.arange(qkv.shape[0], device=qkv.device)[:, None]
-    for number, size, tokens, same in kinds(windows, qkv.device):
-        numbers, places = number.repeat(len(sample)), (sample * windows.of_sample + number).flatten()
-        if tokens is None:
-            yield _Part(numbers, places, size, None, None)
-            continue
-        tokens = (sample[..., None] * math.prod(windows.grid) + tokens).flatten(0, 1)
-        step = len(places) if whole else most
-        for i in range(0, len(places), step):
-            some = slice(i, i + step)
-            yield _Part(numbers[some], places[some], size, tokens[some].flatten(), same)
+    places = _remembered_places if x.is_cpu and not is_fake(x) else window_places
+    return places(windows.grid, windows.window, windows.shift, x.device)
 
 
-def _range(side: _Side, device: torch.device) -> Tensor:
-    return torch.arange(side.first, side.first + side.windows, device=device)
-
-
-def _rows_of(side: _Side, window: int, shift: int, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the rows of the grid in each window (windows, length), and 1 for those that the roll brings, else 0."""
-    within = torch.arange(side.length, device=device)
-    first = _range(side, device)[:, None] * window
-    return (first + within + shift) % size, (within >= side.split).long()
-
-
-def _by_token(x: Tensor) -> Tensor:
-    """Return x (B, gh, gw, ...) as (tokens of all samples, numbers of a token), contiguous."""
-    return x.reshape(math.prod(x.shape[:3]), math.prod(x.shape[3:])).contiguous()
+def _samples(qkv: Tensor, mask: Tensor | None) -> list[slice]:
+    """Return the samples of each call of attention: all, or, where windows have masks of their own, one, so that the
+    masks are not repeated for all samples."""
+    B = qkv.shape[0]
+    alone = mask is not None and mask.shape[0] > 1
+    return [slice(i, i + 1) for i in range(B)] if alone else [slice(0, B)] if B else []
 
 
 def attention_windows_fwd(
     qkv: Tensor, mask: Tensor | None, seed: Tensor | None, window: list[int], shift: list[int], shift_bias: float,
     scale: float, dropout_p: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    windows, H = windows_of(qkv, window, shift, shift_bias), qkv.shape[4]
+    windows = windows_of(qkv, window, shift, shift_bias)
     o = torch.empty((*qkv.shape[:3], *qkv.shape[4:]), dtype=qkv.dtype, device=qkv.device)
-    lse = torch.full(lse_shape(qkv, mask, windows), torch.inf, dtype=stat_dtype(qkv), device=qkv.device)
-    qkv_by_token, o_by_token = map(_by_token, (qkv, o))
-    for i, part in enumerate(_parts(qkv, windows, seed is not None)):
-        q, k, v = part.take(qkv_by_token, H, 3)
-        its_seed = None if seed is None else seed + i
-        its_o, its_lse = attention_fwd(q, k, v, part.masked(mask, windows), its_seed, scale, dropout_p)
-        part.put(its_o, o_by_token)
-        part.put_lse(its_lse, lse, windows)
+    lse = qkv.new_empty(lse_shape(qkv, mask, windows), dtype=stat_dtype(qkv))
+    if qkv.numel() == 0:
+        return o, lse
+    at = _places(qkv, windows)
+    mask = mask_of_windows(mask, at, shift_bias)
+    for i, some in enumerate(_samples(qkv, mask)):
+        q, k, v = to_windows(qkv[some], at, windows.tokens).unbind(2)
+        o_in_windows, lse_of_some = attention_fwd(q, k, v, mask, None if seed is None else seed + i, scale, dropout_p)
+        o[some] = from_windows(o_in_windows, at, o[some])
+        lse.unflatten(0, (qkv.shape[0], -1))[some] = lse_of_some.unflatten(0, (-1, windows.of_sample))
     return o, lse
 
 
@@ -215,7 +125,7 @@ def attention_windows_bwd_with_mask(
     do: Tensor, qkv: Tensor, mask: Tensor, o: Tensor, lse: Tensor, seed: Tensor | None, window: list[int],
     shift: list[int], shift_bias: float, scale: float, dropout_p: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    wide = mask.to(stat_dtype(qkv))  # of which each part adds to the gradient
+    wide = mask.to(stat_dtype(qkv))  # of which each sample adds to the gradient
     dmask = torch.zeros(mask.shape, dtype=wide.dtype, device=mask.device)
     windows = windows_of(qkv, window, shift, shift_bias)
     return _backward(do, qkv, wide, o, lse, seed, windows, scale, dropout_p, dmask), dmask.to(mask.dtype)
@@ -225,59 +135,57 @@ def _backward(
     do: Tensor, qkv: Tensor, mask: Tensor | None, o: Tensor, lse: Tensor, seed: Tensor | None, windows: Windows,
     scale: float, dropout_p: float, dmask: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """Return dqkv, and add to dmask, a contiguous tensor of the mask's shape, the mask's gradient."""
-    dqkv, H = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device), qkv.shape[4]
-    do, qkv_by_token, o, dqkv_by_token = map(_by_token, (do, qkv, o, dqkv))
-    whole = seed is not None or (dmask is not None and dmask.shape[0] > 1)
-    for i, part in enumerate(_parts(qkv, windows, whole)):
-        (q, k, v), (its_do,) = part.take(qkv_by_token, H, 3), part.take(do, H)
-        its_mask = part.masked(mask, windows)
-        its_dqkv = torch.empty((*q.shape[:2], *qkv.shape[3:]), dtype=qkv.dtype, device=qkv.device)
-        out = its_dqkv.unbind(2)
-        its_seed = None if seed is None else seed + i
-        if dmask is None or its_mask is None:
-            (its_o,), its_lse = part.take(o, H), part.of_lse(lse, windows)
-            attention_bwd(its_do, q, k, v, its_mask, its_o, its_lse, its_seed, scale, dropout_p, out=out)
+    """Return dqkv, and add the mask's gradient to dmask."""
+    dqkv, n = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device), windows.tokens
+    if qkv.numel() == 0:
+        return dqkv
+    at = _places(qkv, windows)
+    mask = mask_of_windows(mask, at, windows.shift_bias)
+    lse = lse.unflatten(0, (qkv.shape[0], -1))
+    for i, some in enumerate(_samples(qkv, mask)):
+        q, k, v = to_windows(qkv[some], at, n).unbind(2)
+        do_in_windows = to_windows(do[some], at, n)
+        if at.exists is not None:
+            nowhere = ~at.exists.repeat(len(do_in_windows) // windows.of_sample, 1)
+            do_in_windows.masked_fill_(nowhere[:, :, None, None], 0.0)
+        seed_of_some = None if seed is None else seed + i
+        gradient = torch.empty((*q.shape[:2], *qkv.shape[3:]), dtype=qkv.dtype, device=qkv.device)
+        out = gradient.unbind(2)
+        if dmask is None or mask is None:
+            saved = to_windows(o[some], at, n), lse[some].flatten(0, 1)
+            attention_bwd(do_in_windows, q, k, v, mask, *saved, seed_of_some, scale, dropout_p, out=out)
         else:  # reads neither o nor lse
             *_, of_mask = attention_bwd_with_mask(
-                its_do, q, k, v, its_mask, o, lse, its_seed, scale, dropout_p, out=out
+                do_in_windows, q, k, v, mask, o, lse, seed_of_some, scale, dropout_p, out=out
             )
-            part.add_to(dmask, of_mask, windows, qkv.shape[0])
-        part.put(its_dqkv, dqkv_by_token)
+            dmask += of_mask.sum_to_size(dmask.shape)
+        dqkv[some] = from_windows(gradient, at, dqkv[some])
     return dqkv
 
 
 def attention_windows_relative_fwd(qkv: Tensor, rows: Tensor, columns: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    windows, H = relative_windows_of(qkv, rows, columns), qkv.shape[4]
-    o = torch.empty((*qkv.shape[:3], *qkv.shape[4:]), dtype=qkv.dtype, device=qkv.device)
-    lse = qkv.new_empty(lse_shape(qkv, None, windows), dtype=stat_dtype(qkv))
-    qkv_by_token, rows, columns, o_by_token = map(_by_token, (qkv, rows, columns, o))
-    for part in _parts(qkv, windows):
-        (q, k, v), (its_rows,), (its_columns,) = (
-            part.take(qkv_by_token, H, 3),
-            part.take(rows, H),
-            part.take(columns, H),
-        )
-        its_o, its_lse = attention_relative_fwd(q, k, v, its_rows, its_columns, scale)
-        part.put(its_o, o_by_token)
-        part.put_lse(its_lse, lse, windows)
-    return o, lse
+    windows = relative_windows_of(qkv, rows, columns)
+    if qkv.numel() == 0:
+        return qkv.new_empty((*qkv.shape[:3], *qkv.shape[4:])), qkv.new_empty(lse_shape(qkv, None, windows))
+    at = _places(qkv, windows)
+    qkv_in_windows, rows, columns = (to_windows(t, at, windows.tokens) for t in (qkv, rows, columns))
+    o, lse = attention_relative_fwd(*qkv_in_windows.unbind(2), rows, columns, scale)
+    return from_windows(o, at, qkv), lse
 
 
 def attention_windows_relative_bwd(
     do: Tensor, qkv: Tensor, rows: Tensor, columns: Tensor, o: Tensor, lse: Tensor, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    gradients = empty_gradients(qkv, rows, columns)
-    windows, H = relative_windows_of(qkv, rows, columns), qkv.shape[4]
-    qkv_by_token, rows, columns, do, *gradients_by_token = map(_by_token, (qkv, rows, columns, do, *gradients))
-    for part in _parts(qkv, windows):
-        q, k, v = part.take(qkv_by_token, H, 3)
-        (its_rows,), (its_columns,), (its_do,) = (part.take(t, H) for t in (rows, columns, do))
-        its_dqkv = torch.empty((*q.shape[:2], *qkv.shape[3:]), dtype=qkv.dtype, device=qkv.device)
-        *_, drows, dcolumns = attention_relative_bwd(
-            its_do, q, k, v, its_rows, its_columns, o, lse, scale, out=its_dqkv.unbind(2)
-        )
-        for found, gradient in zip((its_dqkv, drows, dcolumns), gradients_by_token, strict=True):
-            part.put(found, gradient)
-    dqkv, drows, dcolumns = gradients
-    return dqkv, drows, dcolumns
+) -> tuple[Tensor, ...]:
+    if qkv.numel() == 0:
+        return empty_gradients(qkv, rows, columns)
+    windows = relative_windows_of(qkv, rows, columns)
+    at = _places(qkv, windows)
+    tensors = qkv, rows, columns, do
+    qkv_in_windows, rows_in_windows, columns_in_windows, do_in_windows = (
+        to_windows(t, at, windows.tokens) for t in tensors
+    )
+    dqkv = torch.empty_like(qkv_in_windows)
+    *_, drows, dcolumns = attention_relative_bwd(
+        do_in_windows, *qkv_in_windows.unbind(2), rows_in_windows, columns_in_windows, o, lse, scale, out=dqkv.unbind(2)
+    )
+    return tuple([from_windows(gradient, at, qkv) for gradient in (dqkv, drows, dcolumns)])

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastvit.ops.attention.aten import is_added
+from fastvit.ops.attention.windows_aten import from_windows, mask_of_windows, to_windows, window_places
 from fastvit.ops.rotary.aten import by_token, rotated_part, signed, swapped
 from fastvit.ops.runtime.activations import activate
 from fastvit.ops.runtime.dtypes import promoted_dtype, stat_dtype
@@ -151,39 +152,22 @@ def attention_windows_fwd(
     qkv: Tensor, mask: Tensor | None, seed: Tensor | None, window: list[int], shift: list[int], shift_bias: float,
     scale: float, dropout_p: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Gather the tokens of all windows, and mask the scores between those that the roll has made neighbours."""
-    (B, gh, gw), (wh, ww) = qkv.shape[:3], window
-    down, across, (sh, sw) = -(-gh // wh), -(-gw // ww), (shift[0] % gh, shift[1] % gw)
-    y, x = torch.arange(down * wh, device=qkv.device), torch.arange(across * ww, device=qkv.device)
-    tokens = _in_windows((y + sh)[:, None] % gh * gw + (x + sw) % gw, window)  # [windows, tokens of one]
-    region = _in_windows(((y >= gh - sh).long() + (y >= gh))[:, None] * 3 + (x >= gw - sw).long() + (x >= gw), window)
-    seen = (region[:, :, None] == region[:, None])[:, None]
-    if mask is not None and is_added(mask):
-        exists = _in_windows((y < gh)[:, None] & (x < gw), window)[:, None, None]
-        seen = torch.where(seen, mask, torch.where(exists, mask + shift_bias, -torch.inf))
-    elif mask is not None:
-        seen = mask & seen
-    q, k, v = qkv.flatten(1, 2)[:, tokens].flatten(0, 1).unbind(2)
-    o, lse = attention_fwd(q, k, v, seen.repeat(B, 1, 1, 1), seed, scale, dropout_p)
-    y, x = torch.arange(gh, device=qkv.device), torch.arange(gw, device=qkv.device)
-    y, x = ((y - sh) % gh)[:, None], (x - sw) % gw
-    place = (y // wh * across + x // ww) * (wh * ww) + y % wh * ww + x % ww
-    return o.unflatten(0, (B, -1)).flatten(1, 2)[:, place], lse
+    (B, gh, gw), n = qkv.shape[:3], window[0] * window[1]
+    at = window_places((gh, gw), window, (shift[0] % gh, shift[1] % gw), qkv.device)
+    q, k, v = to_windows(qkv, at, n).unbind(2)
+    mask = mask_of_windows(mask, at, shift_bias)
+    if mask is not None and mask.shape[0] > 1:
+        mask = mask.repeat(B, 1, 1, 1)
+    o, lse = attention_fwd(q, k, v, mask, seed, scale, dropout_p)
+    return from_windows(o, at, qkv), lse
 
 
 def attention_windows_relative_fwd(qkv: Tensor, rows: Tensor, columns: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    (B, gh, gw), wh, ww = qkv.shape[:3], rows.shape[4], columns.shape[4]
-    tokens = _in_windows(torch.arange(gh * gw, device=qkv.device).view(gh, gw), [wh, ww])
-    of_windows, rows, columns = (t.flatten(1, 2)[:, tokens].flatten(0, 1) for t in (qkv, rows, columns))
-    q, k, v = of_windows.unbind(2)
-    o, lse = attention_relative_fwd(q, k, v, rows, columns, scale)
-    o = o.unflatten(1, (wh, ww)).unflatten(0, (B, gh // wh, gw // ww)).transpose(2, 3)
-    return o.flatten(3, 4).flatten(1, 2).contiguous(), lse
-
-
-def _in_windows(x: Tensor, window: list[int]) -> Tensor:
-    """Return the windows of x (rows, columns), which it is a multiple of: (windows, tokens of one)."""
-    return x.unflatten(1, (-1, window[1])).unflatten(0, (-1, window[0])).transpose(1, 2).flatten(2).flatten(0, 1)
+    window = rows.shape[4], columns.shape[4]
+    at = window_places(qkv.shape[1:3], window, (0, 0), qkv.device)
+    qkv_in_windows, rows, columns = (to_windows(t, at, window[0] * window[1]) for t in (qkv, rows, columns))
+    o, lse = attention_relative_fwd(*qkv_in_windows.unbind(2), rows, columns, scale)
+    return from_windows(o, at, qkv), lse
 
 
 def rotary(x: Tensor, sin: Tensor, cos: Tensor, rotated: int, interleaved: bool, transposed: bool) -> Tensor:
