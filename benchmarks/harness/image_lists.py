@@ -15,8 +15,9 @@ from fastvit.study.sources.baselines import use_sdpa
 from fastvit.study.sources.from_zoo import reference_model
 
 # patches down and across of each image, for patches of 16 pixels: the crops of one image in DINO's training; images of
-# several aspect ratios with sequences of at most 256 patches
+# several aspect ratios with sequences of at most 256 patches; few patches, to see that it runs
 MIXES = {
+    "tiny": ((4, 4), (2, 3), (3, 2)),
     "crops": ((14, 14),) * 2 + ((6, 6),) * 8,
     "aspects": ((16, 16), (11, 22), (20, 12), (14, 18), (8, 32), (16, 12), (25, 10), (9, 14)),
 }

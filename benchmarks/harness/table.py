@@ -10,9 +10,11 @@ from typing import Any
 from benchmarks.harness.columns import WIDTH, make
 from benchmarks.harness.providers import OPS, PROVIDERS
 from benchmarks.harness.record import Provider, Record
+from benchmarks.harness.schedule import FIRST
 from benchmarks.harness.timing import Ceilings
 from fastvit.study.memory.peak import LONG, growth_exponent
 
+ONE = "the most important case of each op"
 MODE = {"inference": "fwd", "training": "fwd+bwd"}
 LEGEND = """\
 case      B batch, N tokens, D width, H heads, d head dimension, px image,
@@ -69,6 +71,31 @@ def render(records: Sequence[Record], ceilings: Ceilings | None, width: int = WI
         yield op, [*times, *_table(mine, names, "MB", None, width), *_remarks(mine)]
     if notes := [*_notes(records)]:
         yield "notes", notes
+
+
+def most_important(records: Sequence[Record], ceilings: Ceilings | None) -> Iterator[tuple[str, list[str]]]:
+    """Yield the tables of the most important case of each op, with the number of cases in which fastvit is faster and
+    slower, and of the memory study."""
+    memory = [r for r in records if r.op.startswith("memory")]
+    others = [r for r in records if r not in memory]
+    first = [replace(r, op=ONE, case=f"{r.op} {r.case}") for r in others if r.case in FIRST[r.op]]
+    for title, lines in render(first, ceilings):
+        if title == ONE:
+            yield title, [*lines, *_verdicts(others)]
+    yield from (part for part in render(memory, ceilings) if part[0] != "notes")
+    if notes := [*_notes(records)]:
+        yield "notes", notes
+
+
+def _verdicts(records: Sequence[Record]) -> Iterator[str]:
+    yield ""
+    for name in PROVIDERS:
+        shown = [time_ratio(r, name) for r in records if name in r.time_ratios()]
+        level = sum(ratio.startswith("~") for ratio in shown)
+        faster = sum(r.told_apart(name) and ratio > 1 for r in records if (ratio := r.time_ratios().get(name)))
+        if shown:
+            slower = len(shown) - level - faster
+            yield f"all {len(shown)} cases with {name}: faster in {faster}, ~ in {level}, slower in {slower}"
 
 
 def _small_first(records: Sequence[Record]) -> list[Record]:
