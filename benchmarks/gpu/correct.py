@@ -36,7 +36,6 @@ _GROUPS = {  # of ops that share a process with others
     "rotary": "layer_norm",
     "qk_norm": "layer_norm",
     "layer_norm_mlp": "mlp",
-    "image list": "model",
 }
 
 

@@ -24,7 +24,7 @@ PACKAGES = ("pytest", "pytest_benchmark")  # that only these steps import
 BENCHES = {
     "attention": ("attention", "attention_varlen", "attention_windows", "layer_norm_attention"),
     "block": ("block",),
-    "model": ("model", "image list"),
+    "model": ("model",),
     "mlp": ("linear", "layer_norm_linear", "mlp", "layer_norm_mlp"),
     "layer_norm": ("layer_norm", "add_layer_norm"),
     "patch_embed": ("patch_embed",),

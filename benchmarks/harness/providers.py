@@ -16,7 +16,6 @@ from torch import Tensor
 import fastvit
 from benchmarks.harness.draw import Draw, Runner
 from benchmarks.harness.families import VIT_B_16, output
-from benchmarks.harness.image_lists import image_list
 from benchmarks.harness.photographs import MEAN, SOURCE, STD
 from fastvit import layers, ops, reference
 from fastvit.study.accuracy import cases
@@ -318,12 +317,6 @@ OPS = {
     "patch_embed": Op(patch_embed, note=f"on {SOURCE}"),
     "block": Op(block, _OF_ATTENTION, _few_samples),
     "model": Op(model, _OF_ATTENTION, _few_images, f"on {SOURCE}"),
-    "image list": Op(
-        image_list,
-        ("eager", "sdpa", "fastvit"),
-        lambda sizes: {"B": 1, **_few_blocks(sizes)},
-        f"several sizes together, on {SOURCE}; eager and sdpa: tokens padded to the longest image's, with a mask",
-    ),
     "accelerate": Op(
         accelerate,
         ("sdpa", "compile", "graph", "fastvit"),

@@ -28,7 +28,6 @@ FIRST = {
     "patch_embed": ("B8 px224 patch16 D768", "B32 px224 patch16 D768"),
     "block": ("B1 N1025 D768 H12", "B32 N197 D768 H12"),
     "model": ("vit_small_patch16_224 B1 px224", "vit_base_patch16_224 B32 px224"),
-    "image list": ("vit_tiny_patch16_224 crops", "vit_base_patch16_224 crops B32"),
     "accelerate": tuple(f"{library} B{B}" for library in VIT_B_16 for B in (1, 32)),
     "memory, attention": tuple(f"B1 N{N} H12 d64" for N in (4097, 2305, 1025)),
     "memory, block": tuple(f"B1 N{N} D768 H12" for N in (4097, 2305, 1025)),
@@ -38,7 +37,7 @@ FIRST = {
 def turns(workloads: Iterable[Workload]) -> dict[str, tuple[int, int]]:
     """Return sort keys by id: the cases FIRST of all ops, then the next case of every op, and so on. Blocks and models,
     which take longest, come last each time."""
-    ops = sorted(OPS, key=lambda op: op in ("block", "model", "image list", "accelerate"))
+    ops = sorted(OPS, key=lambda op: op in ("block", "model", "accelerate"))
     seen = Counter[str]()
     keys = {}
     for workload in workloads:

@@ -273,10 +273,6 @@ def _models() -> Iterator[Workload]:
     large = [*names[1:], "vit_huge_patch14_224"]
     yield from _rows("model", "gpu", name=large, B=[1, 16], px=518, patch_size=14)
     yield from _rows("model", "gpu", name=large, B=[1, 4], px=1024, patch_size=16)
-    mixes = ["crops", "aspects"]
-    yield from _rows("image list", "quick", name="vit_tiny_patch16_224", mix="tiny", depth=1)
-    yield from _rows("image list", "cpu", name="vit_tiny_patch16_224", mix=mixes)
-    yield from _rows("image list", "gpu", name=names[1:3], mix=mixes, B=[1, 32])
     yield from _rows("accelerate", "quick", library=INSTALLED[:1], B=1, px=64, depth=1)
     yield from _rows("accelerate", "cpu", library=INSTALLED[:1], B=1)
     yield from _rows("accelerate", "gpu", library=INSTALLED, B=[1, 32, 256])

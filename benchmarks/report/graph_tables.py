@@ -51,29 +51,22 @@ def counts(row: Row, *kinds: str) -> tuple[int, int]:
 
 
 def render(path: Path) -> list[str]:
-    """Return every family, why sites were left, and every model that is not right."""
+    """Return the totals, the families whose self-attention is all fused, a table of the others, why attention was left,
+    and every model that is not right."""
     results = json.loads(path.read_text())
-    rows = list(results["rows"].values())
-    lines = [
-        line
-        for library, own in _by(rows, "library").items()
-        for line in (*_totals(library, own), "", *_table(_by(own, "family")), "")
-    ]
-    return _wrapped([*lines, _LEGEND, "", *_reasons(rows), *_exceptions(rows), _where(results)])
-
-
-def short(path: Path) -> list[str]:
-    """Return the totals, the names of the families whose self-attention is all fused, and a table of the others."""
-    results = json.loads(path.read_text())
+    rows, where = list(results["rows"].values()), results["environment"]
     lines = []
-    for library, own in _by(results["rows"].values(), "library").items():
+    for library, own in _by(rows, "library").items():
         whole, others = {}, {}
-        for family, rows in _by(own, "family").items():
-            fused, every = _sum(counts(row, "attention") for row in rows if row["status"] != "eager")
-            right = all(row["status"] == "right" for row in rows)
-            (whole if right and every and fused == every else others)[family] = rows
+        for family, members in _by(own, "family").items():
+            fused, every = _sum(counts(row, "attention") for row in members if row["status"] != "eager")
+            right = all(row["status"] == "right" for row in members)
+            (whole if right and every and fused == every else others)[family] = members
         lines += [*_totals(library, own), "", f"all of it fused: {', '.join(sorted(whole))}", "", *_table(others), ""]
-    return _wrapped([*lines, _LEGEND, _where(results)])
+    lines += [_LEGEND, "", *_reasons(rows), *_exceptions(rows)]
+    lines.append(f"{where['device']}, float32, {where['threads']} threads, torch {where['torch']}, ")
+    lines[-1] += ", ".join(f"{name} {version}" for name, version in where["libraries"].items())
+    return [line for text in lines for line in (textwrap.wrap(text, WIDTH, subsequent_indent="  ") if text else [""])]
 
 
 def _by(rows: Iterable[Row], key: str) -> dict[str, list[Row]]:
@@ -81,16 +74,6 @@ def _by(rows: Iterable[Row], key: str) -> dict[str, list[Row]]:
     for row in rows:
         groups.setdefault(row[key], []).append(row)
     return groups
-
-
-def _wrapped(lines: Iterable[str]) -> list[str]:
-    return [line for text in lines for line in (textwrap.wrap(text, WIDTH, subsequent_indent="  ") if text else [""])]
-
-
-def _where(results: dict[str, Any]) -> str:
-    where = results["environment"]
-    libraries = ", ".join(f"{name} {version}" for name, version in where["libraries"].items())
-    return f"{where['device']}, float32, {where['threads']} threads, torch {where['torch']}, {libraries}"
 
 
 def _totals(library: str, rows: Sequence[Row]) -> Iterator[str]:
@@ -134,18 +117,16 @@ def _shown(pair: tuple[int, int]) -> str:
 
 
 def _reasons(rows: Iterable[Row]) -> Iterator[str]:
-    """Yield why sites were left, by kind, and in how many models."""
-    by_kind: dict[str, Counter[str]] = {}
+    """Yield why attention was left, and in how many models."""
+    reasons = Counter[str]()
     for row in rows:
-        for kind, parts in row["sites"].items():
-            reasons = {re.sub(r"(shape) \(.*", r"\1", reason) for reason in parts["left"]}
-            by_kind.setdefault(kind, Counter()).update(reasons)
-    for kind, counted in by_kind.items():
-        if counted:
-            yield f"{kind} left, and in how many models:"
-            ordered = sorted(counted.items(), key=lambda item: (-item[1], item[0]))
-            yield from (f"  {number:4d}  {reason}" for reason, number in ordered)
-            yield ""
+        left = row["sites"].get("attention", {"left": {}})["left"]
+        reasons.update({re.sub(r"(shape) \(.*", r"\1", reason) for reason in left})
+    if reasons:
+        yield "attention left, and in how many models:"
+        ordered = sorted(reasons.items(), key=lambda item: (-item[1], item[0]))
+        yield from (f"  {number:4d}  {reason}" for reason, number in ordered)
+        yield ""
 
 
 def _exceptions(rows: Sequence[Row]) -> Iterator[str]:
@@ -158,5 +139,5 @@ def _exceptions(rows: Sequence[Row]) -> Iterator[str]:
         own = [row for row in rows if row["status"] == status and status != "right"]
         if own:
             yield f"{words}:"
-            yield from (f"  {row['library']} {row['name']}: {row['detail']}" for row in own)
+            yield from (f"  {row['library']} {row['name']}: {row['detail'][:120]}" for row in own)
             yield ""

@@ -36,7 +36,7 @@ the same ops run PyTorch's fused ATen functions: the figures say nothing about t
 {table.LEGEND}
 ```
 """
-_TABLES = {  # by the name of the file; a module has `render`, and perhaps `short` for the page
+_TABLES = {  # by the name of the file: a module with `render`
     "graphs": "benchmarks.report.graph_tables",
     "dispatch": "benchmarks.host.dispatch",
     "launch": "benchmarks.host.launch",
@@ -88,8 +88,7 @@ def _folder(folder: Path, every: bool) -> Iterator[str]:
     for name, module_name in _TABLES.items():
         path = folder / f"{name}.json"
         if path.exists() and (every or name not in _ONLY_IN_FULL):
-            module = importlib.import_module(module_name)
-            lines = (module.render if every else getattr(module, "short", module.render))(path)
+            lines = importlib.import_module(module_name).render(path)
             yield f"## {folder.name}, {name.replace('_', ' ')}\n\n{_fenced(lines)}"
             if name == "training":
                 yield plot.picture(folder.name, name, "Accuracy and loss of a ViT and a ResNet, and what they cost")
