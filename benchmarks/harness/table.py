@@ -122,7 +122,7 @@ def _table(records: Sequence[Record], names: list[str], unit: str, ceilings: Cei
             cells = [_digits(p.peak_bytes, 1e-6) for p in figures]
             cells += [ratio(r.memory_ratios().get(name)) for name in rivals]
         else:
-            cells = ["skipped" if p.skipped else _digits(p.time and p.time.median, 1e3) for p in figures]
+            cells = ["skipped" if p.skipped else _digits(p.time.median if p.time else None, 1e3) for p in figures]
             cells += [time_ratio(r, name) for name in rivals]
         if unit == "ms":
             error = r.providers.get("fastvit", Provider()).error_ratio

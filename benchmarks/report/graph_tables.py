@@ -57,7 +57,8 @@ def render(path: Path) -> list[str]:
     rows, where = list(results["rows"].values()), results["environment"]
     lines = []
     for library, own in _by(rows, "library").items():
-        whole, others = {}, {}
+        whole: dict[str, list[Row]] = {}
+        others: dict[str, list[Row]] = {}
         for family, members in _by(own, "family").items():
             fused, every = _sum(counts(row, "attention") for row in members if row["status"] != "eager")
             right = all(row["status"] == "right" for row in members)
