@@ -23,14 +23,15 @@ import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from benchmarks.harness import conditions, table
+from benchmarks.harness.clock import Clock
 from benchmarks.harness.measure import Measure, Session
 from benchmarks.harness.measure import measure as measure_one
 from benchmarks.harness.providers import PROVIDERS
 from benchmarks.harness.record import Record, environment
 from benchmarks.harness.schedule import Case, OutOfTime, Schedule, command, counted, selection, turns
+from benchmarks.harness.sdpa_backend import BY_NAME
 from benchmarks.harness.workloads import INSTALLED, Workload, workloads
 from fastvit.cli.options import words_of
-from fastvit.tuning.clock import Clock
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 END_SECONDS = 5.0  # for measuring the limits again at the end
@@ -48,7 +49,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--providers",
         type=words_of(PROVIDERS),
-        help=f"of {','.join(PROVIDERS)}; default all, on a CPU what is not compiled",
+        help=f"of {','.join(PROVIDERS)}; default all but the kernels of SDPA by name, on a CPU what is not compiled",
     )
     group.addoption("--bench-seconds", type=float, help="timed seconds for each case and step")
     group.addoption("--bench-minutes", type=float, help="for all; default 5, with --long 30, on a GPU 110")
@@ -67,7 +68,7 @@ def pytest_configure(config: pytest.Config) -> None:
     grid = ("quick",) if options.quick else ("gpu",) if gpu else ("cpu", "long") if options.long else ("cpu",)
     seconds = (options.bench_minutes or MINUTES[grid[-1]]) * 60
     case_seconds = options.bench_seconds or {"quick": 0.2, "cpu": 1.0}.get(grid[-1], 1.5)
-    default = PROVIDERS if gpu else ("eager", "sdpa", "fastvit")
+    default = [name for name in PROVIDERS if name not in BY_NAME] if gpu else ("eager", "sdpa", "fastvit")
     config.stash[SESSION] = Session(
         device=device,
         dtype=DTYPES[options.dtype or ("bfloat16" if gpu else "float32")],

@@ -20,11 +20,11 @@ import torch
 from torch import Tensor, nn
 
 import fastvit
+from benchmarks.harness.clock import Clock, Quantiles
 from benchmarks.harness.columns import make
 from benchmarks.harness.libraries import load, randomize
 from benchmarks.harness.provenance import write_json
 from benchmarks.harness.record import environment
-from fastvit.tuning.clock import Clock, Quantiles
 
 
 @dataclass(frozen=True)

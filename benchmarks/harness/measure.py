@@ -13,13 +13,14 @@ import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from benchmarks.harness.agreement import agreement
+from benchmarks.harness.clock import HOST_BOUND, Clock, Quantiles
 from benchmarks.harness.conditions import Conditions, load
 from benchmarks.harness.draw import Draw
 from benchmarks.harness.graphs import capture_all
 from benchmarks.harness.providers import COMPILED, OPS
 from benchmarks.harness.record import Provider, Record, environment
 from benchmarks.harness.schedule import Schedule
-from benchmarks.harness.sdpa_backend import SdpaBackend
+from benchmarks.harness.sdpa_backend import BY_NAME, SdpaBackend, kernel_of, with_kernel
 from benchmarks.harness.timing import (
     Ceilings,
     measure_ceilings,
@@ -32,7 +33,6 @@ from benchmarks.harness.timing import (
 )
 from benchmarks.harness.workloads import Workload
 from fastvit.study.memory.peak import peak_bytes, saved_bytes
-from fastvit.tuning.clock import HOST_BOUND, Clock, Quantiles
 
 Step = Callable[[], object]
 Measure = Callable[[Workload, str], Record]  # the fixture that every benchmark calls
@@ -91,21 +91,25 @@ def measure(benchmark: BenchmarkFixture, session: Session, workload: Workload, m
     record = Record(
         workload.op, str(workload), mode, workload.sizes, workload.check, flops, moved, note=OPS[workload.op].note
     )
-    ratios = agreement(workload, mode, names, session.dtype, session.device)
-    record.providers = {name: Provider(error_ratio=ratios[name]) for name in names}
+    compared = [name for name in names if name not in BY_NAME]
+    ratios = agreement(workload, mode, compared, session.dtype, session.device)
+    record.providers = {name: Provider(error_ratio=ratios.get(name)) for name in names}
     steps: dict[str, Step] = {}
     seconds: dict[str, float] = {}
     for name, provider in record.providers.items():
         try:
-            steps[name], seconds[name] = _first_calls(session, workload, name, record)
-        except torch.OutOfMemoryError as error:
-            if name == "fastvit":
+            with kernel_of(name):
+                steps[name], seconds[name] = _first_calls(session, workload, name, record)
+        except RuntimeError as error:
+            too_large = isinstance(error, torch.OutOfMemoryError)
+            if name == "fastvit" or not (too_large or name in BY_NAME):
                 raise
-            provider.skipped = f"does not fit: {str(error).splitlines()[0]}"
+            provider.skipped = f"{'does not fit' if too_large else 'does not run'}: {str(error).splitlines()[0]}"
     if workload.max_rounds == 1:  # time is not studied; pytest-benchmark wants at least one round
         steps = dict([*steps.items()][-1:])
     elif session.device.type == "cuda":
         _time_calls(steps, session.device, record)
+        steps = {name: with_kernel(name, step) for name, step in steps.items()}
         replays, remarks = capture_all(steps)
         steps |= replays
         for name, remark in remarks.items():
@@ -147,7 +151,7 @@ def _first_calls(session: Session, workload: Workload, name: str, record: Record
 
 
 def _time_calls(steps: Mapping[str, Step], device: torch.device, record: Record) -> None:
-    called = per_call(steps, device, seconds=0.05, rounds=ROUNDS)
+    called = per_call(steps, device, seconds=0.05, rounds=ROUNDS, within=kernel_of)  # entered once a loop
     for name, values in called.items():
         record.providers[name].called = Quantiles.of(values)
         record.providers[name].called_over_fastvit = _over_fastvit(called, name)

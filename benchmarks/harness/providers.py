@@ -25,7 +25,7 @@ from fastvit.study.accuracy.cases import Shapes, sizes
 from fastvit.study.sources.baselines import use_sdpa
 from fastvit.study.sources.from_zoo import reference_model
 
-PROVIDERS = ("eager", "sdpa", "compile", "graph", "fastvit")
+PROVIDERS = ("eager", "sdpa", "flash", "cudnn", "compile", "graph", "fastvit")
 COMPILED = ("compile", "graph")
 Sizes = dict[str, Any]
 _OF_ATTENTION = ("eager", "sdpa", "compile", "fastvit")
@@ -322,7 +322,7 @@ OPS = {
     ),
     "accelerate": Op(
         accelerate,
-        PROVIDERS[1:],
+        ("sdpa", "compile", "graph", "fastvit"),
         lambda sizes: {"B": min(sizes["B"], 2), "depth": 2},
         f"ViT-B/16 at 224 px, of as many blocks as a case says, on {SOURCE}; sdpa: the library's own",
     ),

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
+from benchmarks.harness.clock import Quantiles
 from benchmarks.harness.timing import Ceilings
 from fastvit.ops.runtime.backend import wants_triton
 from fastvit.study.machine import cpu_name, version_of
-from fastvit.tuning.clock import Quantiles
 
 
 @dataclass

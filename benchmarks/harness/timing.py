@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from fastvit.tuning.clock import Clock
+from benchmarks.harness.clock import Clock
 
 Steps = Mapping[str, Callable[[], object]]
 Within = Callable[[str], AbstractContextManager[object]]

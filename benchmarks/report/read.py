@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import conditions, table
+from benchmarks.harness.clock import Quantiles
 from benchmarks.harness.record import Provider, Record
 from benchmarks.harness.timing import Ceilings
-from fastvit.tuning.clock import Quantiles
 
 
 def read(paths: Sequence[Path]) -> tuple[list[Record], Ceilings, list[str]]:

@@ -18,6 +18,7 @@ from library_imports import import_library
 
 from benchmarks.harness import measure, provenance, table, timing
 from benchmarks.harness.agreement import agreement
+from benchmarks.harness.clock import HOST_BOUND, Clock, Quantiles
 from benchmarks.harness.draw import Draw, Runner
 from benchmarks.harness.measure import interleave
 from benchmarks.harness.providers import OPS, Op
@@ -30,7 +31,6 @@ from benchmarks.report import results
 from fastvit import ops, reference
 from fastvit.study.memory.peak import saved_bytes
 from fastvit.study.sources.baselines import use_sdpa
-from fastvit.tuning.clock import HOST_BOUND, Clock, Quantiles
 
 CPU = torch.device("cpu")
 MB = 1 << 20

@@ -9,10 +9,10 @@ import torch
 
 from benchmarks.gpu import journal
 from benchmarks.harness import provenance
+from benchmarks.harness.clock import Quantiles
 from benchmarks.harness.record import Provider, Record, environment
 from benchmarks.harness.timing import Ceilings
 from benchmarks.report import plot, results, speed
-from fastvit.tuning.clock import Quantiles
 
 
 def result(path: Path, lengths: tuple[int, ...], copy: float, device: str = "a GPU") -> Path:

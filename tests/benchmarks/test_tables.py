@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from benchmarks.harness import conditions, table
+from benchmarks.harness.clock import Quantiles
 from benchmarks.harness.record import Provider, Record, environment
 from benchmarks.harness.timing import Ceilings
 from benchmarks.report import plot, read
 from fastvit.study.memory.plot import draw
-from fastvit.tuning.clock import Quantiles
 
 CPU = torch.device("cpu")
 

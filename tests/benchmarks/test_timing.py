@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.harness import graphs, timing
+from benchmarks.harness import clock, graphs, timing
+from benchmarks.harness.clock import Clock
 from benchmarks.harness.graphs import capture_all
 from benchmarks.harness.timing import measured, per_call
-from fastvit.tuning import clock
-from fastvit.tuning.clock import Clock
 
 CUDA: Any = SimpleNamespace(type="cuda")
 FLUSH = 90e-6
