@@ -1,4 +1,4 @@
-"""`make gpu`: its journal, what a second call goes on with, limits, and the verdict. Rehearsed nightly."""
+"""`make gpu`: its journal, what a second call goes on with, limits, and results. Rehearsed nightly."""
 
 import contextlib
 import json
@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.conftest import SESSION
 from benchmarks.gpu import __main__ as program
-from benchmarks.gpu import check, commands, needs, rows, runner, sanitize, summary, verdict
+from benchmarks.gpu import check, commands, needs, rows, sanitize, summary, verdict
 from benchmarks.gpu.commands import Command
-from benchmarks.gpu.journal import BEGUN, Journal, Record, read
+from benchmarks.gpu.journal import BEGUN, Journal, read
 from benchmarks.gpu.runner import CUT, SKIPPED, Runner
 from benchmarks.harness.provenance import ROOT
 from benchmarks.harness.sdpa_backend import BY_NAME, SdpaBackend, kernel_of, with_kernel
@@ -111,7 +112,8 @@ def test_a_torn_line_and_other_runs_do_not_count(tmp_path):
 def counting(folder: Path, name: str, status: int = 0) -> Command:
     """Return a command that writes one character a run into `folder/name`."""
     path = str(folder / name)
-    code = f"import os, sys; open({path!r}, 'a').write('x'); print(os.getcwd() + '/done'); sys.exit({status})"
+    code = f"import os, sys; open({path!r}, 'a').write('x'); print(os.getcwd() + '/done'); "
+    code += f"print(os.environ['FASTVIT_STRICT'], 'TRITON_INTERPRET' in os.environ); sys.exit({status})"
     return Command(name, ("-c", code))
 
 
@@ -126,7 +128,9 @@ def test_a_second_call_goes_on_with_what_has_not_passed(tmp_path, capsys):
     assert start(tmp_path).run(every, at_once=2) == wanted
     assert "broken: failed" in capsys.readouterr().out
     (failed,) = (r for r in read(tmp_path / "results" / "results.jsonl") if r["name"] == "broken")
-    assert failed["last"] == ["done", "exit status 3"], "no folder of the machine, which the journal would publish"
+    assert failed["last"] == ["done", "1 False", "exit status 3"], (
+        "no folder of the machine, no fallback, no interpreter"
+    )
     mended = [counting(tmp_path, command.name) for command in every]
     mended[-1] = replace(mended[-1], prepares=("check",))  # its kernels may lie in another machine's cache
     assert start(tmp_path).run(mended) == dict.fromkeys(wanted, "passed") | {"no tool": "skipped"}
@@ -221,6 +225,28 @@ def test_the_commands_are_complete():
     assert "[image-list-" in every["bench image list"].words, "as pytest writes it"
 
 
+def test_what_prepares_others_runs_while_they_are_to_do(tmp_path, monkeypatch, capsys):
+    prepare, row = counting(tmp_path, "compile"), replace(counting(tmp_path, "rows"), results=("a row",))
+    every = [replace(prepare, prepares=("rows",)), row]
+    monkeypatch.setattr(commands, "rehearsal", lambda folder: every)
+    monkeypatch.setattr(needs, "complaint", lambda rehearse: "")
+    folder = tmp_path / "results"
+    words = ["--rehearse", "--out", str(folder)]
+    for runs in (1, 1):
+        assert program.main(words) == 0
+        assert [len((tmp_path / command.name).read_text()) for command in every] == [runs, runs]
+    out = capsys.readouterr().out
+    assert "2 commands: 2 passed" in out
+    assert "MISSING: a row" in out
+    assert "MISSING: a row" in (folder / "table.md").read_text()
+    assert program.main([*words, "--steps", "compile"]) == 0
+    assert len((tmp_path / "compile").read_text()) == 2, "by name it runs again"
+    monkeypatch.setattr(_tuned, "FOLDER", tmp_path)
+    (tmp_path / "tuned_nvidia_h100.json").write_text("{}")
+    program.keep_tuned(Journal(folder, "NVIDIA H100"))
+    assert (folder / "tuned_nvidia_h100.json").exists(), "a copy stays with the results"
+
+
 def test_the_list_and_what_cannot_begin(capsys, monkeypatch, tmp_path):
     Journal(tmp_path, "rehearsal").add("step", "page", "passed")
     assert program.main(["--rehearse", "--list", "--steps", "bench", "page", "--out", str(tmp_path)]) == 0
@@ -241,7 +267,7 @@ def test_the_list_and_what_cannot_begin(capsys, monkeypatch, tmp_path):
     assert compiler == "make gpu: no C compiler"
 
 
-# ---- results: checks, rows, the sanitizer ----
+# ---- results: checks and rows ----
 
 
 def test_every_verdict_of_a_check_is_kept(tmp_path, monkeypatch):
@@ -306,6 +332,16 @@ def test_rows_are_kept_when_they_end_and_left_out_later(tmp_path):
     assert session.exitstatus == 0, "all were done before"
 
 
+@pytest.mark.parametrize(("quick", "grid", "journal"), [(False, "headline", "cuda"), (True, "quick", "cpu")])
+def test_rows_of_a_gpu_are_the_headline_ones(quick, grid, journal, monkeypatch):
+    session = SimpleNamespace(device=torch.device("cuda"), grid=("quick",) if quick else ("gpu",))
+    option = SimpleNamespace(quick=quick, journal=Path("results"))
+    config: Any = SimpleNamespace(stash={SESSION: session}, option=option)
+    monkeypatch.setattr(rows.process, "journal", lambda folder, device: (folder, device.type))
+    rows.pytest_configure(config)
+    assert (session.grid, config.stash[rows._JOURNAL]) == ((grid,), (Path("results"), journal))
+
+
 def test_providers_named_after_a_kernel_run_it():
     (workload,) = workloads("quick", ops=("block",))
     assert {*BY_NAME} < {*workload.providers}
@@ -319,111 +355,3 @@ def test_providers_named_after_a_kernel_run_it():
     assert with_kernel("flash", step)() == "flash_attention_for_cpu"
     with kernel_of("cudnn"), pytest.raises(RuntimeError):
         step()
-
-
-OUTCOMES = [
-    (0, "========= ERROR SUMMARY: 0 errors", 0, "no findings"),
-    (86, "========= ERROR SUMMARY: 3 errors", 1, "FINDINGS"),
-    (9, "Traceback", 1, "FAILED with exit status 9"),
-    (255, "========= Error: the device is not supported", runner.SKIPPED, "refuses this device: Error: the device"),
-    (86, "========= Error: not supported", 1, "FINDINGS"),
-]
-
-
-@pytest.mark.parametrize(("ended", "said", "status", "words"), OUTCOMES)
-def test_what_the_sanitizer_says(ended, said, status, words, monkeypatch, tmp_path, capsys):
-    seen = tmp_path / "arguments"
-    tool = tmp_path / "compute-sanitizer"
-    tool.write_text(f'#!/bin/sh\necho "$PYTORCH_NO_CUDA_MEMORY_CACHING" "$@" > {seen}\necho "{said}"\nexit {ended}\n')
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    assert sanitize.main(["--tool", "racecheck", "--op", "dropout"]) == status
-    out = capsys.readouterr().out
-    assert words in out.splitlines()[-1]
-    assert said in out
-    arguments = seen.read_text()
-    assert arguments.startswith("1 --tool racecheck --error-exitcode 86 ")
-    assert "benchmarks.gpu.sanitize --inside --op=dropout" in arguments
-
-
-@pytest.mark.nightly
-@needs_interpreter
-def test_sanitizer_cases_launch_every_kernel():
-    kernels = {
-        line.split("(")[0].removeprefix("def ")
-        for path in (ROOT / "kernels").glob("*.py")
-        for line in path.read_text().splitlines()
-        if line.startswith("def ") and "_kernel(" in line
-    }
-    assert {kernel for op in sanitize.ops() for kernel in sanitize.rehearse(op)} == kernels
-
-
-# ---- the table and the verdict ----
-
-
-def record(kind: str, name: str, status: str = "passed", **about: Any) -> Record:
-    return {"kind": kind, "name": name, "status": status, **about}
-
-
-def time_of(seconds: float) -> dict[str, float]:
-    return {"median": seconds}
-
-
-def test_the_table_says_what_is_wrong_and_how_fast_the_rest_is():
-    name = "attention B1 N50 H3 d64 forward"
-    figures = {
-        "eager": {"called": time_of(3e-4), "graph": time_of(1.5e-4)},
-        "cudnn": {"skipped": "does not run: No available kernel"},
-        "fastvit": {"called": time_of(1e-4), "graph": time_of(5e-5)},
-    }
-    unhidden = {"fastvit": {"called": time_of(1e-4), "remark": "the GPU waited for the host"}}
-    records = [
-        record("correct", "mlp x bf16", case="mlp x", dtype="bf16", ratios=[0.5, 1.25]),
-        record("correct", "mlp x fp16", "failed", case="mlp x", dtype="fp16", ratios=[None, 1.0], reason="inaccurate"),
-        record("environment", "ceilings", bytes_per_second=4e9, flops_per_second=1e12, cached_bytes_per_second=None),
-        record("row", name, op="attention", mode="inference", providers=figures),
-        record("row", "block forward", op="block", mode="inference", providers=unhidden),
-        record("row", "model forward", BEGUN),
-    ]
-    text = summary.markdown(records, summary.Rates(records))
-    assert "| mlp x | 0.50, 1.25 | **inaccurate** not finite, 1.00 | - |" in text
-    # Its bytes bind: four tensors of 50 x 3 x 64 in bfloat16, 76,800 bytes in 50 us
-    assert f"| {name} | 150.0 | - | - | 50.0 | 0.00154 TB/s | 38% | 3.00x eager |" in text
-    assert f"| {name} | 300.0 | - | - | 100.0 | 3.00x eager |" in text
-    assert f"- {name}, cudnn: does not run: No available kernel" in text
-    assert "| block forward | - | - | - | - | - | - |  |" in text, "no time of the host as one of the GPU"
-    assert "| model forward (**did not end**) |" in text
-
-
-def test_the_verdict_has_what_is_wrong_first_and_compares_what_was_timed():
-    def row(name: str, op: str, mode: str, **times: float) -> Record:
-        return record("row", name, op=op, mode=mode, providers={k: {"graph": time_of(v)} for k, v in times.items()})
-
-    def model(provider: str, seconds: float) -> Record:
-        about = {"model": "m", "style": "default", "mode": "inference", "provider": provider}
-        return record("compiled", f"m {provider}", graph=time_of(seconds), **about)
-
-    records = [
-        record("plan", "results", expected={"rows": ["a", "b", "c", "d", "e"], "check mlp": ["mlp x"]}),
-        row("a", "attention", "inference", eager=5.0, flash=3.0, cudnn=1.5, fastvit=2.0),
-        row("b", "attention", "inference", eager=5.0, flash=4.0, cudnn=5.0, fastvit=2.0),
-        row("c", "block", "training", eager=1.0, fastvit=2.0),
-        record("row", "d", "failed", op="block", mode="inference", reason="OutOfMemoryError", wrong=False),
-        record("correct", "mlp x", "failed", case="mlp x", dtype="bf16", ratios=[9.0, 1.0], reason="inaccurate"),
-        record("step", "sanitize", "skipped", last=["SKIPPED: no compute-sanitizer"]),
-        model("sdpa", 3.0),
-        model("fastvit", 2.0),
-    ]
-    said = verdict.lines(records)
-    assert said[:5] == [
-        "7 results: 1 wrong, 1 failed, 1 missing",
-        "WRONG: mlp x: inaccurate 9.00, 1.00",
-        "FAILED: d: OutOfMemoryError",
-        "MISSING: e",
-        "sanitize: skipped SKIPPED: no compute-sanitizer",
-    ]
-    table = {" ".join(line.split()) for line in said[5:]}
-    assert "attention, forward 1.75 (1.50 to 2.00) 1.38 (0.75 to 2.00) 2" in table
-    assert "block, both passes - 0.50 1" in table
-    assert "fused modules, forward 1.50 1" in table
-    assert max(map(len, said)) <= 80

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from compiling import needs_triton, python
 
 from benchmarks.gpu import tune
 from benchmarks.gpu import tuner as tuning
@@ -142,6 +143,38 @@ def test_sums_are_measured_for_the_rows_that_choices_leave(tmp_path):
     choice = {"block_rows": 4, "num_warps": 4, "programs_per_sm": 4, "num_stages": 1}
     one.data["tables"] = {"layer_norm": {"768,1": choice}}
     assert one.tune(asking("column_sum", ask))[0].startswith("column_sum[10,768] ")
+
+
+def test_choices_of_other_tables_are_fixed_so_that_the_kernel_runs():
+    """On sm_90 the shipped choices launch attention's backward kernel for short sequences instead of two others."""
+    entries = {("attention_bwd_short", (50, 64, 2, 0, 0)): (1, 64, 64, 4, 3), ("gemm", (13, 768, 768, 2)): (1,) * 8}
+    fixed = tuning.base_entries("attention_bwd_dq", entries)
+    assert fixed == {("attention_bwd_short", ()): (0, 64, 64, 4, 2), ("gemm", (13, 768, 768, 2)): (1,) * 8}
+    with tuning.using(fixed) as asked:
+        assert _attention_configs.attention_bwd_short(50, 64, 2, False, ARCH, False) is None
+    assert {(arch, table, key) for arch, table, key in asked} == {(ARCH, "attention_bwd_short", (50, 64, 2, 0, 0))}
+
+
+EVERY_TABLE = """
+from benchmarks.codegen.launches import recording
+from benchmarks.gpu.tables import works
+from benchmarks.gpu.tuner import keys_of, using, base_entries
+import torch
+missing = []
+with recording("sm_90"):
+    for work in works():
+        with using(base_entries(work.table, {})):
+            run = work.build(torch.device("meta"))
+        if not keys_of(run, work.table, {}):
+            missing.append(work.label)
+print(missing)
+"""
+
+
+@needs_triton
+@pytest.mark.nightly
+def test_every_work_asks_for_its_table():
+    assert python("-c", EVERY_TABLE) == "[]\n"
 
 
 def test_a_work_that_the_host_holds_up_is_not_tuned(tmp_path, monkeypatch, capsys):

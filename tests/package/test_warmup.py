@@ -12,6 +12,7 @@ from compiling import needs_triton, python
 from study_models import SMALL, known
 
 from fastvit.cli import main
+from fastvit.study.memory.allocations import TensorLayout
 
 warmup = pytest.importorskip("fastvit.warmup", reason="triton is not installed")
 
@@ -49,6 +50,14 @@ def test_the_kernels_of_a_step_are_recorded_in_their_order():
     assert {"layer_norm_bwd", "linear_dact", "column_sum", "patch_embed_bwd_weight"} < set(backward.split(","))
     assert amp.startswith("patch_embed_fwd,layer_norm_fwd,")
     assert pointers == "['*bf16', '*bf16', '*bf16']", "attention in 16 bits under autocast"
+
+
+def test_arguments_have_the_recorded_layouts():
+    laid = TensorLayout((2, 3), (1, 2), torch.bfloat16)
+    tensor = warmup._on_meta(laid)
+    assert tensor.is_meta
+    assert (tensor.shape, tensor.stride(), tensor.dtype) == laid
+    assert warmup._on_meta(0.5) == 0.5
 
 
 def test_it_compiles_for_every_batch_and_mode(monkeypatch, capsys):
