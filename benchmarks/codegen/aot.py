@@ -20,7 +20,7 @@ from triton.backends.compiler import GPUTarget
 from benchmarks.codegen import sass
 from benchmarks.codegen.accesses import Access, global_accesses, narrow, tile_bytes
 from benchmarks.codegen.wrong_sums import wrong_sums
-from fastvit.tuning.launches import Launch, gpu_target
+from fastvit.warmup import Launch, gpu_target
 
 if os.environ.get("TRITON_INTERPRET", "0") == "1":
     raise RuntimeError("benchmarks.codegen.aot compiles kernels: unset TRITON_INTERPRET before triton is imported")

@@ -35,12 +35,11 @@ def measure(model: str, batch: int, dtype: str, target: str, mode: str) -> dict[
     import triton
 
     from fastvit.study.sources.find import find
-    from fastvit.tuning.calls import calls_of, record
-    from fastvit.tuning.launches import Recorder, compiled
+    from fastvit.warmup import Recorder, compiled, record_step
 
     subject = find(model)
     recorder = Recorder(target)
-    record(calls_of(subject, subject.image_size, batch, dtype, [mode]), recorder)
+    record_step(recorder, subject, subject.image_size, batch, dtype, mode)
     with tempfile.TemporaryDirectory() as folder:
         triton.knobs.cache.dir = folder
         kernels, worked = [], _cpu_seconds()

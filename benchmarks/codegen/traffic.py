@@ -27,13 +27,13 @@ if __name__ == "__main__":
 import torch
 
 from benchmarks.codegen.traffic_counter import Argument, CountedLaunch, Traffic, count
+from benchmarks.gpu.tuner import using
 from benchmarks.harness.columns import make
 from benchmarks.harness.draw import Draw
 from benchmarks.harness.workloads import Workload, workloads
 from fastvit.kernels import _configs
 from fastvit.ops.runtime import backend as backends
 from fastvit.ops.runtime import device as devices
-from fastvit.tuning.tuner import using
 
 SMS = 132  # of an H100, whose launch configurations are counted
 

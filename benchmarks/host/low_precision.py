@@ -37,6 +37,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fastvit
+from benchmarks.harness.clock import Quantiles
 from benchmarks.harness.columns import make
 from benchmarks.harness.libraries import load, randomize
 from benchmarks.harness.photographs import NAMES, photographs
@@ -44,7 +45,6 @@ from benchmarks.harness.pretrained import state_dict
 from benchmarks.harness.provenance import commit, now, write_json
 from benchmarks.harness.record import environment
 from fastvit.study.machine import cpu_info
-from fastvit.tuning.clock import Quantiles
 
 SIZE = 224
 # For low precision: the speed of bfloat16 and int8 depends on them
