@@ -6,7 +6,7 @@ each GPU.
 
 In each folder: `results.jsonl` of benchmarks/gpu; files of the benchmarks (all of one dtype are one table, with the
 best limits that any measured),
-`families.json`, `dispatch.json`, `launch.json` and `low_precision.json` of the modules of those names, `graphs.json` of
+`families.json` of harness/families.py, `host.json` of benchmarks/host, `graphs.json` of
 graph_models.py, `peers.json` of benchmarks/peers, `training.json` of `make training`, `fitting.json` of
 `benchmarks.harness.fitting`, and pictures.
 """
@@ -18,11 +18,10 @@ import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from benchmarks.codegen import compile_time
 from benchmarks.gpu import journal, summary, verdict
 from benchmarks.harness import conditions, families, fitting, table
 from benchmarks.harness.provenance import ROOT
-from benchmarks.host import dispatch, launch, low_precision
+from benchmarks.host import __main__ as host
 from benchmarks.peers import compare as peers
 from benchmarks.report import graph_tables, plot, training
 from benchmarks.report.read import read
@@ -64,9 +63,8 @@ def page(folders: Sequence[Path] = ()) -> str:
 
 def _folder(folder: Path) -> Iterator[str]:
     special = {
-        "families": families.render, "graphs": graph_tables.render, "dispatch": dispatch.render,
-        "launch": launch.render, "low_precision": low_precision.render, "peers": peers.render,
-        "compile_time": compile_time.render, "training": training.render, "fitting": fitting.render,
+        "families": families.render, "graphs": graph_tables.render, "host": host.render, "peers": peers.render,
+        "training": training.render, "fitting": fitting.render,
     }  # fmt: skip
     if records := journal.last(journal.read(folder / "results.jsonl")):
         others = sorted(

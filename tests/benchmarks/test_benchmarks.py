@@ -25,9 +25,10 @@ from benchmarks.harness.schedule import FIRST, OutOfTime, Schedule, selection, t
 from benchmarks.harness.sdpa_backend import SdpaBackend
 from benchmarks.harness.timing import plan_rounds
 from benchmarks.harness.workloads import Workload, workloads
-from benchmarks.host import dispatch, low_precision
+from benchmarks.host import __main__ as host
+from benchmarks.host import calls
 from benchmarks.report import results
-from fastvit import ops, reference
+from fastvit import reference
 from fastvit.study.memory.peak import saved_bytes
 from fastvit.study.sources.baselines import use_sdpa
 from fastvit.tuning.clock import HOST_BOUND, Clock, Quantiles
@@ -191,25 +192,6 @@ def test_a_provider_that_waited_for_its_host_has_no_time(monkeypatch):
     assert record.providers["fastvit"].time == Quantiles.of([1.0, 2.0])
 
 
-@pytest.mark.parametrize("tokens", [False, True])
-def test_agreement_is_that_of_the_worst_image(tokens):
-    """The nearest patch is searched in other images only."""
-    exact = torch.eye(4, dtype=torch.float64)[[0, 1, 2]]  # logits of three images
-    if tokens:  # a CLS and two patches each: those of an image are more similar than those of two
-        exact = exact[:, None] + torch.tensor([0.0, 0.5, 0.6], dtype=torch.float64)[:, None] * torch.eye(4).double()[3]
-    got = exact.clone().float()
-    same = low_precision.agreement(got, exact)
-    assert same == {"cosine": pytest.approx(1.0), "error": 0.0, "top1": 1.0}
-    first = got[1, 0] if tokens else got[1]
-    first.copy_(torch.tensor([1.0, 0.0, 0.0, 0.0]))
-    worse = low_precision.agreement(got, exact)
-    assert (worse["cosine"], worse["error"]) == (0.0, 1.0)
-    assert worse["top1"] == (1.0 if tokens else pytest.approx(2 / 3))
-    if tokens:
-        got[1, 1:] = torch.tensor([[1.0, 0.0, 0.0, 0.5], [-1.0, 0.0, 0.0, 0.0]])  # now nearest to the first image's
-        assert low_precision.agreement(got, exact)["top1"] < 1.0
-
-
 # ---- the list of workloads ----
 
 
@@ -345,17 +327,21 @@ def test_the_benchmarks_are_collected_without_the_libraries_that_they_compare_wi
     assert "none of timm, torchvision and transformers is installed" in run.stdout
 
 
-# ---- dispatch ----
+# ---- the host's time ----
 
 
-def test_dispatch_measures_every_op(tmp_path):
-    found = dispatch.measure(rounds=1, calls=1)  # asserts that op and ATen calls agree
-    none = {"Norm", "Relative", "Rotary", "dropout", "use_backend"}  # no work in inference
-    assert {name.split(",")[0] for name in found} == {*ops.__all__} - none
-    assert all(row["fused"] > 0 and row["aten"] > 0 for row in found.values())
-    path = tmp_path / "dispatch.json"
+def test_small_ops_are_measured_and_shown(tmp_path):
+    microseconds = calls.small_ops(1, 1, ops=("layer_norm", "attention_varlen"))
+    assert {name.split(" ")[0] for name in microseconds} == {"layer_norm", "attention_varlen"}
+    assert all(us > 0 for row in microseconds.values() for us in row.values())
+    path = tmp_path / "host.json"
+    where = {"device": "x", "torch": "y", "triton": "z"}
+    step = {"us": 80.0, "kernels": 5, "vendor": 2, "stand_in": 3.7}
+    launches = {"layer_norm_fwd_kernel": {"arguments": 20, "triton": 10.0, "direct": 2.5}}
     path.write_text(
-        json.dumps({"environment": {"device": "x", "torch": "y"}, "commit": "z" * 40, "microseconds": found})
-    )
-    lines = dispatch.render(path)
-    assert all(any(line.startswith(f"{name} ") for line in lines) for name in found)
+        json.dumps({"environment": where, "commit": "0" * 40, "launches": launches, "block": {"forward": step},
+                    "ops": microseconds})
+    )  # fmt: skip
+    lines = host.render(path)
+    assert [line.split() for line in lines if line.startswith("forward")] == [["forward", "80", "5", "2", "3.7"]]
+    assert next(line for line in lines if line.startswith("layer_norm B1")).split()[-2] == "-", "no SDPA"

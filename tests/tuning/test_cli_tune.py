@@ -234,21 +234,3 @@ def test_what_is_compiled_beforehand_is_what_is_launched():
     for again in out.split("launched ")[1:-2]:
         kernels, before = again.splitlines()[2].split(" of them compiled before")[0].split(" kernels, ")
         assert kernels == before, "a second call compiles nothing"
-
-
-@pytest.mark.nightly
-def test_compile_time_is_measured_from_an_empty_cache(tmp_path):
-    path = tmp_path / "times.json"
-    path.write_text(json.dumps({"model": {}, "results": {"1.0": {}}}))
-    words = ["-m", "benchmarks.codegen.compile_time", "--out", str(path), "--target", "sm_90", "--mode", "infer"]
-    cache = {"TRITON_CACHE_DIR": str(tmp_path / "cache")}
-    for _ in range(2):
-        python(*words, "--model", "vit_tiny_patch16_224", "--batch", "2", **cache)
-    data = json.loads(path.read_text())
-    ((version, found),) = data["results"].items()
-    assert found["environment"]["triton"] == version
-    (case,) = found["cases"]
-    assert case["target"] == "sm_90"
-    assert len(case["kernels"]) >= 5
-    assert all(kernel["seconds"] > 0.02 for kernel in case["kernels"]), "compiled, not found"
-    assert not (tmp_path / "cache").exists()
