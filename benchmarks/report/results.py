@@ -22,7 +22,7 @@ from benchmarks.gpu import journal, summary, verdict
 from benchmarks.harness import conditions, families, fitting, table
 from benchmarks.harness.provenance import ROOT
 from benchmarks.host import __main__ as host
-from benchmarks.peers import compare as peers
+from benchmarks.peers import __main__ as peers
 from benchmarks.report import graph_tables, plot, training
 from benchmarks.report.read import read
 from fastvit._output import write_file
