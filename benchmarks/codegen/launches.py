@@ -94,6 +94,26 @@ def record(workloads: Iterable[Workload], target: str, dtypes: Iterable[str] = t
     return list(recorder.launches.values())
 
 
+MANY = 10  # options
+
+
+def representatives(recorded: Iterable[Launch]) -> list[Launch]:
+    """Return of each kernel the launch that uses most of its options, and of one with many options also the launch
+    that uses fewest. An option is an argument that may be None, or a flag."""
+    by_kernel: dict[str, list[Launch]] = {}
+    for launch in recorded:
+        by_kernel.setdefault(launch.name, []).append(launch)
+    chosen = []
+    for own in by_kernel.values():
+        values = [launch.constexprs for launch in own]
+        options = {key for each in values for key, value in each.items() if value is None or isinstance(value, bool)}
+        used = [sum(each.get(key, True) not in (None, False) for key in options) for each in values]
+        chosen.append(own[used.index(max(used))])
+        if len(options) > MANY:
+            chosen.append(own[used.index(min(used))])
+    return chosen
+
+
 def compile_all(recorded: list[Launch]) -> Iterator[tuple[Launch, Compiled | str]]:
     """Compile in one process per core. Yields in order; a string is the reason why a kernel did not compile."""
     return warmup.in_processes(Launch.compile, recorded)

@@ -38,14 +38,12 @@ the same ops run PyTorch's fused ATen functions: the figures say nothing about t
 """
 _TABLES = {  # by the name of the file: a module with `render`
     "graphs": "benchmarks.report.graph_tables",
-    "dispatch": "benchmarks.host.dispatch",
-    "launch": "benchmarks.host.launch",
-    "low_precision": "benchmarks.host.low_precision",
-    "peers": "benchmarks.peers.compare",
+    "host": "benchmarks.host.__main__",
+    "peers": "benchmarks.peers.__main__",
     "training": "benchmarks.report.training",
     "fitting": "benchmarks.harness.fitting",
 }
-_ONLY_IN_FULL = ("dispatch", "launch")
+_ONLY_IN_FULL = ("host",)
 
 
 def render(paths: Sequence[Path], every: bool = True) -> str:
