@@ -311,6 +311,9 @@ def test_rows_are_kept_when_they_end_and_left_out_later(tmp_path):
     assert journal.records()[0]["providers"] == {"fastvit": {"graph": {"median": 2.0}}}
     with pytest.raises(AssertionError):
         call(items[1], AssertionError("fastvit is not timed"))
+    with pytest.raises(MemoryError):
+        call(items[2], MemoryError())
+    assert [r["wrong"] for r in journal.records() if r["status"] == "failed"] == [True, False]
     with pytest.raises(pytest.skip.Exception):
         call(items[2], pytest.skip.Exception("no time left"))
     journal.add("row", rows._name(items[1]), BEGUN)  # as if the process had ended
