@@ -3,4 +3,4 @@ what they run) and with `fastvit.accelerate`."""
 
 from benchmarks.harness.measure import bench_op as bench_op  # what pytest runs with the workloads of OPS
 
-OPS = ("model", "image list", "accelerate")
+OPS = ("model", "accelerate")

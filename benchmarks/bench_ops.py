@@ -5,4 +5,4 @@ MLP; patch embedding."""
 from benchmarks.harness.measure import bench_op as bench_op  # what pytest runs with the workloads of OPS
 from benchmarks.harness.providers import OPS as ALL
 
-OPS = tuple(op for op in ALL if op not in ("model", "image list", "accelerate") and not op.startswith("memory"))
+OPS = tuple(op for op in ALL if op not in ("model", "accelerate") and not op.startswith("memory"))

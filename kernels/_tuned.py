@@ -1,5 +1,5 @@
 """Launch choices measured on one model of GPU, in files tuned_<gpu>.json: shipped ones next to this file, from
-benchmarks/gpu/tune.py, and the user's in a folder that the caller names, from `fastvit tune`.
+benchmarks/gpu/tune.py, and the user's in a folder that the caller names, from its --out.
 
     {"format": 2, "gpu": "NVIDIA H100 80GB HBM3", "arch": "sm_90", "tables": {"attention_fwd": {"197,64,2,0,0":
      {"block_m": 64, "block_n": 32, "num_warps": 4, "num_stages": 3}}}, ...}
@@ -140,7 +140,7 @@ def _read(arch: str, gpu: str, folder: Path, expected: str | None = None) -> Tab
         data = json.loads(text)
         choices = parse(data, arch, gpu)
         if expected is not None and data.get("measured", {}).get("sources") != expected:
-            return Table(path, {}, "it was measured with other kernels than these; `fastvit tune` measures again")
+            return Table(path, {}, "it was measured with other kernels than these")
     except (ValueError, RecursionError, AttributeError) as error:
         return Table(path, {}, str(error))
     return Table(path, choices, "")

@@ -1,4 +1,4 @@
-"""Find the widths of a kernel's global loads and stores by source line, in PTX or AMD assembly with `.loc` comments."""
+"""Find the widths of a kernel's global loads and stores by source line, in PTX with `.loc` comments."""
 
 from __future__ import annotations
 
@@ -68,7 +68,6 @@ _LOCATION = re.compile(r"^\s*\.loc\s+(\d+)\s(?:.*inlined_at (\d+) (\d+) (\d+) )?
 _CALL = re.compile(r"\S+:\d+:\d+")
 _PTX = re.compile(r"\b(ld|st)\.global(?:\.[a-zA-Z]\w*(?:::\w+)*)*?(?:\.v(\d))?\.[bsuf](\d+)\b")
 _PTX_COPY = re.compile(r"\bcp\.async\.c[ag]\.shared\.global.*\],\s*\[.*?\],\s*(0x[0-9a-f]+|\d+)")
-_AMD = re.compile(r"^\s+(?:global|buffer)_(load|store)_(?:lds_)?(dword(?:x(\d))?|[us]?(?:short|byte)|[biu](\d+))")
 
 
 def global_accesses(text: str) -> list[Access]:
@@ -89,7 +88,7 @@ def global_accesses(text: str) -> list[Access]:
             names[index] = name
             calls = [f"{names.get(caller, '?')}:{row}:{column}"] if caller else _CALL.findall(callers)
             place = " < ".join(dict.fromkeys([f"{name}:{position}", *calls]))
-        elif line.startswith(("$L__BB", ".LBB")):
+        elif line.startswith("$L__BB"):
             counts |= block
             block.clear()
         elif access := _access(line):
@@ -108,9 +107,4 @@ def _access(line: str) -> tuple[str, int] | None:
         return kind, int(found.group(2) or 1) * int(found.group(3)) // 8
     if found := _PTX_COPY.search(line):
         return "load", int(found.group(1), 0)
-    if found := _AMD.match(line):
-        kind, unit, dwords, bits = found.groups()
-        if bits:
-            return kind, int(bits) // 8
-        return kind, 4 * int(dwords or 1) if unit.startswith("dword") else 2 if "short" in unit else 1
     return None

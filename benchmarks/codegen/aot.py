@@ -18,9 +18,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from benchmarks.codegen import sass
-from benchmarks.codegen.accesses import Access, global_accesses, narrow, tile_bytes
+from benchmarks.codegen.accesses import global_accesses, narrow, tile_bytes
 from benchmarks.codegen.wrong_sums import wrong_sums
-from fastvit.tuning.launches import Launch, gpu_target
+from fastvit.warmup import Launch, gpu_target
 
 if os.environ.get("TRITON_INTERPRET", "0") == "1":
     raise RuntimeError("benchmarks.codegen.aot compiles kernels: unset TRITON_INTERPRET before triton is imported")
@@ -72,7 +72,7 @@ class Compiled:
     tensor_dots: int  # matmuls in the source that tensor cores can run: 16-bit, or float32 as tf32
     tiles: dict[str, int] = field(repr=False)  # bytes of the tiles that the source loads and stores, by place
     assembly: str = field(repr=False)
-    virtual: str = field(repr=False)  # PTX, or AMD assembly again: has the source line of every access
+    ptx: str = field(repr=False)  # has the source line of every access; empty for AMD
     granule: int = 16  # bytes that are contiguous and aligned in the tensors; less than 16 for some patch sizes
     dtype: str = "bf16"  # of the workload: a key of launches.DTYPES
 
@@ -87,11 +87,6 @@ class Compiled:
     @property
     def hot_loop(self) -> sass.Region:
         return self.listing.hot_loop
-
-    @cached_property
-    def accesses(self) -> list[Access]:
-        """Every kind of global load and store with its width and source line, without the tile copies of TMA."""
-        return global_accesses(self.virtual)
 
     @property
     def programs_per_sm(self) -> int:
@@ -123,7 +118,7 @@ class Compiled:
                 found.append(f"{self.spill_bytes} bytes of spills per thread")
         if self.shared > limit:
             found.append(f"{self.shared} bytes of shared memory, limit {limit}")
-        if not any(access.kind == "store" for access in self.accesses):
+        if not _STORE.search(self.assembly):
             found.append("nothing is stored: the compiler found the kernel's work impossible")
         if self.tensor_memory > _TENSOR_MEMORY:
             found.append(f"{self.tensor_memory} columns of tensor memory, limit {_TENSOR_MEMORY}")
@@ -142,7 +137,7 @@ class Compiled:
         if any(loop.loads_in_flight == 0 for loop in self.listing.hot_loops):
             found.append("a loop that waits for the loads which it has just issued")
         threads = self.num_warps * TARGETS[self.target].gpu.warp_size
-        return found + [str(access) for access in narrow(self.accesses, self.tiles, threads, self.granule)]
+        return found + [str(access) for access in narrow(global_accesses(self.ptx), self.tiles, threads, self.granule)]
 
 
 def compile_launch(launch: Launch, granule: int, dtype: str) -> Compiled:
@@ -163,6 +158,7 @@ def compile_launch(launch: Launch, granule: int, dtype: str) -> Compiled:
     )
 
 
+_STORE = re.compile(r"\b(?:STG|UTMASTG)\b|\b(?:global|buffer)_store_")
 _TENSOR_DOT = re.compile(r"tt\.dot .*(?:inputPrecision = tf32|: tensor<\d+x\d+x(?:bf16|f16)>)")
 
 
@@ -171,10 +167,10 @@ def _read_cubin(binary: Any) -> dict[str, Any]:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(binary.asm["cubin"])
         usage = _run_tool("cuobjdump", "--dump-resource-usage", str(path))
-        assembly = _run_tool("nvdisasm", "-c", str(path))
+        assembly = _run_tool("nvdisasm", "-c", "--no-dataflow", str(path))
     used = {key: int(value) for key, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage)}
     spills = used["STACK"] + used["LOCAL"]
-    return {"registers": used["REG"], "spill_bytes": spills, "assembly": assembly, "virtual": binary.asm["ptx"]}
+    return {"registers": used["REG"], "spill_bytes": spills, "assembly": assembly, "ptx": binary.asm["ptx"]}
 
 
 def _run_tool(name: str, *arguments: str) -> str:
@@ -186,4 +182,4 @@ def _read_amdgcn(binary: Any) -> dict[str, Any]:
     text = binary.asm["amdgcn"]
     used = {key: int(value) for key, value in re.findall(r"^\s+\.(\w+):\s+(\d+)$", text, re.MULTILINE)}
     spills = max(used["private_segment_fixed_size"], 4 * used["vgpr_spill_count"])
-    return {"registers": used["vgpr_count"], "spill_bytes": spills, "assembly": text, "virtual": text}
+    return {"registers": used["vgpr_count"], "spill_bytes": spills, "assembly": text, "ptx": ""}

@@ -1,7 +1,7 @@
 """Record the kernels that workloads launch, with all launch parameters, and compile them for a target.
 
 The public ops run forward and backward at the shapes of real models, and their launches are recorded
-(fastvit/tuning/launches.py), so that the list always agrees with the code.
+(fastvit/warmup.py), so that the list always agrees with the code.
 
     for launch in record(workloads("kernels", ops=("layer_norm",)), target="sm_90", dtypes=["bf16"]):
         print(launch.name, launch.workload, launch.compile().registers)
@@ -20,15 +20,15 @@ import torch
 from benchmarks.codegen.aot import Compiled, compile_launch
 from benchmarks.harness.draw import Draw
 from benchmarks.harness.workloads import Workload
-from fastvit.tuning import launches
-from fastvit.tuning.launches import in_library
+from fastvit import warmup
+from fastvit.warmup import in_library
 
 # "tf32" and "amp" are float32 tensors: with matmul precision "high", and under autocast to bfloat16.
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16} | dict.fromkeys(("fp32", "tf32", "amp"), torch.float32)
 
 
 @dataclass(frozen=True)
-class Launch(launches.Launch):
+class Launch(warmup.Launch):
     """One kernel as one workload launches it on one target."""
 
     dtype: str
@@ -39,7 +39,7 @@ class Launch(launches.Launch):
         return compile_launch(self, self.granule, self.dtype)
 
 
-class Recorder(launches.Recorder):
+class Recorder(warmup.Recorder):
     """A recorder that also keeps the workload of each launch."""
 
     def __init__(self, target: str) -> None:
@@ -58,7 +58,7 @@ def recording(target: str, multiprocessors: int | None = None) -> Iterator[Recor
     autocast = in_library(  # torch's own refuses the meta device
         autocast_dtype=lambda x: torch.bfloat16 if recorder.dtype == "amp" else None
     )
-    with autocast, launches.recording(recorder, multiprocessors):
+    with autocast, warmup.recording(recorder, multiprocessors):
         yield recorder
 
 
@@ -94,6 +94,26 @@ def record(workloads: Iterable[Workload], target: str, dtypes: Iterable[str] = t
     return list(recorder.launches.values())
 
 
+MANY = 10  # options
+
+
+def representatives(recorded: Iterable[Launch]) -> list[Launch]:
+    """Return of each kernel the launch that uses most of its options, and of one with many options also the launch
+    that uses fewest. An option is an argument that may be None, or a flag."""
+    by_kernel: dict[str, list[Launch]] = {}
+    for launch in recorded:
+        by_kernel.setdefault(launch.name, []).append(launch)
+    chosen = []
+    for own in by_kernel.values():
+        values = [launch.constexprs for launch in own]
+        options = {key for each in values for key, value in each.items() if value is None or isinstance(value, bool)}
+        used = [sum(each.get(key, True) not in (None, False) for key in options) for each in values]
+        chosen.append(own[used.index(max(used))])
+        if len(options) > MANY:
+            chosen.append(own[used.index(min(used))])
+    return chosen
+
+
 def compile_all(recorded: list[Launch]) -> Iterator[tuple[Launch, Compiled | str]]:
     """Compile in one process per core. Yields in order; a string is the reason why a kernel did not compile."""
-    return launches.in_processes(Launch.compile, recorded)
+    return warmup.in_processes(Launch.compile, recorded)

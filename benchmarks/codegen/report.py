@@ -3,9 +3,10 @@
     python -m benchmarks.codegen.report                                  # every kernel, sm_90, bf16
     python -m benchmarks.codegen.report --kernel attention --target sm_80 --target sm_90 --json report.json
     python -m benchmarks.codegen.report --use second --dtype all --target all
+    python -m benchmarks.codegen.report --use kernels --few              # one or two launches of each kernel
 
-The exit status is 1 if a kernel has a problem. The JSON also has the instructions of the hot loop, tensor-core
-instructions, and every global access with its width and source line.
+The exit status is 1 if a kernel has a problem. The JSON also has the instructions of the hot loop and tensor-core
+instructions.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.codegen.aot import TARGETS, Compiled
-from benchmarks.codegen.launches import DTYPES, Launch, compile_all, record
+from benchmarks.codegen.launches import DTYPES, Launch, compile_all, record, representatives
 from benchmarks.harness.columns import make
 from benchmarks.harness.workloads import workloads
 from fastvit._output import not_writable, write_file
@@ -85,7 +86,6 @@ def facts(launch: Launch, compiled: Compiled | str) -> dict[str, Any]:
         "mix": loop.mix,
         "tensor_instructions": dict(compiled.whole.tensor),
         "tensor_dots": compiled.tensor_dots,
-        "accesses": [str(access) for access in compiled.accesses],
         "problems": compiled.problems,
     }
     if unit is not None:
@@ -135,6 +135,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--kernel", default="", help="only kernels whose name contains this")
     parser.add_argument("--op", action="append", default=[], help="only the workloads of this op")
     parser.add_argument("--use", choices=("compile", "second", "kernels"), default="compile", help="which workloads")
+    parser.add_argument("--few", action="store_true", help="of each kernel only the launch with most options in use")
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     chosen = parser.parse_args(arguments)
     if chosen.json and (reason := not_writable(chosen.json.parent)):
@@ -144,6 +145,8 @@ def main(arguments: list[str] | None = None) -> int:
     selected = workloads(chosen.use, ops=tuple(chosen.op))
     launches = [launch for target in targets for launch in record(selected, target, dtypes)]
     launches = [launch for launch in launches if chosen.kernel in launch.name]
+    if chosen.few:
+        launches = representatives(launches)
     rows = [facts(*pair) for pair in compile_all(launches)]
     if chosen.json:
         write_file(chosen.json, json.dumps(rows, indent=1))

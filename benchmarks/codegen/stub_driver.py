@@ -27,7 +27,7 @@ from triton.runtime.jit import JITFunction
 
 from fastvit.ops.runtime import call, launch
 from fastvit.ops.runtime.registry import LAUNCH_MODULES
-from fastvit.tuning.launches import in_library
+from fastvit.warmup import in_library
 
 MULTIPROCESSORS = 132
 

@@ -12,7 +12,7 @@
                    ($TORCH_HOME/datasets)
     FOLDER         FOLDER/train/CLASS/ and FOLDER/val/CLASS/ with images, or
                    FOLDER/CLASS/, of which a fifth is then held out for the
-                   test; or the four files of MNIST's format, packed or not
+                   test
 
 The recipe is a usual one for ViTs: AdamW, weight decay 0.05, warm-up and
 cosine decay, RandomResizedCrop, RandAugment, MixUp 0.8, CutMix 1.0, label
@@ -36,17 +36,15 @@ from fastvit.cli import options, terminal
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silence the profiler that reads the CPU's allocator
 
-_DEVICES = ("auto", "cpu", "cuda")
 _EXAMPLES = """examples:
   train.py run --data cifar10 --model vit_cifar_small --epochs 200 --amp \\
       --out runs/cifar
   train.py resume runs/cifar                 # goes on where a run has stopped
-  train.py evaluate runs/cifar --scales 1,1.25,1.5    # also the mean over sizes
   train.py run --dropout 0 --out runs/fused
   train.py run --dropout 0 --plain --out runs/plain   # same losses, in PyTorch
   train.py run --model vit_small_patch14_dinov2 --image-size 56 --mixup 0 \\
       --weights facebook/dinov2-small --cutmix 0 --layer-decay 0.75 --lr 3e-4 \\
-      --out runs/tuned                    # fine-tuning; --freeze: only the head
+      --out runs/tuned                           # fine-tuning
   train.py run --teacher runs/resnet --distill hard --out runs/taught
   torchrun --nproc-per-node 8 benchmarks/examples/train.py run \\
       --parallel fsdp --compile --amp --out runs/eight
@@ -61,9 +59,7 @@ def _run_options(parser: argparse.ArgumentParser) -> None:
     add("--set", nargs="+", action="extend", type=_assignment, default=[], metavar="NAME=VALUE",
         help="arguments of the model: depth=6")  # fmt: skip
     add("--plain", action="store_true", help="our model in plain PyTorch (fastvit.reference), with the same weights")
-    add("--accelerate", action="store_true", help="fastvit.accelerate timm's model")
     add("--weights", help="start from this file or repository of the Hub, with a new head")
-    add("--freeze", action="store_true", help="train the head alone")
     add("--image-size", type=options.count, help="side of the images in pixels; default: the data's, 224 for a folder")
 
     group = parser.add_argument_group("recipe")
@@ -76,8 +72,6 @@ def _run_options(parser: argparse.ArgumentParser) -> None:
     add("--weight-decay", type=_amount, default=0.05, help="not of biases, norms, positions and tokens")
     add("--layer-decay", type=_rate, help="each layer learns more slowly than the next one by this factor")
     add("--clip", type=_amount, default=1.0, help="largest norm of the gradient; 0: not clipped")
-    add("--ema", type=_share, default=0.0, help="also average the weights, with this decay; 0.9998 is usual")
-    add("--crop", type=_rate, help="least area that RandomResizedCrop keeps; default: 0.3, 0.7 for images under 32 px")
     add("--rand-augment", type=int, choices=range(10), help="its magnitude; 0: none; default: 9, 5 under 16 px")
     add("--mixup", type=_amount, default=0.8, help="alpha of MixUp; 0: none")
     add("--cutmix", type=_amount, default=1.0, help="alpha of CutMix; 0: none")
@@ -90,10 +84,8 @@ def _run_options(parser: argparse.ArgumentParser) -> None:
 
     group = parser.add_argument_group("machine")
     add = group.add_argument
-    add("--device", default="auto", choices=_DEVICES)
     add("--amp", action="store_true", help="bfloat16 autocast")
     add("--compile", nargs="?", const="inductor", metavar="BACKEND", help="torch.compile the model")
-    add("--checkpointing", action="store_true", help="recompute each block in the backward pass")
     add("--accumulate", type=options.count, default=1, help="parts of a step's batch, one after another")
     add("--parallel", choices=("ddp", "fsdp"), help="under torchrun; default: ddp")
     add("--workers", type=_whole, default=_workers(), help="processes that prepare images, for each that trains")
@@ -132,7 +124,7 @@ def _train(args: argparse.Namespace, new: bool) -> int:
         raise ValueError(f"--batch must give each part an even number of images, got {args.batch} for {each}")
     if args.compile and args.compile not in torch._dynamo.list_backends(exclude_tags=()):
         raise ValueError(f"--compile must name a backend of torch.compile, got {args.compile!r}")
-    device = _device(args.device)
+    device = _device()
     run = Run(args.out, writes=os.environ.get("RANK", "0") == "0")
     if world > 1:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
@@ -149,7 +141,7 @@ def _train(args: argparse.Namespace, new: bool) -> int:
         trainer = Trainer(args, data, run, device)
         if new:
             _by_one_process(lambda: run.begin(args), world)
-        found = trainer.fit(resume=not new and run.checkpoint.exists())
+        last = trainer.fit(resume=not new and run.checkpoint.exists())
         del trainer  # before the group: DDP's reducer, if it frees the group, waits for a thread that needs the GIL
     except Stopped as stopped:
         if run.writes:
@@ -158,8 +150,8 @@ def _train(args: argparse.Namespace, new: bool) -> int:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-    if run.writes and found:
-        print(f"accuracy {found['accuracy']:.2%}; weights: {run.weights}")
+    if run.writes and last:
+        print(f"accuracy {last['accuracy']:.2%}; weights: {run.weights}")
     return 0
 
 
@@ -179,18 +171,6 @@ def _by_one_process(function: Callable[[], Any], world: int) -> None:
     dist.broadcast_object_list(failed)
     if failed[0] is not None:
         raise failed[0]
-
-
-def _evaluate(args: argparse.Namespace) -> int:
-    from training.evaluate import evaluate
-    from training.state import Run
-
-    run = Run(args.run, writes=False)
-    settings = argparse.Namespace(**run.settings())
-    rows = evaluate(settings, run, args.data, args.scales, args.flip, _device(args.device))
-    cells = [[row.name, row.size, f"{row.accuracy:.2%}", f"{row.top5:.2%}", f"{row.loss:.4f}"] for row in rows]
-    terminal.print_table(["images", "px", "accuracy", "top 5", "loss"], cells)
-    return 0
 
 
 def _compare(args: argparse.Namespace) -> int:
@@ -213,17 +193,13 @@ def _compare(args: argparse.Namespace) -> int:
     return 0
 
 
-def _device(name: str) -> Any:
+def _device() -> Any:
     import torch
 
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda":
-        if not torch.cuda.is_available():
-            raise ValueError("--device cuda: torch finds no GPU")
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def _assignment(text: str) -> tuple[str, Any]:
@@ -269,10 +245,6 @@ def _within(text: str, allowed: Any, words: str) -> float:
     return value
 
 
-def _scales(text: str) -> list[float]:
-    return [_rate(part) for part in text.split(",")]
-
-
 def main(arguments: list[str] | None = None) -> int:
     parser = terminal.Parser("train.py", description=__doc__ or "", epilog=_EXAMPLES)
     verbs = parser.add_subparsers(dest="verb", required=True)
@@ -281,18 +253,12 @@ def main(arguments: list[str] | None = None) -> int:
     resume = verbs.add_parser("resume", help="continue a run from its last checkpoint")
     resume.add_argument("run", type=Path, help="folder of a run")
     resume.add_argument("--workers", type=_whole, help="processes that prepare images; default: the run's")
-    evaluate = verbs.add_parser("evaluate", help="test a trained model, also at several sizes of the images")
-    evaluate.add_argument("run", type=Path, help="folder of a run")
-    evaluate.add_argument("--data", help="default: the run's")
-    evaluate.add_argument("--scales", type=_scales, default=[1.0], help="factors of the side of the images: 1,1.25")
-    evaluate.add_argument("--flip", action="store_true", help="also of mirrored images")
-    evaluate.add_argument("--device", default="auto", choices=_DEVICES)
     compare = verbs.add_parser("compare", help="compare runs in a table and a picture")
     compare.add_argument("runs", type=Path, nargs="+", help="folders of runs")
     compare.add_argument("--plot", type=Path, help="writes NAME_light.svg and NAME_dark.svg; .png too")
     compare.add_argument("--json", type=Path, help="file for the table")
     args = parser.parse_args(arguments)
-    return {"run": _begin, "resume": _resume, "evaluate": _evaluate, "compare": _compare}[args.verb](args)
+    return {"run": _begin, "resume": _resume, "compare": _compare}[args.verb](args)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Check before the first step that a run on a GPU has all that it needs."""
+"""Check before the first command that a run on a GPU has all that it needs."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from pathlib import Path
 
 from fastvit.study.machine import why_no_gpu
 
-_PIP = {"pytest_benchmark": "pytest-benchmark"}  # names that differ from the module's
+_PACKAGES = {"triton": "triton", "pytest": "pytest", "pytest_benchmark": "pytest-benchmark"}  # module -> its package
 _SCHEMES = (sysconfig.get_default_scheme(), "posix_prefix")  # Triton takes the second where the first is Debian's own
 
 
-def complaint(target: str, packages: tuple[str, ...], *, rehearse: bool) -> str:
-    """Return in a few lines why the run cannot begin, or "". target: of the Makefile. packages: that steps import."""
+def complaint(*, rehearse: bool) -> str:
+    """Return in a few lines why the run cannot begin, or ""."""
     if not rehearse and (reason := why_no_gpu()):
         return (
-            f"make {target} needs a GPU: {reason}, in {sys.executable}.\n"
-            "fastvit doctor says more; --rehearse runs every step in miniature without one."
+            f"make gpu needs a GPU: {reason}, in {sys.executable}.\n"
+            "fastvit doctor says more; --rehearse runs every command in miniature without one."
         )
-    missing = [_PIP.get(name, name) for name in packages if importlib.util.find_spec(name) is None]
+    missing = [package for module, package in _PACKAGES.items() if importlib.util.find_spec(module) is None]
     lines = [f"missing {', '.join(missing)}: {sys.executable} -m pip install {' '.join(missing)}"] * bool(missing)
     if not rehearse and (reason := missing_for_triton()):
         lines.append(reason)
-    return "\n".join(f"make {target}: {line}" for line in lines)
+    return "\n".join(f"make gpu: {line}" for line in lines)
 
 
 def missing_for_triton() -> str:

@@ -1,4 +1,4 @@
-"""The table of a run on a GPU, and its short form, both made from the journal's records."""
+"""The table of a run on a GPU, made from the journal's records."""
 
 from __future__ import annotations
 
@@ -12,12 +12,16 @@ from benchmarks.gpu import verdict
 from benchmarks.gpu.journal import BEGUN, Record
 from benchmarks.gpu.verdict import figures, ratios, reason
 from benchmarks.harness.timing import Ceilings
-from benchmarks.harness.workloads import workloads
+from benchmarks.harness.workloads import Workload, workloads
 
 MODES = {"inference": "forward", "training": "forward + backward"}
 PROVIDERS = ("eager", "flash", "cudnn", "fastvit")
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-TOLERANCE = 0.05  # of the largest result, by which a timed result may differ from another provider's
+DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+
+
+def row_name(workload: Workload, mode: str) -> str:
+    """Return the name of the result of a workload, forward alone or forward and backward."""
+    return f"{workload.op} {workload} {MODES[mode]}"
 
 
 class Rates:
@@ -98,12 +102,12 @@ def _last(r: Record) -> str:
 
 def _correct(records: list[Record]) -> list[str]:
     """Return the table of the worst errors of outputs and gradients, by op and shape."""
-    found: dict[str, dict[str, str]] = {}
+    by_case: dict[str, dict[str, str]] = {}
     for r in records:
         if r["kind"] == "correct":
-            found.setdefault(r["case"], {})[r["dtype"]] = _verdict(r)
-    rows = [[case, *(cells.get(dtype, "-") for dtype in DTYPES)] for case, cells in found.items()]
-    return _table(("error of outputs (at most 2), gradients (at most 3)", *DTYPES), rows)
+            by_case.setdefault(r["case"], {})[r["dtype"]] = _verdict(r)
+    rows = [[case, *(cells.get(dtype, "-") for dtype in DTYPES.values())] for case, cells in by_case.items()]
+    return _table(("error of outputs (at most 2), gradients (at most 3)", *DTYPES.values()), rows)
 
 
 def _verdict(r: Record) -> str:
@@ -118,8 +122,7 @@ _LEGEND = """\
 us: of the GPU, by replays of a graph (* without one), cache cleared; called: host included, in a loop; rate: of
 fastvit, in the unit of the limit that binds it: FLOPs of matmuls, two for a multiply-add, as eager needs them,
 without what is recomputed (both passes of attention count as 3 forward passes; papers count 3.5), or bytes: every
-input, parameter, output and gradient once a pass; of the limit: the share of the measured limit above; tuned: launch
-choices of fastvit that were measured on this GPU, - where all are as shipped""".splitlines()
+input, parameter, output and gradient once a pass; of the limit: the share of the measured limit above""".splitlines()
 
 
 def _rows(records: list[Record], rates: Rates) -> list[str]:
@@ -130,8 +133,7 @@ def _rows(records: list[Record], rates: Rates) -> list[str]:
         by_provider = r.get("providers", {})
         name = r["name"] if r["status"] == "passed" else f"{r['name']} (**{reason(r)[:160].replace('|', '/')}**)"
         reached = rates.cells(r["name"], by_provider.get("fastvit", {}).get("graph"))
-        tuned = str(len(r.get("tuned", ())) or "-")
-        alone.append([name, *_times(by_provider, "graph"), *reached, _over(r, "graph"), tuned])
+        alone.append([name, *_times(by_provider, "graph"), *reached, _over(r, "graph")])
         called.append([name, *_times(by_provider, "called"), _over(r, "called")])
         notes += [
             f"- {r['name']}, {provider}: {words}"
@@ -141,7 +143,7 @@ def _rows(records: list[Record], rates: Rates) -> list[str]:
         ]
     times = [f"{name} us" for name in PROVIDERS]
     return [
-        *_table(["the GPU alone", *times, "rate", "of the limit", "us / fastvit's", "tuned"], alone),
+        *_table(["the GPU alone", *times, "rate", "of the limit", "us / fastvit's"], alone),
         *_table(["called", *times, "us / fastvit's"], called),
         *_LEGEND * bool(alone),
         *notes,
@@ -174,28 +176,3 @@ def _compiled(records: list[Record], rates: Rates) -> list[str]:
             status = f"{r['status']} {reason(r)}".strip().replace("|", "/")
             rows.append([r["name"], alone, *rates.cells(r["name"], r.get("graph")), called, status])
     return _table(("torch.compile", "us", "rate", "of the limit", "us called", ""), rows)
-
-
-def short(records: list[Record]) -> list[str]:
-    """Return the most important results in a few lines."""
-    machine = [r for r in records if r["name"] == "machine"]
-    lines = [f"{r['own_device']}, torch {r['torch']}, triton {r['triton']}, commit {r['commit']}" for r in machine]
-    bad = [r for r in records if r["kind"] == "environment" and r["status"] != "passed"]
-    lines += [f"{r['name']}: {r['status']} {_last(r)}" for r in bad] + _ceilings(records)
-    checked: dict[str, list[Record]] = {}
-    for r in records:
-        if r["kind"] == "correct":
-            checked.setdefault(r["case"].split()[0], []).append(r)
-    for op, cases in checked.items():
-        wrong = [r for r in cases if r["status"] != "passed"]
-        worst = max((v for r in cases for v in r.get("ratios", ()) if v is not None), default=float("nan"))
-        lines.append(f"{op}: {len(cases) - len(wrong)} of {len(cases)} correct, worst error ratio {worst:.2f}")
-    for r in records:
-        if r["kind"] == "row" and r["status"] == "passed":
-            pair = [", ".join(f"{k} {v:.2f}x" for k, v in ratios(r, which).items()) for which in ("graph", "called")]
-            lines.append(f"{r['name']}: {_us(r['providers'], 'fastvit', 'graph')} us, {pair[0]}; as called {pair[1]}")
-        elif r["kind"] == "row":
-            lines.append(f"{r['name']}: {reason(r)}")
-        elif r["kind"] == "compiled" and r.get("called"):
-            lines.append(f"{r['name']}: {r['called']['median'] * 1e6:,.0f} us called")
-    return lines

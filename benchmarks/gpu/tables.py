@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from benchmarks.gpu.tuner import Run, Work
 from benchmarks.harness.draw import Draw
 from benchmarks.harness.workloads import Workload, workloads
-from fastvit.tuning.tuner import Run, Work
 
 
 @dataclass(frozen=True)
@@ -22,8 +21,8 @@ class Table:
     Attributes:
         steps: "forward", "backward" or "both", as one call.
         leaves: the op's tensors that backward differentiates by, all of them if none is named. A choice leaves out
-        those whose gradient takes a GEMM, which would be timed with the kernel. suits: whether a workload of these
-        sizes is measured.
+            those whose gradient takes a GEMM, which would be timed with the kernel.
+        suits: whether a workload of these sizes is measured.
     """
 
     name: str
@@ -51,24 +50,14 @@ TABLES = (  # in this order: a choice between two kernels comes after the tables
 )
 
 
-HEADLINE = ("gemm", "use_triton_gemm")  # tables that are measured before the rows of headline.py
-_WIDTHS = (768, 384)  # of the rows' models, the more important first
-
-
-def works(*, tiny: bool = False, headline: bool = False) -> Iterator[Work]:
-    """Yield everything that tuning measures.
-
-    tiny: for the interpreter, whose GEMMs with an epilogue are all Triton's. headline: only the entries of the tables
-    HEADLINE that the rows of headline.py look up.
-    """
-    for width, table in itertools.product(_WIDTHS if headline and not tiny else (0,), TABLES):
-        if (headline and table.name not in HEADLINE) or (tiny and table.name == "use_triton_gemm"):
+def works(*, tiny: bool = False) -> Iterator[Work]:
+    """Yield everything that tuning measures. tiny: for the interpreter, whose GEMMs with an epilogue are all
+    Triton's."""
+    for table in TABLES:
+        if tiny and table.name == "use_triton_gemm":
             continue
         for workload in workloads("rehearse" if tiny else "tune", ops=(table.op,)):
-            sizes = workload.sizes
-            if width and (sizes["N"] != 197 or min(sizes["D"], sizes.get("out", sizes["D"])) != width):
-                continue
-            for step in table.steps if table.suits(sizes) else ():
+            for step in table.steps if table.suits(workload.sizes) else ():
                 build = functools.partial(_build, workload, step, table.leaves)
                 yield Work(table.name, f"{workload} {step}", build)
 

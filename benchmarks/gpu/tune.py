@@ -2,9 +2,8 @@
 
     python -m benchmarks.gpu.tune                                   # every table; continues where it was stopped
     python -m benchmarks.gpu.tune --table attention_fwd
-    python -m benchmarks.gpu.tune --headline                        # what the rows of the first minutes look up
 
-How a choice is measured and made: fastvit/tuning/tuner.py.
+How a choice is measured and made: benchmarks/gpu/tuner.py. What is measured: benchmarks/gpu/tables.py.
 """
 
 from __future__ import annotations
@@ -22,22 +21,21 @@ if "--rehearse" in sys.argv and __name__ == "__main__":
 import torch
 
 from benchmarks.gpu.tables import works
-from benchmarks.harness.provenance import commit, now, sources
+from benchmarks.gpu.tuner import HostBound, Tuner, timer_of
+from benchmarks.harness.provenance import commit, now
 from benchmarks.harness.record import environment
 from fastvit.kernels import _tuned
 from fastvit.ops.runtime import backend as backends
-from fastvit.tuning.tuner import HostBound, Tuner, timer_of
 
 
 def measured(device: torch.device) -> dict[str, Any]:
-    """Return where and with which versions the table is measured."""
-    return environment(device, torch.bfloat16) | {"when": now(), "commit": commit(), "sources": sources()}
+    """Return where and with which versions the table is measured. In a user's folder it counts for these kernels."""
+    return environment(device, torch.bfloat16) | {"when": now(), "commit": commit(), "sources": _tuned.sources()}
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--table", action="append", choices=sorted(_tuned.FIELDS), help="default: all")
-    parser.add_argument("--headline", action="store_true", help="only what the rows of the first minutes ask for")
     parser.add_argument("--out", type=Path, default=_tuned.FOLDER, help="folder of tuned_<gpu>.json")
     parser.add_argument("--rehearse", action="store_true", help="two candidates at tiny shapes in the interpreter")
     chosen = parser.parse_args(arguments)
@@ -53,7 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
     with backends.use_backend("triton", strict=True):
         state = functools.partial(measured, device)
         tuner = Tuner(device, timer_of(device), path, gpu, state, most=2 if chosen.rehearse else 99)
-        for work in works(tiny=chosen.rehearse, headline=chosen.headline):
+        for work in works(tiny=chosen.rehearse):
             if work.table not in (chosen.table or _tuned.FIELDS):
                 continue
             try:
@@ -62,7 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
             except HostBound as reason:
                 host_bound += 1
                 print(f"{work.label}: not tuned, {reason}", flush=True)
-    print(f"> {path.name}: {sum(map(len, tuner.data['tables'].values()))} choices differ from the shipped ones")
+    print(f"> {path.name}: {len(tuner.entries)} choices differ from the shipped ones")
     return int(host_bound > 0)
 
 

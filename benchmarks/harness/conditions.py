@@ -13,6 +13,7 @@ from benchmarks.harness.timing import Ceilings
 SHARE = 1.05  # of the limits: with more than this, the limits were measured while something else ran
 MARK = "BUSY"  # begins the line that marks a run
 DRIFT = 0.10  # of a limit, between start and end
+_LIMITS = {"bytes_per_second": "large copy", "flops_per_second": "matmul", "cached_bytes_per_second": "cached copy"}
 
 
 @dataclass(frozen=True)
@@ -46,28 +47,18 @@ def best(several: Sequence[Ceilings]) -> Ceilings:
     return Ceilings(**{name: max(values) for name, values in known.items() if values})
 
 
-def lines(found: Conditions, records: Sequence[Record], ceilings: Ceilings) -> Iterator[str]:
+def lines(state: Conditions, records: Sequence[Record], ceilings: Ceilings) -> Iterator[str]:
     """Yield the load, and reasons to distrust the run: a limit that moved, a share of the limits that cannot be."""
-    if found.load_before is not None and found.load_after is not None:
+    if state.load_before is not None and state.load_after is not None:
         yield (
-            f"load of the last minute {found.load_before:.1f} before the run, {found.load_after:.1f} after it, "
-            f"on {found.cores} cores"
+            f"load of the last minute {state.load_before:.1f} before the run, {state.load_after:.1f} after it, "
+            f"on {state.cores} cores"
         )
-    reasons = [*_drifts(found), *_impossible(records, ceilings)]
-    if reasons:
-        yield f"{MARK}: the machine ran something else, or changed its speed; do not cite times"
-        yield from (f"      {reason}" for reason in reasons)
-
-
-def _drifts(found: Conditions) -> Iterator[str]:
-    names = {"bytes_per_second": "large copy", "flops_per_second": "matmul", "cached_bytes_per_second": "cached copy"}
-    for field, name in names.items():
-        start, end = getattr(found.start, field), getattr(found.end, field)
+    reasons = []
+    for field, name in _LIMITS.items():
+        start, end = getattr(state.start, field), getattr(state.end, field)
         if start and end and abs(end / start - 1) > DRIFT:
-            yield f"{name} at the end {end / start - 1:+.0%} against the start"
-
-
-def _impossible(records: Sequence[Record], ceilings: Ceilings) -> Iterator[str]:
+            reasons.append(f"{name} at the end {end / start - 1:+.0%} against the start")
     shares = [
         (share, f"{r.op} {r.case}, {r.mode}, {name}")
         for r in records
@@ -76,4 +67,7 @@ def _impossible(records: Sequence[Record], ceilings: Ceilings) -> Iterator[str]:
     ]
     if shares:
         most, what = max(shares)
-        yield f"{what} at {most:.0%} of the limits" + f", and {len(shares) - 1} more" * (len(shares) > 1)
+        reasons.append(f"{what} at {most:.0%} of the limits" + f", and {len(shares) - 1} more" * (len(shares) > 1))
+    if reasons:
+        yield f"{MARK}: the machine ran something else, or changed its speed; do not cite times"
+        yield from (f"      {reason}" for reason in reasons)

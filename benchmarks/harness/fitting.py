@@ -14,17 +14,15 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from benchmarks.harness.columns import make
-from benchmarks.harness.libraries import load
 from benchmarks.harness.provenance import commit, write_json
 from benchmarks.harness.record import environment
 from benchmarks.harness.timing import per_call
@@ -41,22 +39,13 @@ SHARES = 0.25, 0.5, 0.75
 ROUNDS = 5
 
 
-@dataclass(frozen=True)
-class Case:
+class Case(NamedTuple):
     model: str
     image_size: int
     batch: int
     measured: bool = True
 
 
-def vit_of_transformers(image_size: int = 224) -> nn.Module:
-    """ViT-S/16 of Hugging Face transformers."""
-    transformers = load("transformers")
-    sizes = {"hidden_size": 384, "num_attention_heads": 6, "intermediate_size": 1536, "image_size": image_size}
-    return transformers.ViTForImageClassification(transformers.ViTConfig(**sizes))
-
-
-_TRANSFORMERS = f"{__spec__.name if __spec__ else __name__}:vit_of_transformers"
 CASES = {
     "cpu": (
         Case("vit_small_patch16_224", 224, 8),
@@ -64,7 +53,6 @@ CASES = {
         Case("vit_small_patch14_reg4_dinov2", 224, 8),
         Case("vit_small_patch16_dinov3", 256, 8),
         Case("vit_base_patch16_siglip_224", 224, 8),
-        Case(_TRANSFORMERS, 224, 8),
         Case("vit_large_patch16_224", 224, 8, measured=False),
     ),
     "cuda": (
@@ -73,7 +61,6 @@ CASES = {
         Case("vit_base_patch14_reg4_dinov2", 518, 16),
         Case("vit_small_plus_patch16_dinov3", 512, 32),
         Case("vit_base_patch16_siglip_512", 512, 16),
-        Case(_TRANSFORMERS, 224, 256),
     ),
 }
 
@@ -88,31 +75,33 @@ def fit_at(case: Case, device: torch.device, dtype: str) -> list[dict[str, Any]]
     """Return the results at every budget."""
     options: dict[str, Any] = {"batch": case.batch, "image_size": case.image_size, "dtype": dtype}
     options["device"] = device.type
-    range_of = study.fit(case.model, budget=1 << 60, **options)
-    least, most = range_of.frontier[0].peak, range_of.alternatives[0].peak
+    without_limit = study.fit(case.model, budget=1 << 60, **options)
+    least, most = without_limit.frontier[0].peak, without_limit.alternatives[0].peak
     rows = []
     for share in SHARES:
         budget = int(least + share * (most - least))
         fit = study.fit(case.model, budget=budget, **options)
         whole = next((point.recomputed for point in fit.whole_blocks if point.peak <= budget), None)
-        rows.append({
-            "model": case.model.rpartition(":")[2], "image_size": case.image_size, "batch": case.batch,
-            "share": share, "budget": budget, "planned": fit.peak, "recomputed": fit.recomputed,
-            "least_recomputed": fit.least_recomputed, "checkpointed": whole,
-            "choices": fit.choices, "words": in_words(fit.choices),
-        })  # fmt: skip
+        row = {
+            "model": case.model, "image_size": case.image_size, "batch": case.batch, "share": share, "budget": budget,
+            "planned": fit.peak, "recomputed": fit.recomputed, "least_recomputed": fit.least_recomputed,
+            "checkpointed": whole, "words": in_words(fit.choices),
+        }  # fmt: skip
         if case.measured:
             size, setting = (case.image_size, case.image_size), Setting("train", dtype)
             prepare = partial(choose, choices=fit.choices)
-            rows[-1]["measured"] = measurement.measure(
+            row["measured"] = measurement.measure(
                 find(case.model), "fastvit", size, case.batch, setting, device, prepare=prepare
             )
-        print(*render_rows(rows[-1:]), sep="\n", flush=True)
+        if device.type == "cuda":
+            row["seconds"] = seconds(case, fit.choices, device, dtype)
+        rows.append(row)
+        print(*render_rows([row]), sep="\n", flush=True)
     return rows
 
 
-def add_seconds(case: Case, rows: list[dict[str, Any]], device: torch.device, dtype: str) -> None:
-    """Add to each row the median seconds of a step with its choices, of one that recomputes nothing, and of one that
+def seconds(case: Case, choices: Sequence[Choice], device: torch.device, dtype: str) -> dict[str, float]:
+    """Return the median seconds of a step with these choices, of one that recomputes nothing, and of one that
     recomputes every block."""
     size = case.image_size, case.image_size
     with device:
@@ -120,23 +109,21 @@ def add_seconds(case: Case, rows: list[dict[str, Any]], device: torch.device, dt
         pixels = images_for(model, case.batch, size, DTYPES[dtype])
     step = Step(model, pixels, Setting("train", dtype), gpu=device.type == "cuda")
     step.make_state()
-    count = len(blocks_of(model))
 
     def work() -> None:
         for p in step.parameters:
             p.grad = None
         step.run()
 
-    def time(choices: Sequence[Choice]) -> float:  # one after the other, because the model has one choice at a time
-        choose(model, choices)
-        return median(per_call({"": work}, device, seconds=0.3, rounds=ROUNDS)[""])
+    ways = {"fit": choices, "nothing": [NOTHING] * len(choices), "every block": [BLOCK] * len(choices)}
+    found = {}
+    for way, of_blocks in ways.items():  # one after the other, because the model has one choice at a time
+        choose(model, of_blocks)
+        found[way] = median(per_call({"": work}, device, seconds=0.3, rounds=ROUNDS)[""])
+    return found
 
-    usual = {"nothing": time([NOTHING] * count), "every block": time([BLOCK] * count)}
-    for row in rows:
-        row["seconds"] = {**usual, "fit": time(row["choices"])}
 
-
-def render_rows(rows: list[dict[str, Any]]) -> list[str]:
+def render_rows(rows: Sequence[dict[str, Any]]) -> list[str]:
     def gib(value: int | None) -> str:
         return "-" if value is None else f"{value / 2**30:.2f}"
 
@@ -148,10 +135,8 @@ def render_rows(rows: list[dict[str, Any]]) -> list[str]:
         cells.append("-" if measured is None else f"{100 * (r['planned'] / measured - 1):+.1f} %")
         shares = r["recomputed"], r["checkpointed"]
         cells += ["-" if share is None else f"{100 * share:.1f} %" for share in shares]
-        if timed:
-            cells += [
-                "-" if times is None else f"{times[way] / times['nothing']:.2f}" for way in ("fit", "every block")
-            ]
+        for way in ("fit", "every block") * timed:
+            cells.append("-" if times is None else f"{times[way] / times['nothing']:.2f}")
         lines.append(cells)
         last = model
     heads = ["", "budget\nGiB", "planned\nGiB", "measured\nGiB", "over\nmeasured", "computed\nagain", "whole\nblocks"]
@@ -172,24 +157,14 @@ def render(path: Path) -> list[str]:
     ]
 
 
-def save(path: Path, rows: list[dict[str, Any]], device: torch.device, dtype: str) -> None:
-    for row in rows:
-        del row["choices"]  # its words say it
-    write_json(path, {"commit": commit(), "environment": environment(device, DTYPES[dtype]), "rows": rows})
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path, help="the result file, JSON")
     parser.add_argument("--device", choices=[*CASES], default="cpu")
     args = parser.parse_args()
     device, dtype = torch.device(args.device), "float32" if args.device == "cpu" else "bfloat16"
-    rows = []
-    for case in CASES[args.device]:
-        rows += (of_case := fit_at(case, device, dtype))
-        if device.type == "cuda":
-            add_seconds(case, of_case, device, dtype)
-    save(args.file, rows, device, dtype)
+    rows = [row for case in CASES[args.device] for row in fit_at(case, device, dtype)]
+    write_json(args.file, {"commit": commit(), "environment": environment(device, DTYPES[dtype]), "rows": rows})
     print(*render(args.file), sep="\n")
 
 

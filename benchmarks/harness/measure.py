@@ -13,13 +13,14 @@ import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from benchmarks.harness.agreement import agreement
+from benchmarks.harness.clock import HOST_BOUND, Clock, Quantiles
 from benchmarks.harness.conditions import Conditions, load
 from benchmarks.harness.draw import Draw
 from benchmarks.harness.graphs import capture_all
 from benchmarks.harness.providers import COMPILED, OPS
 from benchmarks.harness.record import Provider, Record, environment
 from benchmarks.harness.schedule import Schedule
-from benchmarks.harness.sdpa_backend import SdpaBackend
+from benchmarks.harness.sdpa_backend import BY_NAME, SdpaBackend, kernel_of, with_kernel
 from benchmarks.harness.timing import (
     Ceilings,
     measure_ceilings,
@@ -32,7 +33,6 @@ from benchmarks.harness.timing import (
 )
 from benchmarks.harness.workloads import Workload
 from fastvit.study.memory.peak import peak_bytes, saved_bytes
-from fastvit.tuning.clock import HOST_BOUND, Clock, Quantiles
 
 Step = Callable[[], object]
 Measure = Callable[[Workload, str], Record]  # the fixture that every benchmark calls
@@ -55,28 +55,19 @@ class Session:
     clock: Clock
     schedule: Schedule
     records: list[Record] = field(default_factory=list)
-    costs: dict[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
     load_before: float | None = field(default_factory=load)
 
     @functools.cached_property
     def ceilings(self) -> Ceilings:
-        return measure_ceilings(self.clock, self.dtype)
+        return self._limits()
 
     @functools.cached_property
     def conditions(self) -> Conditions:
         """The conditions of the run, to be read at its end: the limits are measured again."""
-        again, after = measure_ceilings(self.clock, self.dtype), load()
-        return Conditions(self.ceilings, again, self.load_before, after, os.cpu_count())
+        return Conditions(self.ceilings, self._limits(), self.load_before, load(), os.cpu_count())
 
-    def cost(self, workload: Workload, mode: str) -> tuple[int, int]:
-        key = workload.id, mode
-        if key not in self.costs:
-            self.costs[key] = workload.cost(mode, self.dtype)
-        return self.costs[key]
-
-    def work(self, workload: Workload, mode: str) -> float:
-        """Return the seconds of one step of eager at the machine's limits."""
-        return self.ceilings.least_seconds(*self.cost(workload, mode))
+    def _limits(self) -> Ceilings:
+        return measure_ceilings(self.clock, self.dtype, quick=self.grid == ("quick",))
 
 
 def measure(benchmark: BenchmarkFixture, session: Session, workload: Workload, mode: str) -> Record:
@@ -84,42 +75,45 @@ def measure(benchmark: BenchmarkFixture, session: Session, workload: Workload, m
 
     Raises:
         AssertionError: before any timing, if fastvit is less accurate than the rule allows.
-        OutOfTime: if the run's time ends within the case.
     """
+    gc.collect()
+    gc.freeze()  # what is there now, thousands of modules' objects, makes no later collection slow
     names = [name for name in session.providers if name in workload.providers]
-    flops, moved = session.cost(workload, mode)
-    record = Record(
-        workload.op, str(workload), mode, workload.sizes, workload.check, flops, moved, note=OPS[workload.op].note
-    )
-    ratios = agreement(workload, mode, names, session.dtype, session.device)
-    record.providers = {name: Provider(error_ratio=ratios[name]) for name in names}
+    cost = workload.cost(mode, session.dtype)
+    ceilings = session.ceilings  # measured before the first case
+    record = Record(workload.op, str(workload), mode, workload.sizes, workload.check, *cost, note=OPS[workload.op].note)
+    compared = [name for name in names if name not in BY_NAME]
+    ratios = agreement(workload, mode, compared, session.dtype, session.device)
+    record.providers = {name: Provider(error_ratio=ratios.get(name)) for name in names}
     steps: dict[str, Step] = {}
     seconds: dict[str, float] = {}
     for name, provider in record.providers.items():
         try:
-            steps[name], seconds[name] = _first_calls(session, workload, name, record)
-        except torch.OutOfMemoryError as error:
-            if name == "fastvit":
+            with kernel_of(name):
+                steps[name], seconds[name] = _first_calls(session, workload, name, record)
+        except RuntimeError as error:
+            too_large = isinstance(error, torch.OutOfMemoryError)
+            if name == "fastvit" or not (too_large or name in BY_NAME):
                 raise
-            provider.skipped = f"does not fit: {str(error).splitlines()[0]}"
+            provider.skipped = f"{'does not fit' if too_large else 'does not run'}: {str(error).splitlines()[0]}"
     if workload.max_rounds == 1:  # time is not studied; pytest-benchmark wants at least one round
         steps = dict([*steps.items()][-1:])
     elif session.device.type == "cuda":
         _time_calls(steps, session.device, record)
+        steps = {name: with_kernel(name, step) for name, step in steps.items()}
         replays, remarks = capture_all(steps)
         steps |= replays
         for name, remark in remarks.items():
             record.providers[name].remark = remark
-    samples = interleave(benchmark, session.clock, steps, seconds, session.schedule, workload.max_rounds)
+    samples = interleave(benchmark, session.clock, steps, seconds, session.schedule.budget(), workload.max_rounds)
     for name, values in samples.items():
         if good := measured(values):
             record.providers[name].time = Quantiles.of(good)
             record.providers[name].over_fastvit = _over_fastvit(samples, name)
         else:
             record.providers[name].remark += HOST_BOUND
-    where = environment(session.device, session.dtype)
     benchmark.group = f"{workload.op}, {mode}"
-    benchmark.extra_info.update(record.as_dict(where, session.ceilings))
+    benchmark.extra_info.update(record.as_dict(environment(session.device, session.dtype), ceilings))
     session.records.append(record)
     return record
 
@@ -127,17 +121,13 @@ def measure(benchmark: BenchmarkFixture, session: Session, workload: Workload, m
 def _first_calls(session: Session, workload: Workload, name: str, record: Record) -> tuple[Step, float]:
     """Warm a provider up and record its memory, and the kernel of SDPA. Returns its step, and about the seconds that
     one takes."""
-    provider, check = record.providers[name], session.schedule.check
-    check()
+    provider = record.providers[name]
     step, runner = workload.step(name, record.mode, Draw(session.dtype, session.device))
     if name in COMPILED:
         step()  # compiles: no estimate of a round
-    check()
     seconds = warm(step, session.clock)
-    check()
     provider.peak_bytes = peak_bytes(step, session.device)
     if record.mode == "training":
-        check()
         provider.saved_bytes = saved_bytes(runner.outputs, runner.parameters)
     if name == "sdpa":
         with SdpaBackend() as backend:
@@ -147,7 +137,7 @@ def _first_calls(session: Session, workload: Workload, name: str, record: Record
 
 
 def _time_calls(steps: Mapping[str, Step], device: torch.device, record: Record) -> None:
-    called = per_call(steps, device, seconds=0.05, rounds=ROUNDS)
+    called = per_call(steps, device, seconds=0.05, rounds=ROUNDS, within=kernel_of)  # entered once a loop
     for name, values in called.items():
         record.providers[name].called = Quantiles.of(values)
         record.providers[name].called_over_fastvit = _over_fastvit(called, name)
@@ -162,15 +152,15 @@ def interleave(
     clock: Clock,
     steps: Mapping[str, Step],
     seconds: Mapping[str, float],
-    schedule: Schedule,
+    budget: float,
     most: int,
 ) -> dict[str, list[float]]:
-    """Run rounds in which every provider runs once, in random order: as many as the schedule's budget allows, at least
-    ROUNDS and at most `most`. pytest-benchmark owns the loop and times the last provider. seconds: an estimate for each
+    """Run rounds in which every provider runs once, in random order: as many as fit into the budget, at least ROUNDS
+    and at most `most`. pytest-benchmark owns the loop and times the last provider. seconds: an estimate for each
     provider. Return every provider's samples, round by round."""
     subject = [*steps][-1]
     samples: dict[str, list[float]] = {name: [] for name in steps}
-    rounds = plan_rounds(sum(seconds[name] for name in steps), schedule.budget(), least=ROUNDS, most=most)
+    rounds = plan_rounds(sum(seconds[name] for name in steps), budget, least=ROUNDS, most=most)
     rounds = 1 if benchmark.disabled else rounds  # one run, not timed by the plugin
     gaps: list[list[str]] = [[]]  # who runs before the subject's first turn, between this and its second, ...
     for name in itertools.chain(*orders(steps, rounds)):
@@ -184,9 +174,7 @@ def interleave(
     def run_others() -> None:
         results.clear()  # outside the timed part, like in `Clock.time`
         for name in next(rest):
-            schedule.check()
             samples[name].append(clock.time(steps[name]))
-        schedule.check()
         clock.prepare()
 
     gc.collect()

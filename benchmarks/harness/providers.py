@@ -16,7 +16,6 @@ from torch import Tensor
 import fastvit
 from benchmarks.harness.draw import Draw, Runner
 from benchmarks.harness.families import VIT_B_16, output
-from benchmarks.harness.image_lists import image_list
 from benchmarks.harness.photographs import MEAN, SOURCE, STD
 from fastvit import layers, ops, reference
 from fastvit.study.accuracy import cases
@@ -25,7 +24,7 @@ from fastvit.study.accuracy.cases import Shapes, sizes
 from fastvit.study.sources.baselines import use_sdpa
 from fastvit.study.sources.from_zoo import reference_model
 
-PROVIDERS = ("eager", "sdpa", "compile", "graph", "fastvit")
+PROVIDERS = ("eager", "sdpa", "flash", "cudnn", "compile", "graph", "fastvit")
 COMPILED = ("compile", "graph")
 Sizes = dict[str, Any]
 _OF_ATTENTION = ("eager", "sdpa", "compile", "fastvit")
@@ -261,12 +260,12 @@ def model(provider: str, draw: Draw, name: str, B: int, px: int, **options: int)
     return Runner.of(vit, draw.photographs(B, px))
 
 
-def accelerate(provider: str, draw: Draw, library: str, B: int, **options: int) -> Runner:
+def accelerate(provider: str, draw: Draw, library: str, B: int, px: int = 224, depth: int = 12) -> Runner:
     """ViT-B/16 of another library: unchanged (as "sdpa", which the libraries use, or compiled), or accelerated."""
-    vit = draw.module(lambda: VIT_B_16[library](**options))
+    vit = draw.module(lambda: VIT_B_16[library](px, depth))
     if provider == "fastvit":
         fastvit.accelerate(vit, strict=True)
-    images = draw.photographs(B, 224)
+    images = draw.photographs(B, px)
     return Runner(lambda: output(vit(images)), (images,), tuple(vit.parameters()), vit)
 
 
@@ -280,6 +279,10 @@ def _few_scores(sizes: Sizes) -> Sizes:
 
 def _few_samples(sizes: Sizes) -> Sizes:
     return {"B": min(sizes["B"], 2)} if sizes["B"] * sizes["N"] > 10_000 else {}
+
+
+def _few_blocks(sizes: Sizes) -> Sizes:
+    return {"depth": min(sizes.get("depth", 12), 2)}
 
 
 def _few_images(sizes: Sizes) -> Sizes:
@@ -314,17 +317,11 @@ OPS = {
     "patch_embed": Op(patch_embed, note=f"on {SOURCE}"),
     "block": Op(block, _OF_ATTENTION, _few_samples),
     "model": Op(model, _OF_ATTENTION, _few_images, f"on {SOURCE}"),
-    "image list": Op(
-        image_list,
-        ("eager", "sdpa", "fastvit"),
-        lambda sizes: {"B": 1, "depth": 2},
-        f"several sizes together, on {SOURCE}; eager and sdpa: tokens padded to the longest image's, with a mask",
-    ),
     "accelerate": Op(
         accelerate,
-        PROVIDERS[1:],
-        lambda sizes: {"B": min(sizes["B"], 2), "depth": 2},
-        f"ViT-B/16 at 224 px, of as many blocks as a case says, on {SOURCE}; sdpa: the library's own",
+        ("sdpa", "compile", "graph", "fastvit"),
+        lambda sizes: {"B": min(sizes["B"], 2), **_few_blocks(sizes)},
+        f"ViT-B/16 at 224 px unless a case says another size, on {SOURCE}; sdpa: the library's own",
     ),
     "memory, attention": Op(attention, _OF_ATTENTION, lambda sizes: {"H": 1}),
     "memory, block": Op(block, _OF_ATTENTION, lambda sizes: {"D": 64, "H": 1}),

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import platform
-import shutil
 import subprocess
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import torch
 
+from benchmarks.harness.clock import Quantiles
 from benchmarks.harness.timing import Ceilings
 from fastvit.ops.runtime.backend import wants_triton
 from fastvit.study.machine import cpu_name, version_of
-from fastvit.tuning.clock import Quantiles
 
 
 @dataclass
@@ -34,6 +33,12 @@ class Provider:
     called: Quantiles | None = None  # of a call in a steady loop, host and GPU together; on a GPU only
     over_fastvit: tuple[float, float] | None = None
     called_over_fastvit: tuple[float, float] | None = None
+
+    @staticmethod
+    def read(data: dict[str, Any]) -> Provider:
+        times = {name: Quantiles(**data[name]) for name in ("time", "called") if data.get(name)}
+        intervals = {name: tuple(data[name]) for name in ("over_fastvit", "called_over_fastvit") if data.get(name)}
+        return Provider(**{**data, **times, **intervals})
 
 
 @dataclass
@@ -78,6 +83,13 @@ class Record:
         """Return all of it, ready for JSON."""
         return {**asdict(self), "ceilings": asdict(ceilings), "environment": environment}
 
+    @staticmethod
+    def read(data: dict[str, Any]) -> Record:
+        """Return the record that `as_dict` has written; older files may lack fields."""
+        known = {f.name: data[f.name] for f in fields(Record) if f.name in data}
+        known["providers"] = {name: Provider.read(p) for name, p in known["providers"].items()}
+        return Record(**known)
+
 
 def environment(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     """Return device, versions, threads and dtype of a run."""
@@ -102,13 +114,12 @@ def environment(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
 
 def _gpu_state() -> dict[str, str]:
     """Return clocks, power and the reason for throttling as nvidia-smi reports them; empty without it."""
-    if shutil.which("nvidia-smi") is None:
-        return {}
     clocks = ("clocks.sm", "clocks.max.sm", "clocks.mem", "clocks_throttle_reasons.active")
-    fields = ("driver_version", *clocks, "power.draw", "temperature.gpu")
-    command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
-    answer = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
-    if answer.returncode != 0:
+    names = ("driver_version", *clocks, "power.draw", "temperature.gpu")
+    command = ["nvidia-smi", f"--query-gpu={','.join(names)}", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
         return {}
     values = answer.stdout.splitlines()[0].split(",")
-    return {name: value.strip() for name, value in zip(fields, values, strict=False)}
+    return {name: value.strip() for name, value in zip(names, values, strict=False)}

@@ -1,7 +1,11 @@
-"""Find the kernel that `F.scaled_dot_product_attention` chooses."""
+"""Choose the kernel of `F.scaled_dot_product_attention`, and find the one that it chooses."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
+
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -15,3 +19,24 @@ class SdpaBackend(TorchDispatchMode):
         if operator.startswith("_scaled_dot_product_") and "backward" not in operator:
             self.name = operator.removeprefix("_scaled_dot_product_").split(".")[0].removesuffix("_attention")
         return func(*args, **(kwargs or {}))
+
+
+BY_NAME = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+}  # providers: "sdpa" with one kernel
+
+
+def kernel_of(provider: str) -> contextlib.AbstractContextManager[None]:
+    """Within the context SDPA runs the provider's kernel, or raises RuntimeError if it cannot."""
+    return sdpa_kernel(BY_NAME[provider]) if provider in BY_NAME else contextlib.nullcontext()
+
+
+def with_kernel(provider: str, step: Callable[[], object]) -> Callable[[], object]:
+    """Return the step within `kernel_of(provider)`."""
+
+    def run() -> object:
+        with kernel_of(provider):
+            return step()
+
+    return run if provider in BY_NAME else step

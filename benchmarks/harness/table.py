@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,9 +11,11 @@ from typing import Any
 from benchmarks.harness.columns import WIDTH, make
 from benchmarks.harness.providers import OPS, PROVIDERS
 from benchmarks.harness.record import Provider, Record
+from benchmarks.harness.schedule import FIRST
 from benchmarks.harness.timing import Ceilings
 from fastvit.study.memory.peak import LONG, growth_exponent
 
+ONE = "the most important case of each op"
 MODE = {"inference": "fwd", "training": "fwd+bwd"}
 LEGEND = """\
 case      B batch, N tokens, D width, H heads, d head dimension, px image,
@@ -71,6 +74,34 @@ def render(records: Sequence[Record], ceilings: Ceilings | None, width: int = WI
         yield "notes", notes
 
 
+def most_important(records: Sequence[Record], ceilings: Ceilings | None) -> Iterator[tuple[str, list[str]]]:
+    """Yield the tables of the most important case of each op, with the number of cases in which fastvit is faster and
+    slower, and of the memory study."""
+    memory = [r for r in records if r.op.startswith("memory")]
+    others = [r for r in records if r not in memory]
+    first = [replace(r, op=ONE, case=f"{r.op} {r.case}") for r in others if r.case in FIRST[r.op]]
+    for title, lines in render(first, ceilings):
+        if title == ONE:
+            yield title, [*lines, *_verdicts(others)]
+    yield from (part for part in render(memory, ceilings) if part[0] != "notes")
+    if notes := [*_notes(records)]:
+        yield "notes", notes
+
+
+def _verdicts(records: Sequence[Record]) -> Iterator[str]:
+    """Yield in how many cases fastvit is faster than each other provider, and in how many slower."""
+    yield ""
+    for name in PROVIDERS:
+        verdicts = Counter(
+            "~" if not r.told_apart(name) else "faster" if ratio > 1 else "slower"
+            for r in records
+            if (ratio := r.time_ratios().get(name)) is not None
+        )
+        if verdicts:
+            counts = ", ".join(f"{word} in {verdicts[word]}" for word in ("faster", "~", "slower"))
+            yield f"all {verdicts.total()} cases with {name}: {counts}"
+
+
 def _small_first(records: Sequence[Record]) -> list[Record]:
     """Sort by work, with the steps of a case together."""
     least: dict[str, tuple[int, int]] = {}
@@ -87,18 +118,17 @@ def _table(records: Sequence[Record], names: list[str], unit: str, ceilings: Cei
     rows = []
     for r in records:
         figures = [r.providers.get(name, Provider()) for name in names]
-        fused = r.providers.get("fastvit", Provider())
         if unit == "MB":
-            peaks = ["-" if p.peak_bytes is None else _digits(p.peak_bytes / 1e6) for p in figures]
-            rows.append([r.case, MODE[r.mode], *peaks, *(ratio(r.memory_ratios().get(name)) for name in rivals)])
-            continue
-        error = fused.error_ratio
-        share = r.share_of_ceiling("fastvit", ceilings) if ceilings else None
-        rows.append([
-            r.case, MODE[r.mode], *map(_time, figures),
-            *(time_ratio(r, name) for name in rivals),
-            *("-" if share is None else f"{share:.0%}", "-" if error is None else f"{error:.2f}") * (unit == "ms"),
-        ])  # fmt: skip
+            cells = [_digits(p.peak_bytes, 1e-6) for p in figures]
+            cells += [ratio(r.memory_ratios().get(name)) for name in rivals]
+        else:
+            cells = ["skipped" if p.skipped else _digits(p.time.median if p.time else None, 1e3) for p in figures]
+            cells += [time_ratio(r, name) for name in rivals]
+        if unit == "ms":
+            error = r.providers.get("fastvit", Provider()).error_ratio
+            share = r.share_of_ceiling("fastvit", ceilings) if ceilings else None
+            cells += ["-" if share is None else f"{share:.0%}", "-" if error is None else f"{error:.2f}"]
+        rows.append([r.case, MODE[r.mode], *cells])
     columns = ["case", "step", *(f"{name}\n{unit}" for name in names), *(f"{name}\n/ fastvit" for name in rivals)]
     return make(columns + ["ceiling", "error"] * (unit == "ms"), rows, left=2, width=width)
 
@@ -108,12 +138,11 @@ def _as_called(r: Record) -> Record:
     return replace(r, providers=called)
 
 
-def _time(p: Provider) -> str:
-    return "skipped" if p.skipped else "-" if p.time is None else _digits(p.time.median * 1e3)
-
-
-def _digits(value: float) -> str:
-    """Format three significant digits, and all before the decimal point."""
+def _digits(value: float | None, factor: float) -> str:
+    """Format value * factor by three significant digits, and all before the decimal point."""
+    if value is None:
+        return "-"
+    value *= factor
     if value >= 100:
         return f"{value:,.0f}"
     return f"{value:.1f}" if value >= 10 else f"{value:.3g}" if value < 1 else f"{value:.2f}"
@@ -128,20 +157,14 @@ def ratio(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}x"
 
 
-def _remarks(records: Sequence[Record]) -> list[str]:
-    """Return the remarks below a table: what was skipped and why, and exponents of growth."""
-    lines = [
-        f"skipped: {r.case} {MODE[r.mode]}, {name}: {p.skipped}"
-        for r in records
-        for name, p in r.providers.items()
-        if p.skipped
-    ]
-    lines += [
-        f"{r.case} {MODE[r.mode]}, {name}: {p.remark}" for r in records for name, p in r.providers.items() if p.remark
-    ]
-    return [part for line in lines for part in textwrap.wrap(line, WIDTH, subsequent_indent="  ")] + growth_lines(
-        records
-    )
+def _remarks(records: Sequence[Record]) -> Iterator[str]:
+    """Yield the remarks below a table: what was skipped and why, and exponents of growth."""
+    each = [(f"{r.case} {MODE[r.mode]}, {name}", p) for r in records for name, p in r.providers.items()]
+    lines = [f"skipped: {name}: {p.skipped}" for name, p in each if p.skipped]
+    lines += [f"{name}: {p.remark}" for name, p in each if p.remark]
+    for line in lines:
+        yield from textwrap.wrap(line, WIDTH, subsequent_indent="  ")
+    yield from growth_lines(records)
 
 
 def _notes(records: Sequence[Record]) -> Iterator[str]:

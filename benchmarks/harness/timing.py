@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from fastvit.tuning.clock import Clock
+from benchmarks.harness.clock import Clock
 
 Steps = Mapping[str, Callable[[], object]]
 Within = Callable[[str], AbstractContextManager[object]]
@@ -140,7 +140,8 @@ class Ceilings:
         return f"{rate:,.0f} {unit}" if rate >= 100 else f"{rate:.3g} {unit}"
 
 
-def measure_ceilings(clock: Clock, dtype: torch.dtype) -> Ceilings:
+def measure_ceilings(clock: Clock, dtype: torch.dtype, *, quick: bool = False) -> Ceilings:
+    """Measure the limits of the machine. quick: of five samples each."""
     gpu = clock.device.type == "cuda"
     source = torch.zeros((1 << 30) if gpu else LARGE, dtype=torch.int8, device=clock.device)
     target = torch.empty_like(source)
@@ -149,8 +150,8 @@ def measure_ceilings(clock: Clock, dtype: torch.dtype) -> Ceilings:
 
     def best(work: Callable[[], object]) -> float:
         warm(work, clock, calls=10_000 if gpu else 2, seconds=WARM_SECONDS)
-        samples, end = [clock.time(work) for _ in range(15)], time.perf_counter() + LIMIT_SECONDS
-        while time.perf_counter() < end:
+        samples, end = [clock.time(work) for _ in range(5 if quick else 15)], time.perf_counter() + LIMIT_SECONDS
+        while time.perf_counter() < end and not quick:
             samples.append(clock.time(work))
         return min(measured(samples))  # the most that the machine can do
 

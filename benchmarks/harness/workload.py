@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.harness.draw import Draw, Runner
 from benchmarks.harness.providers import COMPILED, OPS, compiled
+from benchmarks.harness.sdpa_backend import BY_NAME
 
 Step = Callable[[], tuple[Tensor, ...]]
 
@@ -40,10 +41,13 @@ class Workload:
 
     @property
     def providers(self) -> tuple[str, ...]:
-        return OPS[self.op].providers
+        """Those that run the op. With "sdpa" go its kernels by name, within `sdpa_backend.kernel_of`."""
+        own = OPS[self.op].providers
+        return (*own, *BY_NAME) if "sdpa" in own else own
 
     def runner(self, provider: str, draw: Draw, *, check: bool = False) -> Runner:
         sizes = {**self.sizes, **self.check} if check else self.sizes
+        provider = "sdpa" if provider in BY_NAME else provider
         if provider not in COMPILED:
             return OPS[self.op].build(provider, draw, **sizes)
         # the best plain PyTorch for this op

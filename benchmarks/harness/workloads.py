@@ -6,7 +6,7 @@ Uses:
 
     quick, cpu, gpu     benchmarks: one tiny case an op; the CPU path in minutes; the full grid of a GPU
     long                benchmarks: further cases of the CPU path, which take minutes each
-    verify, headline    the first minutes of a GPU: cases compared with float64, and cases timed
+    headline            the first minutes of a GPU
     tune, rehearse      shapes for which launch tables are measured; tiny ones for the interpreter
     traffic             counted in the interpreter with real N, d and D: where the real case has too many rows, one of
                         `parts` equal parts of a GPU and of its rows
@@ -52,7 +52,6 @@ def _rotary() -> Iterator[Workload]:
     yield from rows("cpu", B=[1, 8], N=197, H=12, d=64, spelling=spellings)
     yield from rows("gpu", B=[1, 32, 256], N=197, H=12, d=64, spelling=spellings)
     yield from rows("gpu", B=[1, 8], N=4097, H=16, d=64)
-    yield from rows("verify", B=2, N=197, H=3, d=[64, 80], spelling=spellings)
     yield from rows("traffic", B=2, N=197, H=12, d=64, spelling=spellings)
     yield from rows("traffic", B=26, N=16, H=12, d=64, parts=132)  # of 264 samples of 197 tokens
     yield from rows("sanitize", B=2, N=70, H=3, d=[32, 72], spelling=spellings)
@@ -64,14 +63,12 @@ def _rotary() -> Iterator[Workload]:
     yield from after_norm("cpu", B=1, N=197, D=768, H=12)
     yield from after_norm("gpu", B=[1, 32, 256], N=197, D=768, H=12)
     yield from _rows("layer_norm_attention", "headline", B=32, N=197, D=768, H=12, rotary="halves")
-    yield from after_norm("verify", B=4, N=197, D=384, H=6)
     yield from after_norm("compile", B=64, N=197, D=768, H=12)
 
 
 def _of_tables(rows: Callable[..., Iterator[Workload]]) -> Iterator[Workload]:
     """Yield workloads with tables for each sample and for each head."""
     tables = ["sample", "head"]
-    yield from rows("verify", B=2, N=197, H=3, d=64, spelling="halves", tables=tables)
     yield from rows("sanitize", B=2, N=70, H=3, d=32, spelling="halves", tables=tables)
     yield from rows("traffic", B=2, N=197, H=12, d=64, spelling="halves", tables=tables)
     yield from rows(
@@ -90,8 +87,6 @@ def _qk_norm() -> Iterator[Workload]:
     yield from rows("gpu", B=[1, 32, 256], N=197, H=12, d=64)
     yield from both("gpu", B=[1, 32, 256], N=197, H=12, d=64)
     yield from rotated("gpu", B=[1, 8], N=4097, H=16, d=64)
-    yield from rows("verify", B=2, N=197, H=3, d=[64, 72])
-    yield from both("verify", B=2, N=197, H=3, d=[64, 80])
     yield from rotated("traffic", B=26, N=16, H=12, d=64, parts=132)  # of 264 samples of 197 tokens
     yield from rows("traffic", B=2, N=197, H=12, d=64)
     yield from rows("sanitize", B=2, N=70, H=3, d=72)
@@ -110,7 +105,6 @@ def _qk_norm() -> Iterator[Workload]:
     yield from after_norm("gpu", B=[1, 32, 256], N=197, D=768, H=12)
     after_norm = functools.partial(_rows, "layer_norm_attention", rotary="halves", qk_norm="layer")
     yield from after_norm("gpu headline", B=32, N=197, D=768, H=12)
-    yield from after_norm("verify", B=4, N=197, D=384, H=6)
 
 
 _RECOMPUTE = ["none", "activation", "all"]
@@ -127,12 +121,9 @@ def _norms() -> Iterator[Workload]:
     rms = functools.partial(_rows, "layer_norm", norm="rms", N=197)
     yield from rms("cpu", B=8, D=768)
     yield from rms("gpu", B=[1, 256], D=[768, 1024, 3072])
-    yield from rms("verify", B=8, D=[200, 768])
     yield from rms("compile", B=64, D=[768, 1024, 1536, 3072])
     yield from rms("compile second", B=64, D=2048)
     yield from _rows("layer_norm", "sanitize", B=5, N=7, D=200, norm="rms")
-    yield from _rows("layer_norm", "verify", B=8, N=197, D=[200, 384, 768, 1280])
-    yield from _rows("add_layer_norm", "verify", B=8, N=197, D=[384, 768], row_scale=True)
     yield from _rows("layer_norm", "tune", B=64, N=197, D=every)
     yield from _rows("layer_norm", "rehearse", B=1, N=8, D=32)
     share = BATCH // 132
@@ -148,7 +139,6 @@ def _norms() -> Iterator[Workload]:
         yield from _rows("add_layer_norm", f"compile {few}", B=64, N=197, D=D, row_scale=True)
     yield from _rows("dropout", "traffic", B=1, N=197, D=768)
     yield from _rows("dropout", "sanitize", B=1, N=37, D=200)
-    yield from _rows("dropout", "verify", B=4, N=197, D=[200, 768])
     yield from _rows("dropout", "compile second kernels", B=64, N=197, D=768)
 
 
@@ -168,16 +158,6 @@ def _gemms() -> Iterator[Workload]:
     yield from _rows("layer_norm_mlp", "cpu", B=8, N=197, D=384)
     for D, (B, N) in itertools.product((384, 768, 1024, 1280), ((1, 197), (1, 1370), (1, 4097), (32, 197), (256, 197))):
         yield from _of_a_block("gpu", B, N, D, fc1="gpu tune" if N == 197 else "gpu")
-    yield from _rows("linear", "verify", B=4, N=197, D=384, out=[384, 1536], activation="gelu")
-    yield from _rows("linear", "verify", B=4, N=197, D=384, out=384, scales=True)
-    yield from _rows("linear", "verify", B=64, N=197, D=768, out=[768, 3072], activation="gelu")  # many tiles
-    yield from _rows("linear", "verify", B=64, N=197, D=3072, out=768, scales=True)
-    yield from _rows("layer_norm_linear", "verify", B=4, N=197, D=384, out=1152)
-    yield from _rows("layer_norm_attention", "verify", B=4, N=197, D=384, H=6)
-    yield from _rows("mlp", "verify", B=4, N=197, D=384, recompute=_RECOMPUTE, scales=True)
-    yield from _rows("mlp", "verify", B=4, N=197, D=192, activation=["gelu_tanh", "quick_gelu", "relu", "silu"])
-    yield from _rows("mlp", "verify", B=4, N=197, D=192, dropout_p=0.1)
-    yield from _rows("layer_norm_mlp", "verify", B=4, N=197, D=[384, 768], scales=True)
     yield from _rows("layer_norm_mlp", "headline", B=[1, 32, 256], N=197, D=768)
     for D in (384, 768, 1024, 1280):
         for B, N in ((1, 197), (1, 1370), (32, 197), (256, 197)):
@@ -223,9 +203,6 @@ def _gated() -> Iterator[Workload]:
     for D, hidden in ((384, 1024), (768, 2048), (1024, 2730), (1536, 4096)):
         yield from rows("gpu", B=[1, 32, 256], N=257, D=D, hidden=hidden)
         yield from rows("gpu", B=[1, 32], N=257, D=D, hidden=hidden, inner=True, norm=True)
-    yield from rows("verify", B=4, N=197, D=192, hidden=512, scales=True, recompute=_RECOMPUTE)
-    yield from rows("verify", B=4, N=197, D=192, hidden=[512, 682], inner=True, norm=True)
-    yield from _rows("mlp", "verify", B=4, N=197, D=192, hidden=682, activation="geglu")
     yield from rows("traffic", B=1, N=BATCH // 128, D=768, hidden=2048, parts=128)
     yield from rows("sanitize", B=7, N=10, D=40, hidden=[40, 21], residual=True, recompute=_RECOMPUTE)
     yield from rows("sanitize", B=7, N=10, D=40, hidden=40, inner=True, norm=True)
@@ -251,8 +228,6 @@ def _patch_embed() -> Iterator[Workload]:
         yield from rows("tune", B=batches[:2], px=px, patch=patch, D=[384, 768, 1024, 1280])
     yield from rows("tune", B=256, px=224, patch=16, D=[384, 768, 1024, 1280])
     yield from rows("tune", B=128, px=224, patch=14, D=[384, 768, 1024, 1280])
-    yield from rows("verify", B=4, px=224, patch=[14, 16], D=384, image=["wanted", "uint8"])
-    yield from rows("verify", B=1, px=64, patch=16, D=384, frames=4, image="wanted")
     yield from rows("headline", B=[1, 32, 256], px=224, patch=16, D=768)
     yield from rows("rehearse", B=1, px=8, patch=4, D=32)
     yield from rows("traffic", B=5, px=224, patch=16, D=768, parts=51)  # of a batch of 256
@@ -278,14 +253,12 @@ def _models() -> Iterator[Workload]:
         {197: [1, 32, 256], 257: [1, 64], 1370: [1, 16], 4097: [1, 4]}.items(),
     ):
         yield from _rows("block", "gpu", B=B, N=N, D=D, H=H)
-    yield from _rows("block", "verify", B=4, N=[197, 257], D=384, H=6)
     yield from _rows("block", "headline", B=[1, 32, 256], N=197, D=768, H=12)
     yield from _rows("block", "cpu", B=1, N=577, D=768, H=12, causal=True)
     yield from _rows("block", "gpu", B=[1, 32], N=1025, D=768, H=12, causal=True)
-    yield from _rows("block", "verify", B=4, N=197, D=384, H=6, causal=True)
     names = [f"vit_{size}_patch16_224" for size in ("tiny", "small", "base", "large")]
     cifar = [f"vit_cifar_{size}" for size in ("small", "base", "large")]
-    yield from _rows("model", "quick", name="vit_cifar_small", B=1, px=32, depth=2)
+    yield from _rows("model", "quick", name="vit_cifar_small", B=1, px=32, depth=1)
     yield from _rows("model", "cpu", name=names[:2], B=1, px=224)
     yield from _rows("model", "long", name=names[2], B=1, px=224)
     yield from _rows("model", "cpu", name="vit_cifar_small", B=8, px=32)
@@ -293,30 +266,22 @@ def _models() -> Iterator[Workload]:
     yield from _rows("model", "gpu", name=cifar, B=[1, 256], px=32)
     yield from _rows("model", "gpu", name=names, B=[1, 32, 256], px=224)
     yield from _rows("model", "gpu", name="vit_huge_patch14_224", B=[1, 32, 128], px=224)
-    yield from _rows("model", "verify", name="vit_small_patch16_224", B=2, px=224)
     yield from _rows("model", "headline", name=names[1:3], B=[1, 32, 256], px=224)
     dinov3 = ["vit_small_patch16_dinov3", "vit_small_plus_patch16_dinov3"]
     yield from _rows("model", "cpu", name=dinov3, B=1, px=256)
     yield from _rows("model", "gpu", name=["vit_base_patch16_dinov3", "eva02_base_patch14_224"], B=[1, 32, 256], px=224)
-    yield from _rows("model", "verify", name=dinov3[1], B=2, px=224)
     large = [*names[1:], "vit_huge_patch14_224"]
     yield from _rows("model", "gpu", name=large, B=[1, 16], px=518, patch_size=14)
     yield from _rows("model", "gpu", name=large, B=[1, 4], px=1024, patch_size=16)
-    mixes = ["crops", "aspects"]
-    yield from _rows("image list", "quick", name="vit_tiny_patch16_224", mix=mixes[0], depth=1)
-    yield from _rows("image list", "cpu", name="vit_tiny_patch16_224", mix=mixes)
-    yield from _rows("image list", "gpu", name=names[1:3], mix=mixes, B=[1, 32])
-    yield from _rows("image list", "verify", name="vit_tiny_patch16_224", mix=mixes)
-    yield from _rows("accelerate", "quick", library=INSTALLED[:1], B=1, depth=1)
-    yield from _rows("accelerate", "cpu", library=INSTALLED[:1], B=1)  # harness/families.py compares the three there
+    yield from _rows("accelerate", "quick", library=INSTALLED[:1], B=1, px=64, depth=1)
+    yield from _rows("accelerate", "cpu", library=INSTALLED[:1], B=1)
     yield from _rows("accelerate", "gpu", library=INSTALLED, B=[1, 32, 256])
 
 
 def _memory() -> Iterator[Workload]:
     """The largest come first: an exponent fitted to small sizes alone would be that of their linear part."""
-    for N in (197, 50, 17):
-        yield from _rows("memory, attention", "quick", B=1, N=N, H=3, d=64, max_rounds=1)
-        yield from _rows("memory, block", "quick", B=1, N=N, D=192, H=3, max_rounds=1)
+    yield from _rows("memory, attention", "quick", B=1, N=50, H=3, d=64, max_rounds=1)
+    yield from _rows("memory, block", "quick", B=1, N=50, D=192, H=3, max_rounds=1)
     for N in (4097, 2305, 1025, 577, 197):
         yield from _rows("memory, attention", "cpu gpu", B=1, N=N, H=12, d=64, max_rounds=1)
         yield from _rows("memory, block", "cpu gpu", B=1, N=N, D=768, H=12, max_rounds=1)

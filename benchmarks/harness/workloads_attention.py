@@ -32,13 +32,6 @@ def attention() -> Iterator[Workload]:
     for N, d, p in ((50, 64, 0.0), (197, 64, 0.0), (300, 64, 0.0), (130, 80, 0.0), (70, 64, 0.1)):
         yield from rows("sanitize", B=2, N=N, H=2, d=d, dropout_p=p)
     yield from rows("sanitize", B=2, N=[70, 300], H=2, d=[32, 96])
-    yield from rows("verify", B=2, N=[197, 257, 1025], H=3, d=64)
-    yield from rows("verify", B=1, N=4097, H=1, d=64)
-    yield from rows("verify", B=2, N=[197, 1025], H=2, d=[32, 72, 80, 96, 128])
-    # lengths of one tile, and head dimensions in two parts: _attention_configs._with_loop
-    yield from rows("verify", B=2, N=[50, 128], H=2, d=[40, 72, 88])
-    yield from rows("verify", B=2, N=[197, 577], H=3, d=64, separate=True)
-    yield from rows("verify", B=2, N=[197, 577], H=3, d=64, dropout_p=0.1)
     for N, several in {197: [1, 32, 256], 1025: [1, 32], 4097: [1, 8]}.items():
         yield from rows("headline", B=several, N=N, H=12, d=64)
     for N in (17, 65, 128, 197, 256, 257, 577, 1024, 1025, 1370, 4097):
@@ -67,8 +60,6 @@ def _masked_attention() -> Iterator[Workload]:
         yield from rows("cpu", B=2, N=197, H=12, d=64, **kinds)
         yield from rows("gpu", B=[1, 32, 256], N=197, H=12, d=64, **kinds)
         yield from rows("gpu", B=8, N=1025, H=16, d=64, **kinds)
-        yield from rows("verify", B=2, N=197, H=4, d=64, **kinds)
-        yield from rows("verify", B=2, N=577, H=4, d=80, **kinds)
         yield from rows("traffic", B=2, N=[197, 257], H=4, d=64, **kinds)
         for d in (16, 32, 64, 72, 80, 96, 128):
             few = {64: "second kernels", 72: "second"}.get(d, "")
@@ -76,10 +67,6 @@ def _masked_attention() -> Iterator[Workload]:
         yield from rows("compile", B=64, N=577, H=8, d=64, dropout_p=0.1, **kinds)
     yield from varlen("cpu", B=4, N=256, H=12, d=64)
     yield from varlen("gpu", B=[4, 32], N=[256, 1024], H=16, d=[64, 80])
-    yield from varlen("verify", B=4, N=577, H=4, d=[64, 80])
-    yield from rows("verify", B=2, N=64, H=4, d=48, mask="padding")  # short ones, as above
-    yield from rows("verify", B=2, N=197, H=4, d=64, mask="positions", dropout_p=0.1)
-    yield from varlen("verify", B=3, N=33, H=4, d=40)
     yield from varlen("traffic", B=4, N=256, H=4, d=64)
     yield from rows("sanitize", B=2, N=133, H=2, d=72, mask=masks)
     yield from rows("sanitize", B=1, N=133, H=2, d=72, kv_heads=1)
@@ -100,10 +87,6 @@ def _causal_and_cross_attention() -> Iterator[Workload]:
     for N, keys in ((1, 197), (64, 1025), (577, 77)):  # pooling, queries of a resampler, text
         yield from rows("cpu", B=4, N=N, H=12, d=64, keys=keys)
         yield from rows("gpu", B=[1, 64], N=N, H=16, d=64, keys=keys)
-        yield from rows("verify", B=2, N=N, H=4, d=64, keys=keys)
-    yield from rows("verify", B=2, N=[197, 577], H=4, d=[64, 80], causal=True)
-    yield from rows("verify", B=2, N=197, H=4, d=64, causal=True, mask="positions")
-    yield from varlen("verify", B=3, N=197, H=4, d=64, queries=1)
     yield from rows("sanitize", B=2, N=133, H=2, d=72, causal=True, mask=["", "padding"])
     yield from rows("sanitize", B=2, N=133, H=2, d=72, keys=70, mask=["", "positions"])
     yield from varlen("sanitize", B=3, N=133, H=2, d=72, queries=5)
@@ -129,7 +112,6 @@ def _relative_attention() -> Iterator[Workload]:
     yield from rows("gpu headline", B=[25, 200], N=196, H=12, d=64)
     yield from rows("gpu headline", B=[1, 8], N=4096, H=12, d=64)
     yield from rows("gpu", B=8, N=4096, H=16, d=80)
-    yield from rows("verify", B=2, N=[196, 1600], H=2, d=[64, 80])
     yield from rows("traffic", B=1, N=[196, 1024], H=2, d=64)
     yield from rows("sanitize", B=2, N=[49, 144, 400], H=2, d=[32, 72])
     for d in (32, 64, 72, 80, 128):
@@ -153,10 +135,6 @@ def _attention_in_windows() -> Iterator[Workload]:
     yield from rows("cpu", B=1, grid=70, window=14, H=12, d=64, added=["nothing", "relative"])
     yield from rows("gpu", B=[1, 8], grid=70, window=14, H=12, d=64, added=["nothing", "relative"])
     yield from rows("gpu", B=8, grid=70, window=14, H=16, d=80, added="relative")
-    yield from rows("verify", B=2, grid=28, window=[7, 12], H=4, d=32, shift=3)
-    yield from rows("verify", B=2, grid=28, window=[8, 14], H=4, d=64, shift=[0, 3], added="nothing")
-    yield from rows("verify", B=2, grid=28, window=[7, 14], H=4, d=[64, 80], added="relative")
-    yield from rows("verify", B=2, grid=28, window=7, H=4, d=32, shift=[0, 3], added="biases")
     yield from rows("traffic", B=2, grid=28, window=7, H=3, d=32, shift=[0, 3])
     yield from rows("traffic", B=1, grid=28, window=14, H=2, d=64, added="relative")
     yield from rows("sanitize", B=1, grid=8, window=5, H=2, d=72, shift=2, added=["bias", "nothing"])

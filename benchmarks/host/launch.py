@@ -1,24 +1,18 @@
 """Measure the host's time to queue kernels: one launch, by Triton and by fastvit, and a ViT-B/16 block.
 
-    python -m benchmarks.host.launch benchmarks/results/cpu/launch.json
-
 No GPU is needed: a driver stands in for it that loads and launches nothing (benchmarks/codegen/stub_driver.py), so that
 what is left is Python's part; CUDA's own takes some 2 us a launch on top. PyTorch's own matmuls, sums and casts of a
 block are replaced by the allocation of their result. Both ways of a launch are timed in turns, a block alone, as a
-model is a row of blocks; on one thread, over a few calls a round. Noise only ever adds, so the least round counts.
-`python -m benchmarks.report.results` makes a table of the file.
+model is a row of blocks; over a few calls a round. Noise only ever adds, so the least round counts.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import copy
-import json
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
@@ -26,9 +20,6 @@ import torch
 from torch import Tensor
 
 import fastvit
-from benchmarks.harness.columns import make
-from benchmarks.harness.provenance import commit, write_json
-from benchmarks.harness.record import environment
 from benchmarks.harness.timing import least_microseconds
 
 B, N, D, HEADS = 1, 197, 768, 12
@@ -40,10 +31,10 @@ Work = Callable[[], object]
 def single_launches(rounds: int) -> dict[str, dict[str, float]]:
     """Return by kernel its arguments and the microseconds of one launch: every kernel of a block's training step, at N
     and at a length that is not short."""
-    from benchmarks.codegen.stub_driver import stub_gpu  # here: both need triton, a table of the results does not
+    from benchmarks.codegen.stub_driver import stub_gpu  # here: both need triton, a table of results does not
     from fastvit.ops.runtime.launch import launch, launching
 
-    found = {}
+    measured = {}
     with stub_gpu(records=False):
         calls: dict[str, Any] = {}
         with launching(lambda *call: calls.update({call[0].__name__: call})):
@@ -54,8 +45,8 @@ def single_launches(rounds: int) -> dict[str, dict[str, float]]:
                 "triton": partial(kernel[(programs,)], *tensors, *numbers, **constants),
                 "direct": partial(launch, kernel, programs, tensors, numbers, constants),
             }
-            found[name] = {"arguments": len(kernel.arg_names), **least_microseconds(works, rounds, _CALLS)}
-    return found
+            measured[name] = {"arguments": len(kernel.arg_names), **least_microseconds(works, rounds, _CALLS)}
+    return measured
 
 
 def block(rounds: int) -> dict[str, dict[str, float]]:
@@ -64,7 +55,7 @@ def block(rounds: int) -> dict[str, dict[str, float]]:
     from benchmarks.codegen.stub_driver import stub_gpu
     from fastvit.ops.runtime.launch import launching
 
-    found = {}
+    measured = {}
     with stub_gpu(records=False), _vendor_stand_ins() as vendor:
         a = torch.empty(N, D, dtype=torch.bfloat16)
         steps = _block(N)
@@ -76,8 +67,8 @@ def block(rounds: int) -> dict[str, dict[str, float]]:
                 with launching(kernels := Mock()):
                     step()
             calls = {"kernels": kernels.call_count, "vendor": len(vendor)}
-            found[name] = {"us": microseconds, **calls, "stand_in": stand_in}
-    return found
+            measured[name] = {"us": microseconds, **calls, "stand_in": stand_in}
+    return measured
 
 
 def _block(tokens: int) -> dict[str, Work]:
@@ -128,44 +119,3 @@ def _vendor_stand_ins() -> Iterator[list[str]]:
         for name, stand_in in stand_ins.items():
             library.impl(name, stand_in, "CPU")
         yield called
-
-
-def render(path: Path) -> list[str]:
-    """Return the tables of a result file."""
-    results = json.loads(path.read_text())
-    where = results["environment"]
-    launches = [
-        (
-            name,
-            str(row["arguments"]),
-            *(f"{x:.1f}" for x in (row["triton"], row["direct"], row["triton"] / row["direct"])),
-        )
-        for name, row in results["launches"].items()
-    ]
-    steps = [
-        (name, *(f"{row[key]:.0f}" for key in ("us", "kernels", "vendor")), f"{row['stand_in']:.1f}")
-        for name, row in results["block"].items()
-    ]
-    return [
-        *make(("kernel", "arguments", "Triton's way\nus", "fastvit's\nus", "ratio"), launches),
-        "",
-        *make(("ViT-B/16 block, batch 1", "us", "kernels", "vendor's\ncalls", "one of them\nus"), steps),
-        "",
-        "Python's part of queueing kernels, with a driver that launches nothing: CUDA's comes on top.",
-        "The vendor's matmuls, sums and casts only allocate their result.",
-        f"{where['device']}, torch {where['torch']}, triton {where['triton']}, commit {results['commit'][:10]}",
-    ]
-
-
-def main(path: Path, rounds: int = 1000) -> None:
-    torch.set_num_threads(1)
-    results = {"commit": commit(), "environment": environment(torch.device("cpu"), torch.bfloat16)}
-    results |= {"launches": single_launches(rounds), "block": block(rounds)}
-    write_json(path, results)
-    print(*render(path), sep="\n")
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("file", type=Path, help="the result file, JSON")
-    main(parser.parse_args().file)

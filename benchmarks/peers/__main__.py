@@ -1,18 +1,14 @@
 """The tests of timm and transformers, with and without fastvit: `make peers`.
 
     python -m benchmarks.peers                              all runs, and benchmarks/results/cpu/peers.json
-    python -m benchmarks.peers --suite timm --run accelerate -k "fx and not backward"
-    python -m benchmarks.peers --models vit_tiny_patch16_224
+    python -m benchmarks.peers --suite timm -k "fx and not backward"
 
 Both suites come from the sdists at the versions of constraints.txt, downloaded into out/peers. Runs: timm's tests with
 `accelerate` on every model that `timm.create_model` makes, and with `fastvit.create_model` instead for names that both
 have; transformers' ModelTesterMixin with `accelerate` on every model, and with attn_implementation="fastvit". Tests
 that do not pass then run without fastvit. A difference is a test that ends in another way there, and does not fail
-there. Differences that are meant are in deliberate.toml, with the reason.
-
-Outcomes are kept in out/peers as they come, and a second call continues until the code changes. With -k
-or --models, nothing is written to the results, and outcomes of earlier calls are reported, too. Exits 1 at a difference
-that deliberate.toml does not have, and at an entry of it that nothing meets.
+there. Differences that are meant are in deliberate.toml, with the reason. Exits 1 at a difference that deliberate.toml
+does not have, and, without -k, at an entry of it that nothing meets.
 """
 
 from __future__ import annotations
@@ -20,25 +16,28 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
-import time
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+import textwrap
+import tomllib
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import torch
 
-from benchmarks.harness.libraries import load
-from benchmarks.harness.provenance import ROOT, sources, write_json
+from benchmarks.harness.provenance import ROOT, write_json
 from benchmarks.harness.record import environment
-from benchmarks.peers import compare, models
-from benchmarks.peers.plugin import PLAIN, RUNS, VARIABLE, Job
+from benchmarks.peers.plugin import MODELS, PLAIN, RUNS
 
 FOLDER = ROOT / "out" / "peers"
 RESULT = ROOT / "benchmarks" / "results" / "cpu" / "peers.json"
+DELIBERATE = Path(__file__).with_name("deliberate.toml")
 PARAMETERIZED = "parameterized==0.9.0"  # transformers' tests import it
+Outcomes = dict[str, dict[str, Any]]  # by test
 
 
 def pinned(name: str) -> str:
@@ -59,90 +58,127 @@ def pip(*arguments: str) -> None:
     subprocess.run([sys.executable, "-m", "pip", "--quiet", *arguments], check=True)
 
 
-def run_tests(job: Job, options: argparse.Namespace) -> None:
-    """Run the tests of a job in a pytest of their own; outcomes go to the job's file."""
-    description = FOLDER / f"job-{job.suite}-{job.run}.json"
-    write_json(description, asdict(job))
-    folder = download(job.suite)
-    packages = FOLDER / "packages"
-    environ = os.environ | {
-        VARIABLE: str(description),
-        "FASTVIT_PEERS_TRANSFORMERS": str(folder / "tests"),
-        "HF_HUB_OFFLINE": "1",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(packages), *filter(None, [os.environ.get("PYTHONPATH")])]),
-        "OMP_NUM_THREADS": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-    }
-    if job.suite == "timm":
+def run_tests(suite: str, run: str, *options: str) -> Outcomes:
+    """Run a suite in a pytest of its own."""
+    folder, packages = download(suite), FOLDER / "packages"
+    if suite == "timm":
         chosen = [str(path) for path in sorted(folder.glob("tests/test_*.py")) if "create_model" in path.read_text()]
         chosen += ["-c", str(folder / "pyproject.toml")]
     else:
         if not packages.is_dir():
             pip("install", "--no-deps", "--target", str(packages), PARAMETERIZED)
         chosen = [str(ROOT / "benchmarks/peers/transformers_suite.py"), "-c", os.devnull, "--noconftest"]
+    environ = os.environ | {
+        "FASTVIT_PEERS_TESTS": str(folder / "tests"),
+        "FASTVIT_PEERS_RUN": run,
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(packages), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    xml = FOLDER / f"{suite}-{run}.xml"
     command = [
         sys.executable, "-P", "-m", "pytest", *chosen, "--rootdir", str(folder), "-p", "benchmarks.peers.plugin",
-        "-p", "no:cacheprovider", "-q", "--tb=line", "--disable-warnings", "--no-header", "-n", str(options.workers),
-        "--max-worker-restart", "20", *(["-k", options.k] if options.k and job.only is None else []),
+        "--fastvit", run, "--junitxml", str(xml), "-p", "no:cacheprovider", "-q", "--tb=line", "--disable-warnings",
+        *options,
     ]  # fmt: skip
-    log = FOLDER / f"log-{job.suite}-{job.run}.txt"
-    with log.open("w") as file:
-        code = subprocess.run(command, cwd=folder, env=environ, stdout=file, stderr=subprocess.STDOUT).returncode
+    code = subprocess.run(command, cwd=folder, env=environ).returncode
     if code not in (0, 1, 5):  # passed, some failed, none chosen
-        raise SystemExit(f"pytest ended with {code}: see {log}")
+        raise SystemExit(f"pytest ended with {code}")
+    return read_outcomes(xml)
 
 
-def outcomes(job: Job, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Run the tests of a job whose outcomes are not known yet; returns all outcomes."""
-    path, code = Path(job.record), {"sources": sources(*models.FOLDERS)}
-    if not path.exists() or json.loads(path.read_text().partition("\n")[0]) != code:
-        path.write_text(json.dumps(code) + "\n")
-    known = compare.read_lines(path)
-    todo = None if job.only is None else sorted(set(job.only) - {row["id"] for row in known})
-    if todo is None or todo:
-        run_tests(replace(job, only=todo, done=[row["id"] for row in known]), options)
-    return compare.read_lines(path)
+def read_outcomes(xml: Path) -> Outcomes:
+    """Return outcome, error and number of models with fastvit in them, by test."""
+    outcomes: Outcomes = {}
+    for case in ElementTree.parse(xml).iter("testcase"):
+        name = f"{case.get('classname')}::{case.get('name')}"
+        row = outcomes.setdefault(name, {"outcome": "passed", "error": "", "models": 0})
+        row["models"] += sum(int(p.get("value", 0)) for p in case.iter("property") if p.get("name") == "models")
+        for outcome, tags in {"skipped": ("skipped",), "failed": ("failure", "error")}.items():
+            for found in (child for child in case if child.tag in tags):
+                row |= {"outcome": outcome, "error": " ".join(str(found.get("message")).split())}
+                if "crashed while running" in row["error"]:
+                    row["models"] += 1
+    return outcomes
 
 
-def compare_run(suite: str, run: str, found: models.Found, options: argparse.Namespace) -> dict[str, Any]:
-    start = time.perf_counter()
-    chosen: Any = {"create_model": found.shared, "attention": found.transformers}.get(run, getattr(found, suite))
-    if options.models and suite == "timm":
-        chosen = options.models
-    own = outcomes(Job(suite, run, str(FOLDER / f"{suite}-{run}.jsonl"), chosen), options)
-    suspects = [row["id"] for row in own if row["models"] and row["outcome"] != "passed"]
-    plain_job = Job(suite, PLAIN, str(FOLDER / f"{suite}-{PLAIN}.jsonl"), chosen, only=suspects)
-    plain = {row["id"]: row for row in outcomes(plain_job, options)}
-    return compare.compare(f"{suite} {run}", own, plain) | {"seconds": round(time.perf_counter() - start)}
+def read_deliberate(path: Path = DELIBERATE) -> list[dict[str, Any]]:
+    """Return entries with runs ("suite run"), tests (a pattern), error (a regular expression) and reason."""
+    entries: list[dict[str, Any]] = tomllib.loads(path.read_text())["difference"]
+    for entry in entries:
+        if not all(entry.get(name) for name in ("runs", "tests", "error", "reason")):
+            raise ValueError(f"a deliberate difference needs runs, tests, error and reason: {entry}")
+    return entries
+
+
+def compare(run: str, own: Outcomes, plain: Outcomes, meant: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Compare one run. own: outcomes with fastvit; plain: without it, of the tests that did not pass."""
+    touched = {name: row for name, row in own.items() if row["models"]}
+    suspects = {name: row for name, row in touched.items() if row["outcome"] != "passed"}
+    differ = {
+        name: row
+        for name, row in suspects.items()
+        if plain.get(name, {}).get("outcome") not in ("failed", row["outcome"])
+    }
+    deliberate: dict[str, int] = {}
+    for entry in (entry for entry in meant if run in entry["runs"]):
+        met = [
+            n for n, row in differ.items() if fnmatchcase(n, entry["tests"]) and re.search(entry["error"], row["error"])
+        ]
+        deliberate[f"{entry['tests']}: {entry['reason']}"] = len(met)
+        differ = {name: row for name, row in differ.items() if name not in met}
+    same = len(suspects) - len(differ) - sum(deliberate.values())  # skipped, or fail without fastvit, too
+    counts = {"run": run, "tests": len(touched), "passed": len(touched) - len(suspects), "same": same}
+    return counts | {"differences": differ, "deliberate": deliberate}
+
+
+def lines(result: Mapping[str, Any]) -> list[str]:
+    """Format a run for the terminal and the page of results."""
+    deliberate = sum(result["deliberate"].values())
+    counts = f"{result['tests']} tests, {result['passed']} pass, {result['same']} end as without fastvit"
+    text = [f"{result['run']}: {counts}, {deliberate} differ on purpose, {len(result['differences'])} differ"]
+    text += [f"  {count or 'not met:'} {entry}" for entry, count in result["deliberate"].items()]
+    return text + [
+        f"  differs: {name}: {row['outcome']}: {row['error']}" for name, row in result["differences"].items()
+    ]
+
+
+def render(path: Path) -> list[str]:
+    """Format the file of results, in lines of at most 100 characters."""
+    data = json.loads(path.read_text())
+    where = data["environment"]
+    text = [line for result in data["runs"] for line in lines(result)]
+    models = ", ".join(
+        f"{count} {'models' if suite == 'timm' else 'classes'}" for suite, count in data["models"].items()
+    )
+    text += ["", f"{models}; {', '.join(where['suites'])}, torch {where['torch']}"]
+    return [part for line in text for part in textwrap.wrap(line, 100, subsequent_indent=" " * 6) or [""]]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--suite", choices=RUNS, nargs="+", default=list(RUNS))
-    parser.add_argument("--run", choices=sorted({run for runs in RUNS.values() for run in runs}), nargs="+")
-    parser.add_argument("--models", nargs="+", metavar="NAME", help="of timm, instead of those that are found")
-    parser.add_argument("--parameters", type=float, default=30e6, help="models of timm with more are left out (3e7)")
     parser.add_argument("--workers", type=int, default=2, help="processes (2)")
-    parser.add_argument("--again", action="store_true", help="forget the outcomes that are kept")
     parser.add_argument("-k", default="", metavar="EXPRESSION", help="pytest's: only these tests")
     options = parser.parse_args(arguments)
-    if options.models and (unknown := {*options.models} - {*load("timm").list_models()}):
-        parser.error(f"no such model: {', '.join(sorted(unknown))}")
     FOLDER.mkdir(parents=True, exist_ok=True)
-    if options.again:
-        for path in FOLDER.glob("*.jsonl"):
-            path.unlink()
-    found = models.found(FOLDER / "models.json", options.parameters)
-    chosen = [(suite, run) for suite in options.suite for run in RUNS[suite] if run in (options.run or RUNS[suite])]
-    results, every = [], not (options.models or options.k)
-    for suite, run in chosen:
-        results.append(compare_run(suite, run, found, options))
-        results[-1]["unmet"] = results[-1]["unmet"] if every else []
-        print("\n".join(compare.lines(results[-1])), flush=True)
-    if every and len(chosen) == sum(map(len, RUNS.values())):
+    results, meant = [], read_deliberate()
+    common = ["-n", str(options.workers), "--max-worker-restart", "20", *(["-k", options.k] if options.k else [])]
+    for suite in options.suite:
+        for run in RUNS[suite]:
+            own = run_tests(suite, run, *common)
+            again = [name for name, row in own.items() if row["models"] and row["outcome"] != "passed"]
+            only = FOLDER / f"{suite}-{run}-again.txt"
+            only.write_text("\n".join(name.partition("::")[2] for name in again))
+            plain = run_tests(suite, PLAIN, *common, "--only", str(only)) if again else {}
+            results.append(compare(f"{suite} {run}", own, plain, meant))
+            print("\n".join(lines(results[-1])), flush=True)
+    if not options.k and len(options.suite) == len(RUNS):
         where = environment(torch.device("cpu"), torch.float32) | {"suites": [pinned(name) for name in RUNS]}
-        write_json(RESULT, {"environment": where, "models": asdict(found), "runs": results})
-    return int(any(result["differences"] or result["unmet"] for result in results))
+        write_json(RESULT, {"environment": where, "models": {k: len(v) for k, v in MODELS.items()}, "runs": results})
+    unmet = not options.k and any(not count for result in results for count in result["deliberate"].values())
+    return int(unmet or any(result["differences"] for result in results))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`ModelTesterMixin` of transformers for small models of the classes that fastvit knows; collected by pytest.
+"""`ModelTesterMixin` of transformers for small models of the classes in models.toml; collected by pytest.
 
 The sdist of transformers has the mixin but neither the tests of each model, which say how a small one is made, nor two
 other mixins that it imports: models are made by coverage/small_transformers.py, and the two are empty.
@@ -13,25 +13,24 @@ import os
 import sys
 import types
 import unittest
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
-import fastvit.integrations.transformers.layers
+import fastvit.integrations.transformers
 from benchmarks.coverage import small_transformers
 from benchmarks.harness.libraries import load
 from benchmarks.peers import plugin
-from benchmarks.peers.models import small
 
-TESTS = "FASTVIT_PEERS_TRANSFORMERS"  # the folder `tests` of the sdist
+TESTS, RUN = (os.environ[f"FASTVIT_PEERS_{name}"] for name in ("TESTS", "RUN"))  # the folder `tests` of the sdist
 
 
 def _import_mixin() -> Any:
     package = "tests_of_transformers"
     root = types.ModuleType(package)
-    root.__path__ = [os.environ[TESTS]]
+    root.__path__ = [TESTS]
     sys.modules[package] = root
     for name, mixin in (
         ("exporters.test_export", "ExportTesterMixin"),
@@ -54,11 +53,11 @@ class Tester:
     num_masks = 4
 
     def __init__(self, kinds: Sequence[Any]) -> None:
-        made = {kind: small(kind) for kind in kinds}
-        self.inputs = {kind: small_transformers.inputs(model, self.batch_size) for kind, (model, _) in made.items()}
-        self.configs = {kind: config for kind, (_, config) in made.items()}
         self.first = kinds[0]
-        model: Any = made[self.first][0]
+        self.configs = {kind: partial(small_transformers.small_config, kind) for kind in kinds}
+        models = {kind: kind(config()) for kind, config in self.configs.items()}  # made before fastvit is put in
+        self.inputs = {kind: small_transformers.inputs(model, self.batch_size) for kind, model in models.items()}
+        model = models[self.first]
         own = getattr(model.config, "vision_config", model.config)
         self.hidden_size = getattr(own, "hidden_size", small_transformers.WIDTH)
         self.num_attention_heads = getattr(own, "num_attention_heads", small_transformers.HEADS)
@@ -80,46 +79,46 @@ class Tester:
     def prepare_config_and_inputs_for_common(self) -> Any:
         return self.prepare_config_and_inputs_for_model_class(self.first)
 
-    def prepare_config_and_inputs_for_model_class(self, kind: type) -> Any:
+    def prepare_config_and_inputs_for_model_class(self, kind: Any) -> Any:
         return self.configs[kind](), copy.deepcopy(self.inputs[kind])
 
 
-def _put_in(kind: Any, run: str) -> None:
+def _put_in(kind: Any) -> None:
     """Put fastvit into every model of this class when it has been made."""
     own = kind.__init__
 
     @functools.wraps(own)
     def initialise(self: Any, *args: Any, **kwargs: Any) -> None:
         own(self, *args, **kwargs)
-        if type(self) is kind:
-            _change(self, run)
+        if type(self) is not kind:
+            return
+        if RUN == "accelerate":
+            plugin.accelerate(self)
+        elif self.config._attn_implementation == "sdpa":  # the default: eager attention is a test's own choice
+            plugin.Touched.count += 1
+            self.set_attn_implementation("fastvit")
 
     kind.__init__ = initialise
 
 
-def _change(model: Any, run: str) -> None:
-    if run == "accelerate":
-        plugin.accelerate(model)
-    elif model.config._attn_implementation == "sdpa":  # the default: eager attention is a test's own choice
-        plugin.Touched.count += 1
-        model.set_attn_implementation("fastvit")
+def _kinds() -> Iterator[Any]:
+    for name in plugin.MODELS["transformers"]:
+        module, _, kind = f"transformers.models.{name}".rpartition(".")
+        yield getattr(importlib.import_module(module), kind)
 
 
-def _make_tests(models: dict[str, list[str]], run: str) -> None:
+def _make_tests() -> None:
     load("transformers").logging.set_verbosity_error()
-    mixin = _import_mixin()
+    mixin, kinds = _import_mixin(), list(_kinds())
     fastvit.integrations.transformers.register_attention()
-    for config, names in models.items():
-        kinds = tuple(
-            getattr(importlib.import_module(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in names
-        )
-        name = f"Test{config.removesuffix('Config')}"
-        members = {"model_tester": Tester(kinds), "all_model_classes": kinds, "test_resize_embeddings": False}
-        members |= {"_is_composite": hasattr(kinds[0].config_class(), "vision_config"), "__module__": __name__}
+    for config in dict.fromkeys(kind.config_class for kind in kinds):
+        own = tuple(kind for kind in kinds if kind.config_class is config)
+        name = f"Test{config.__name__.removesuffix('Config')}"
+        members = {"model_tester": Tester(own), "all_model_classes": own, "test_resize_embeddings": False}
+        members |= {"_is_composite": hasattr(config(), "vision_config"), "__module__": __name__}
         globals()[name] = type(name, (mixin, unittest.TestCase), members)
-        for kind in kinds if run != plugin.PLAIN else ():
-            _put_in(kind, run)
+    for kind in kinds if RUN != plugin.PLAIN else ():
+        _put_in(kind)
 
 
-assert Path(os.environ[TESTS]).is_dir()
-_make_tests(plugin.job().models, plugin.job().run)
+_make_tests()

@@ -29,6 +29,10 @@ STATUS = {
     "running": "ended the process",
     "slow": "takes longer here than a model may",
 }
+_LEGEND = """\
+right: models of all. attention, norms, MLP, patch: sites fused of all. cross: attention of other queries than keys, \
+which is left and not counted before. graphs: the most of one model. error: the largest of outputs and gradients as a \
+share of the one allowed."""
 
 
 def is_cross(reason: str) -> bool:
@@ -40,31 +44,37 @@ def counts(row: Row, *kinds: str) -> tuple[int, int]:
     """Return the number of fused sites, and of all; for attention, of all self-attention."""
     fused = left = 0
     for kind in kinds:
-        found = row["sites"].get(kind, {"fused": {}, "left": {}})
-        fused += sum(found["fused"].values())
-        left += sum(n for reason, n in found["left"].items() if kind != "attention" or not is_cross(reason))
+        sites = row["sites"].get(kind, {"fused": {}, "left": {}})
+        fused += sum(sites["fused"].values())
+        left += sum(n for reason, n in sites["left"].items() if kind != "attention" or not is_cross(reason))
     return fused, fused + left
 
 
 def render(path: Path) -> list[str]:
+    """Return the totals, the families whose self-attention is all fused, a table of the others, why attention was left,
+    and every model that is not right."""
     results = json.loads(path.read_text())
     rows, where = list(results["rows"].values()), results["environment"]
-    libraries = list(dict.fromkeys(row["library"] for row in rows))
-    lines: list[str] = []
-    for library in libraries:
-        own = [row for row in rows if row["library"] == library]
-        lines += [*_totals(library, own), "", *_families(own), ""]
-    lines += [
-        "right: models of all. attention, norms, MLP, patch: sites fused of all. cross: attention of other",
-        "queries than keys, which is left and not counted before. graphs: the most of one model. error: the",
-        "largest of outputs and gradients as a share of the one allowed.",
-        "",
-        *_reasons(rows),
-        *_exceptions(rows),
-        f"{where['device']}, float32, {where['threads']} threads, torch {where['torch']}, "
-        + ", ".join(f"{name} {version}" for name, version in where["libraries"].items()),
-    ]
+    lines = []
+    for library, own in _by(rows, "library").items():
+        whole: dict[str, list[Row]] = {}
+        others: dict[str, list[Row]] = {}
+        for family, members in _by(own, "family").items():
+            fused, every = _sum(counts(row, "attention") for row in members if row["status"] != "eager")
+            right = all(row["status"] == "right" for row in members)
+            (whole if right and every and fused == every else others)[family] = members
+        lines += [*_totals(library, own), "", f"all of it fused: {', '.join(sorted(whole))}", "", *_table(others), ""]
+    lines += [_LEGEND, "", *_reasons(rows), *_exceptions(rows)]
+    lines.append(f"{where['device']}, float32, {where['threads']} threads, torch {where['torch']}, ")
+    lines[-1] += ", ".join(f"{name} {version}" for name, version in where["libraries"].items())
     return [line for text in lines for line in (textwrap.wrap(text, WIDTH, subsequent_indent="  ") if text else [""])]
+
+
+def _by(rows: Iterable[Row], key: str) -> dict[str, list[Row]]:
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(row[key], []).append(row)
+    return groups
 
 
 def _totals(library: str, rows: Sequence[Row]) -> Iterator[str]:
@@ -73,18 +83,17 @@ def _totals(library: str, rows: Sequence[Row]) -> Iterator[str]:
     alone = f"{len(rows) - len(run)} do not run, compile alone or end in time"
     yield f"{library}: {len(rows)} models; {alone}; {right} of the other {len(run)} right"
     with_attention = [pair for row in run if (pair := counts(row, "attention"))[1]]
-    whole = sum(fused == all_of_it for fused, all_of_it in with_attention)
+    whole = sum(fused == every for fused, every in with_attention)
     yield f"{whole} of {len(with_attention)} with every self-attention fused"
-    sites = [sum(pair[i] for pair in with_attention) for i in (0, 1)]
-    yield f"{sites[0]} of {sites[1]} such attention sites"
+    fused, every = _sum(with_attention)
+    yield f"{fused} of {every} such attention sites"
 
 
-def _families(rows: Sequence[Row]) -> list[str]:
+def _table(families: dict[str, list[Row]]) -> list[str]:
     table = []
-    for family in dict.fromkeys(row["family"] for row in rows):
-        own = [row for row in rows if row["family"] == family]
+    for family, own in families.items():
         run = [row for row in own if row["status"] != "eager"]
-        shown = [_of([counts(row, *kinds) for row in run]) for kinds in KINDS.values()]
+        attention, *others = (_shown(_sum(counts(row, *kinds) for row in run)) for kinds in KINDS.values())
         cross = sum(
             number
             for row in run
@@ -94,30 +103,31 @@ def _families(rows: Sequence[Row]) -> list[str]:
         right = f"{sum(row['status'] == 'right' for row in own)}/{len(own)}"
         graphs = str(max((row["graphs"] for row in run), default="-"))
         error = f"{max(row['share'] for row in own):.2f}"
-        attention, *others = shown
         name = family.replace("vision_transformer", "vit")
         table.append((name, right, attention, str(cross or "-"), *others, graphs, error))
     return make(("model", "right", "attention", "cross", *list(KINDS)[1:], "graphs", "error"), table)
 
 
-def _of(pairs: Sequence[tuple[int, int]]) -> str:
-    fused, of = (sum(pair[i] for pair in pairs) for i in (0, 1))
-    return f"{fused}/{of}" if of else "-"
+def _sum(pairs: Iterable[tuple[int, int]]) -> tuple[int, int]:
+    several = list(pairs)
+    return sum(fused for fused, _ in several), sum(every for _, every in several)
+
+
+def _shown(pair: tuple[int, int]) -> str:
+    return f"{pair[0]}/{pair[1]}" if pair[1] else "-"
 
 
 def _reasons(rows: Iterable[Row]) -> Iterator[str]:
-    """Yield why sites were left, by kind, and in how many models."""
-    found: dict[str, Counter[str]] = {}
+    """Yield why attention was left, and in how many models."""
+    reasons = Counter[str]()
     for row in rows:
-        for kind, parts in row["sites"].items():
-            reasons = {re.sub(r"(shape) \(.*", r"\1", reason) for reason in parts["left"]}
-            found.setdefault(kind, Counter()).update(reasons)
-    for kind, counted in found.items():
-        if counted:
-            yield f"{kind} left, and in how many models:"
-            ordered = sorted(counted.items(), key=lambda item: (-item[1], item[0]))
-            yield from (f"  {number:4d}  {reason}" for reason, number in ordered)
-            yield ""
+        left = row["sites"].get("attention", {"left": {}})["left"]
+        reasons.update({re.sub(r"(shape) \(.*", r"\1", reason) for reason in left})
+    if reasons:
+        yield "attention left, and in how many models:"
+        ordered = sorted(reasons.items(), key=lambda item: (-item[1], item[0]))
+        yield from (f"  {number:4d}  {reason}" for reason, number in ordered)
+        yield ""
 
 
 def _exceptions(rows: Sequence[Row]) -> Iterator[str]:
@@ -130,5 +140,5 @@ def _exceptions(rows: Sequence[Row]) -> Iterator[str]:
         own = [row for row in rows if row["status"] == status and status != "right"]
         if own:
             yield f"{words}:"
-            yield from (f"  {row['library']} {row['name']}: {row['detail']}" for row in own)
+            yield from (f"  {row['library']} {row['name']}: {row['detail'][:120]}" for row in own)
             yield ""

@@ -1,55 +1,56 @@
 """Write benchmarks/results/README.md from the result files next to it, the tables of the main README, and `table.md` of
-each GPU.
+each GPU. The page has what most readers look for; with folders, it has every table of these.
 
     pytest benchmarks --benchmark-only --benchmark-json benchmarks/results/cpu/float32.json
     python -m benchmarks.report.results
+    python -m benchmarks.report.results benchmarks/results/cpu --to out/results.md
 
 In each folder: `results.jsonl` of benchmarks/gpu; files of the benchmarks (all of one dtype are one table, with the
-best limits that any measured),
-`families.json`, `dispatch.json`, `launch.json` and `low_precision.json` of the modules of those names, `graphs.json` of
-graph_models.py, `peers.json` of benchmarks/peers, `training.json` of `make training`, `fitting.json` of
-`benchmarks.harness.fitting`, and pictures.
+best limits that any measured); the files named in _TABLES, each of the module there; and pictures.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from benchmarks.codegen import compile_time
 from benchmarks.gpu import journal, summary, verdict
-from benchmarks.harness import conditions, families, fitting, table
-from benchmarks.harness.provenance import ROOT
-from benchmarks.host import dispatch, launch, low_precision
-from benchmarks.peers import compare as peers
-from benchmarks.report import graph_tables, plot, training
+from benchmarks.harness import conditions, table
+from benchmarks.harness.provenance import ROOT, write_text
+from benchmarks.report import plot
 from benchmarks.report.read import read
-from fastvit._output import write_file
 
 RESULTS = ROOT / "benchmarks" / "results"
 GPU = RESULTS / "nvidia_h200" / "results.jsonl"
 _INTRODUCTION = f"""\
 # Results
 
-Made by `python -m benchmarks.report.results` from the files next to this page; how they were measured is in
-[../README.md](../README.md). On a CPU the same ops run PyTorch's fused ATen functions: the figures say nothing about
-the Triton kernels' speed. `make results` also draws the picture.
+`make results` makes this page from the files next to it; [../README.md](../README.md) says how they were measured.
+`python -m benchmarks.report.results benchmarks/results/cpu --to out/results.md` makes every table of a folder. On a CPU
+the same ops run PyTorch's fused ATen functions: the figures say nothing about the Triton kernels' speed.
 
 ```text
 {table.LEGEND}
 ```
 """
+_TABLES = {  # by the name of the file: a module with `render`
+    "graphs": "benchmarks.report.graph_tables",
+    "host": "benchmarks.host.__main__",
+    "peers": "benchmarks.peers.__main__",
+    "training": "benchmarks.report.training",
+    "fitting": "benchmarks.harness.fitting",
+}
+_ONLY_IN_FULL = ("host",)
 
 
-def render(paths: Sequence[Path]) -> str:
-    """Return the section of one run, with a part for each op."""
+def render(paths: Sequence[Path], every: bool = True) -> str:
+    """Return the section of one run, with a part for each op, or else the most important case of each."""
     records, ceilings, where = read(paths)
-    parts = [_fenced(where)]
-    for op, lines in table.render(records, ceilings):
-        parts.append(f"### {op}\n\n{_fenced(lines)}")
-    return "\n".join(parts)
+    tables = table.render(records, ceilings) if every else table.most_important(records, ceilings)
+    return "\n".join([_fenced(where), *(f"### {title}\n\n{_fenced(lines)}" for title, lines in tables)])
 
 
 def _fenced(lines: Sequence[str]) -> str:
@@ -57,17 +58,14 @@ def _fenced(lines: Sequence[str]) -> str:
 
 
 def page(folders: Sequence[Path] = ()) -> str:
-    """Return the page, of all folders of results unless some are given."""
-    folders = folders or sorted(path for path in RESULTS.iterdir() if path.is_dir())
-    return "\n".join([_INTRODUCTION, *(part for folder in folders for part in _folder(folder))])
+    """Return the page, or all tables of the folders."""
+    parts = [_INTRODUCTION]
+    for folder in folders or sorted(path for path in RESULTS.iterdir() if path.is_dir()):
+        parts += _folder(folder, every=bool(folders))
+    return "\n".join(parts)
 
 
-def _folder(folder: Path) -> Iterator[str]:
-    special = {
-        "families": families.render, "graphs": graph_tables.render, "dispatch": dispatch.render,
-        "launch": launch.render, "low_precision": low_precision.render, "peers": peers.render,
-        "compile_time": compile_time.render, "training": training.render, "fitting": fitting.render,
-    }  # fmt: skip
+def _folder(folder: Path, every: bool) -> Iterator[str]:
     if records := journal.last(journal.read(folder / "results.jsonl")):
         others = sorted(
             {path.name for path in folder.iterdir() if path.suffix in (".md", ".txt")} - {"README.md", "log.txt"}
@@ -76,19 +74,20 @@ def _folder(folder: Path) -> Iterator[str]:
         yield f"## {folder.name}, first minutes\n\n{_fenced(verdict.lines(records))}\nAll of it: {links}.\n"
     runs: dict[str, list[Path]] = {}  # by dtype
     for path in sorted(folder.glob("*.json")):
-        if path.stem in special or path.name.startswith("tuned_") or not path.stat().st_size:  # empty: cut off
-            continue
-        if found := json.loads(path.read_text())["benchmarks"]:
-            runs.setdefault(found[0]["extra_info"]["environment"]["dtype"], []).append(path)
+        text = path.read_text()  # "" of a run that was cut off
+        if benchmarks := text and json.loads(text).get("benchmarks"):
+            runs.setdefault(benchmarks[0]["extra_info"]["environment"]["dtype"], []).append(path)
     picture = [plot.picture(folder.name)] * (folder / plot.FILES["light"]).exists()  # memory, of the first dtype
     for dtype, paths in sorted(runs.items(), key=lambda run: run[0] != "float32"):
         yield f"## {folder.name}, {dtype}\n"
         yield from picture
-        yield render(paths)
+        yield render(paths, every)
         picture = []
-    for name, function in special.items():
-        if (folder / f"{name}.json").exists():
-            yield f"## {folder.name}, {name.replace('_', ' ')}\n\n{_fenced(function(folder / f'{name}.json'))}"
+    for name, module_name in _TABLES.items():
+        path = folder / f"{name}.json"
+        if path.exists() and (every or name not in _ONLY_IN_FULL):
+            lines = importlib.import_module(module_name).render(path)
+            yield f"## {folder.name}, {name.replace('_', ' ')}\n\n{_fenced(lines)}"
             if name == "training":
                 yield plot.picture(folder.name, name, "Accuracy and loss of a ViT and a ResNet, and what they cost")
 
@@ -120,8 +119,8 @@ _OPS_HEAD = """\
 def ops_table() -> str:
     """Return the table of one size of each op, forward and backward, and where it was measured; "-" where the file has
     none."""
-    found, _, (where, versions, *rest) = read([RESULTS / "cpu" / "float32.json"])
-    records = {(r.op, r.case): r for r in found if r.mode == "training"}
+    measured, _, (where, versions, *rest) = read([RESULTS / "cpu" / "float32.json"])
+    records = {(r.op, r.case): r for r in measured if r.mode == "training"}
     lines = [_OPS_HEAD]
     for name, case, fused, saved in _OPS:
         cells, size = ["-"] * 4, ""
@@ -135,7 +134,7 @@ def ops_table() -> str:
     return "\n".join([*lines, "", f"Both passes on a CPU: {device}, {versions}.{''.join(marks)}"])
 
 
-_OF_A_GPU = {"attention": "attention", "block": "Block", "model": "ViT-S/16 and ViT-B/16"}
+_ON_A_GPU = {"attention": "attention", "block": "Block", "model": "ViT-S/16 and ViT-B/16"}
 _GPU_HEAD = """\
 | fastvit on an H200 against | forward: SDPA, flash | SDPA, cuDNN | both passes: SDPA, flash | SDPA, cuDNN |
 |---|---|---|---|---|"""
@@ -145,17 +144,15 @@ def gpu_table(path: Path = GPU) -> str:
     """Return the table of attention, blocks and models on a GPU, by the GPU's time alone: least to most over shapes."""
     rows = [r for r in journal.last(journal.read(path)) if r["kind"] == "row" and r["status"] == "passed"]
     lines = [_GPU_HEAD]
-    for op, name in _OF_A_GPU.items():
-        cells, of_op = [], [r for r in rows if r["op"] == op]
+    for op, name in _ON_A_GPU.items():
+        cells, own = [], [r for r in rows if r["op"] == op]
         for mode in verdict.PASSES:
-            found = [verdict.ratios(r, "graph") for r in of_op if r["mode"] == mode]
-            cells += [_range([ratios[other] for ratios in found]) for other in ("flash", "cudnn")]
-        lines.append(f"| {' | '.join([f'{name}, {len(of_op) // 2} shapes', *cells])} |")
+            ratios = [verdict.ratios(r, "graph") for r in own if r["mode"] == mode]
+            for rival in ("flash", "cudnn"):
+                several = [by_rival[rival] for by_rival in ratios]
+                cells.append(f"{min(several):.2f}-{max(several):.2f}x")
+        lines.append(f"| {' | '.join([f'{name}, {len(own) // 2} shapes', *cells])} |")
     return "\n".join(lines)
-
-
-def _range(ratios: Sequence[float]) -> str:
-    return f"{min(ratios):.2f}-{max(ratios):.2f}x"
 
 
 def with_ops(readme: str) -> str:
@@ -172,12 +169,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("folders", nargs="*", type=Path, help="of result files; default: all in benchmarks/results")
     parser.add_argument("--to", type=Path, default=RESULTS / "README.md", help="the page")
     chosen = parser.parse_args(arguments)
-    write_file(chosen.to, page(chosen.folders))
+    write_text(chosen.to, page(chosen.folders))
     if not chosen.folders:
         for path in RESULTS.glob("*/results.jsonl"):
-            write_file(path.with_name("table.md"), gpu_page(path))
+            write_text(path.with_name("table.md"), gpu_page(path))
         readme = ROOT / "README.md"
-        write_file(readme, with_ops(readme.read_text()))
+        write_text(readme, with_ops(readme.read_text()))
 
 
 if __name__ == "__main__":

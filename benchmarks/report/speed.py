@@ -1,4 +1,4 @@
-"""Draw the speed of ViT-B/16 on a GPU, for light and for dark pages, from the results of `make gpu-first`.
+"""Draw the speed of ViT-B/16 on a GPU, for light and for dark pages, from the results of `make gpu`.
 
     python -m benchmarks.report.speed benchmarks/results/nvidia_h200/results.jsonl benchmarks/results
 

@@ -18,7 +18,6 @@ VERBS = {
     "attention": "attention maps and rollout over a picture, or figures by layer",
     "explore": "one page to explore a model: patches, tokens, memory, attention",
     "verify": "compare the fused ops with float64 on this device",
-    "tune": "measure launch choices for a model on this GPU, and keep them",
     "warmup": "compile a model's kernels before its first step",
     "doctor": "this machine: devices, versions, and the path of each op",
     "bench": "run the quickest benchmarks of a checkout",

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import sys
 import time
 
 from fastvit import _triton
-from fastvit.cli import options, step_options, terminal
+from fastvit.cli import options, terminal
+
+DTYPES = ("fp32", "tf32", "bf16", "fp16", "amp")
 
 _EPILOG = """A model's first step compiles its Triton kernels one after the other. This
 compiles them beforehand, in several processes, into Triton's cache: the folder
@@ -41,7 +44,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
     options.add_model(parser)
     options.add_batches(parser, "32")
-    step_options.configure(parser)
+    options.add_image_size(parser)
+    parser.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        default="bf16",
+        help="tf32: float32 with matmuls in TF32; amp: under autocast to bf16",
+    )
+    parser.add_argument("--mode", choices=("train", "infer", "both"), default="both", help="whose kernels")
     parser.add_argument("--target", metavar="ARCH", help="sm_80, sm_90, ... (default: the current GPU)")
     parser.add_argument("--multiprocessors", type=options.count, metavar="N", help="of the GPU that --target is for")
     parser.add_argument("--processes", type=options.count, metavar="N", help="at most (default: one for each core)")
@@ -53,23 +63,29 @@ def run(args: argparse.Namespace) -> int:
     if os.environ.get("TRITON_INTERPRET", "0") == "1":
         raise ValueError("with TRITON_INTERPRET=1 nothing is compiled")
     _triton.check("fastvit warmup")
+    import torch
+
+    from fastvit import warmup
     from fastvit.study.sources.find import find
+    from fastvit.study.sources.model_source import pixels
 
     source = find(args.model)
-    calls = {call: call for batch in args.batch for call in step_options.calls(source, args, batch)}
-    from fastvit.tuning.calls import record
-    from fastvit.tuning.launches import Recorder, compile_all, cores
-
+    size, _ = source.sizes(args.image_size)
     target, multiprocessors = _target(args)
-    recorder = Recorder(target)
-    record(calls, recorder, multiprocessors)
+    torch.set_float32_matmul_precision("high" if args.dtype == "tf32" else "highest")
+    dtype = "fp32" if args.dtype == "tf32" else args.dtype
+    modes = ("infer", "train") if args.mode == "both" else (args.mode,)
+    recorder = warmup.Recorder(target)
+    for batch, mode in itertools.product(args.batch, modes):
+        warmup.record_step(recorder, source, size, batch, dtype, mode, multiprocessors)
+    step = f"{source.name}, batch {', '.join(map(str, args.batch))}, {pixels(size)} px, {args.dtype}"
     launches = list(recorder.launches.values())
     if not launches:
-        raise ValueError(f"{step_options.in_words(source, args, *args.batch)}: Triton takes none of its ops")
+        raise ValueError(f"{step}: Triton takes none of its ops")
     start, compiled_now, failed = time.perf_counter(), 0, 0
-    processes = min(args.processes or cores(), len(launches))
+    processes = min(args.processes or warmup.cores(), len(launches))
     with terminal.progress(len(launches), "compiling") as progress:
-        for launch, compiled in compile_all(launches, processes):
+        for launch, compiled in warmup.compile_all(launches, processes):
             progress(launch.name.removesuffix("_kernel"))
             compiled_now += compiled is True
             if isinstance(compiled, str):
@@ -77,30 +93,25 @@ def run(args: argparse.Namespace) -> int:
                 print(f"fastvit: {launch.name} does not compile: {compiled.splitlines()[0]}", file=sys.stderr)
     cached = len(launches) - compiled_now - failed
     seconds = time.perf_counter() - start
-    print(
-        f"{step_options.in_words(source, args, *args.batch)}, {' and '.join(step_options.modes(args))}, for {target}:"
-    )
+    print(f"{step}, {' and '.join(modes)}, for {target}:")
     print(f"{len(launches)} kernels, {cached} of them compiled before, in {seconds:.1f} s by {processes} processes")
     return int(failed > 0)
 
 
 def _target(args: argparse.Namespace) -> tuple[str, int]:
-    """The architecture to compile for, and the number of multiprocessors to choose for."""
+    """Return the architecture to compile for, and the number of multiprocessors to choose for."""
     import torch
 
-    from fastvit.tuning.launches import MULTIPROCESSORS
+    from fastvit import warmup
 
-    nvidia = [arch for arch in MULTIPROCESSORS if arch.startswith("sm_")]
+    nvidia = [arch for arch in warmup.MULTIPROCESSORS if arch.startswith("sm_")]
     if args.target is None:
-        from fastvit.tuning.model import gpu_at_hand
-
         if torch.version.hip:
             raise ValueError("kernels are compiled beforehand for NVIDIA GPUs only")
         try:
-            machine = gpu_at_hand()
+            return warmup.gpu_at_hand()
         except ValueError as error:
             raise ValueError(f"{error}; --target {'|'.join(nvidia)} compiles without one") from None
-        return machine.arch, machine.multiprocessors
     if args.target not in nvidia:
         raise ValueError(f"--target must be one of {', '.join(nvidia)}, got {args.target!r}")
-    return args.target, args.multiprocessors or MULTIPROCESSORS[args.target]
+    return args.target, args.multiprocessors or warmup.MULTIPROCESSORS[args.target]

@@ -157,7 +157,7 @@ def _gpu(index: int) -> Iterator[Finding]:
     yield Finding("devices", f"cuda:{index}", f"{gpu.name}, {arch}, {size}{why}", NOTE if old else OK)
     yield _table("tuned table", _tuned.shipped(arch, gpu.name), f"none for {gpu.name}: kernels run as shipped")
     users = _tuned.users(arch, gpu.name, cache_folder())
-    yield _table("your table", users, "none; `fastvit tune` measures one")
+    yield _table("your table", users, "none")
 
 
 def _table(name: str, table: Any, without: str) -> Finding:

@@ -95,16 +95,6 @@ def read_rgb(path: str | Path) -> Image:
         return picture.convert("RGB")
 
 
-def check_header(path: str | Path) -> None:
-    """Check that a file is a picture by its header alone, without decoding it.
-
-    Raises:
-        ValueError, OSError: as `read_picture`.
-    """
-    with _opened(path):
-        pass
-
-
 @contextlib.contextmanager
 def _opened(path: str | Path) -> Iterator[Image]:
     from PIL import Image

@@ -11,10 +11,10 @@ from stub_checks import DTYPES, hooked, one_kernel, run_checks
 from benchmarks.codegen.launches import recording
 from benchmarks.codegen.stub_driver import stub_gpu
 from benchmarks.gpu.tables import works
+from benchmarks.gpu.tuner import using
 from fastvit.kernels import _tuned
 from fastvit.ops.runtime import call as runtime_call
 from fastvit.ops.runtime import launch as runtime_launch
-from fastvit.tuning.tuner import using
 
 
 def _wide(name, tokens, dtype=torch.bfloat16):

@@ -26,7 +26,7 @@ from benchmarks.codegen.stub_driver import stub_gpu
 from fastvit import ops
 from fastvit.ops.runtime import call as runtime_call
 from fastvit.study.accuracy.cases import WITHOUT_GRADIENT
-from fastvit.tuning.launches import in_library
+from fastvit.warmup import in_library
 
 CPU = torch.device("cpu")
 SIZES = {"d": 16, "D": 64, "hidden": 64, "gated": 32, "patch": 4, "height": 8, "width": 12}

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "benchmarks" / "examples"
 PROGRAM = ["-m", "benchmarks.harness.libraries", str(EXAMPLES / "train.py")]
 SMALL = ["--batch", "16", "--workers", "0", "--log-every", "1", "--set", "depth=1", "embed_dim=32", "num_heads=1"]
-PLAIN = ["--mixup", "0", "--cutmix", "0", "--dropout", "0", "--drop-path", "0", "--rand-augment", "0", "--crop", "1"]
+PLAIN = ["--mixup", "0", "--cutmix", "0", "--dropout", "0", "--drop-path", "0", "--rand-augment", "0"]
 Record = dict[str, Any]
 
 

@@ -13,8 +13,6 @@ import torch
 from safetensors.torch import load_file
 from training_runs import PLAIN, SMALL, example, image_folder, log, losses, start, train
 
-import fastvit
-
 TWO = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
@@ -25,7 +23,7 @@ def wait_for(run: Path, lines: int, process: subprocess.Popen[str]) -> None:
 
 
 def test_killed_and_interrupted_runs_continue_with_the_same_losses(tmp_path):
-    settings = [*SMALL, "--steps", "60", "--ema", "0.9", "--accumulate", "2", "--save-every", "7", "--workers", "1"]
+    settings = [*SMALL, "--steps", "40", "--accumulate", "2", "--save-every", "7", "--workers", "1"]
     whole, other = tmp_path / "whole", tmp_path / "other"
     process = start("run", *settings, "--out", other)
     wait_for(other, 12, process)
@@ -42,19 +40,19 @@ def test_killed_and_interrupted_runs_continue_with_the_same_losses(tmp_path):
     assert f"`train.py resume {other}` continues" in err
     assert "Traceback" not in err
     done = log(other)[-1]["step"]
-    assert 12 < done < 60
+    assert 12 < done < 40
     assert torch.load(other / "checkpoint.pt", weights_only=True)["at"]["step"] == done, "no step is lost"
 
     assert train("resume", other, "--workers", "0") == 0
     assert train("run", *settings, "--out", whole) == 0
     assert log(other) == log(whole)
-    assert len(losses(whole)) == 60
+    assert len(losses(whole)) == 40
     assert (other / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+@pytest.mark.parametrize("parallel", [pytest.param("ddp", marks=pytest.mark.nightly), "fsdp"])
 def test_two_processes_learn_what_one_does(parallel, tmp_path):
-    settings = [*SMALL, *PLAIN, "--steps", "8", "--ema", "0.9", "--accumulate", "2", "--save-every", "5"]
+    settings = [*SMALL, *PLAIN, "--steps", "8", "--accumulate", "2", "--save-every", "5"]
     process = start("run", *settings, "--parallel", parallel, "--out", tmp_path / "two", launcher=TWO)
     out, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
@@ -77,79 +75,57 @@ def test_fused_and_plain_models_have_the_same_losses_and_are_compared(tmp_path, 
     assert train("compare", *runs, "--plot", tmp_path / "both.svg", "--json", tmp_path / "both.json") == 0
     shown = capsys.readouterr().out
     assert "fused and plain: training losses of 20 steps differ by at most" in shown
-    found = json.loads((tmp_path / "both.json").read_text())
-    assert [row[:2] for row in found["rows"]] == [["fused", "vit"], ["plain", "vit, plain"]]
+    table = json.loads((tmp_path / "both.json").read_text())
+    assert [row[:2] for row in table["rows"]] == [["fused", "vit"], ["plain", "vit, plain"]]
     for theme in ("light", "dark"):
         assert "</svg>" in (tmp_path / f"both_{theme}.svg").read_text()
 
 
-def test_the_learning_rate_rises_to_its_highest_and_falls(tmp_path):
-    settings = [*SMALL, "--steps", "40", "--warm-up", "0.1", "--lr", "0.01", "--out", tmp_path / "run"]
-    assert train("run", *settings) == 0
-    rates = [record["lr"] for record in log(tmp_path / "run", "train")]
-    top = rates.index(max(rates))
-    assert rates[top] == 0.01
-    assert top == 9, "a tenth of an epoch"
-    assert rates[: top + 1] == sorted(rates[: top + 1])
-    assert rates[top:] == sorted(rates[top:], reverse=True)
-    assert rates[-1] < 0.0002
-
-
-def test_options_of_the_machine_leave_the_losses(tmp_path):
-    settings = [*SMALL, *PLAIN, "--steps", "4"]
+def test_options_of_the_machine_leave_the_losses_and_the_learning_rate_rises_and_falls(tmp_path):
+    settings = [*SMALL, *PLAIN, "--steps", "8", "--warm-up", "0.05", "--lr", "0.01"]
     assert train("run", *settings, "--out", tmp_path / "plain") == 0
-    options = ["--checkpointing", "--compile", "eager", "--workers", "1"]
-    assert train("run", *settings, *options, "--out", tmp_path / "other") == 0
+    assert train("run", *settings, "--compile", "eager", "--workers", "1", "--out", tmp_path / "other") == 0
     assert losses(tmp_path / "other") == pytest.approx(losses(tmp_path / "plain"), abs=1e-6)
     assert train("run", *settings, "--amp", "--out", tmp_path / "amp") == 0
     assert losses(tmp_path / "amp") != losses(tmp_path / "plain")
     assert losses(tmp_path / "amp") == pytest.approx(losses(tmp_path / "plain"), abs=0.05)
+    rates = [record["lr"] for record in log(tmp_path / "plain", "train")]
+    top = rates.index(max(rates))
+    assert rates[top] == 0.01
+    assert top == 4, "a twentieth of an epoch of 89 steps"
+    assert rates[: top + 1] == sorted(rates[: top + 1])
+    assert rates[top:] == sorted(rates[top:], reverse=True)
+    assert rates[-1] < 0.002
 
 
-def test_what_is_learnt_from_scratch_and_from_a_teacher(tmp_path, capsys):
+def test_learning_from_scratch_from_weights_and_from_a_teacher(tmp_path):
     folder = image_folder(tmp_path / "data")
     data = ["--data", folder, "--image-size", "32", "--batch", "8", "--workers", "0", "--clip", "0"]
     sizes = ["--model", "vit_tiny_patch16_224", "--set", "depth=2", "embed_dim=32", "num_heads=1"]
     assert train("run", *data, *sizes, "--epochs", "12", "--lr", "3e-3", "--out", tmp_path / "vit") == 0
     assert log(tmp_path / "vit", "epoch")[-1]["accuracy"] == 1.0
-    capsys.readouterr()
-    assert train("evaluate", tmp_path / "vit", "--scales", "1,1.5", "--flip") == 0
-    assert capsys.readouterr().out.count("100.00%") == 6
 
-    weights = tmp_path / "vit" / "model.safetensors"
-    model = fastvit.create_model("vit_tiny_patch16_224", weights, img_size=32, depth=2, embed_dim=32, num_heads=1,
-                                 num_classes=2)  # fmt: skip
-    tuned = ["--weights", weights, "--freeze", "--layer-decay", "0.5", "--epochs", "2", "--smoothing", "0"]
-    assert train("run", *data, *sizes, *tuned, "--out", tmp_path / "tuned") == 0
+    weights = load_file(tmp_path / "vit" / "model.safetensors")
+    tuned = ["--weights", tmp_path / "vit" / "model.safetensors", "--layer-decay", "0.5", "--lr", "1e-6"]
+    assert train("run", *data, *sizes, *tuned, "--epochs", "1", "--out", tmp_path / "tuned") == 0
     after = load_file(tmp_path / "tuned" / "model.safetensors")
-    assert torch.equal(after["blocks.1.mlp.fc1.weight"], model.blocks[1].mlp.fc1.weight)
-    assert not torch.equal(after["head.weight"], model.head.weight)
+    torch.testing.assert_close(after["blocks.1.mlp.fc1.weight"], weights["blocks.1.mlp.fc1.weight"], atol=1e-5, rtol=0)
+    assert not torch.allclose(after["head.weight"], weights["head.weight"], atol=1e-3), "a new head"
 
     model = ["--model", "deit_tiny_distilled_patch16_224", "--set", "depth=1", "embed_dim=32", "num_heads=1"]
     for kind in ("hard", "soft"):
-        taught = [*model, "--teacher", tmp_path / "vit", "--distill", kind, "--epochs", "2", "--freeze"]
+        taught = [*model, "--teacher", tmp_path / "vit", "--distill", kind, "--epochs", "1"]
         assert train("run", *data, *taught, "--out", tmp_path / kind) == 0
     first = {kind: load_file(tmp_path / kind / "model.safetensors") for kind in ("hard", "soft")}
     assert not torch.equal(first["hard"]["head_dist.weight"], first["soft"]["head_dist.weight"])
-    assert torch.equal(first["hard"]["dist_token"], first["soft"]["dist_token"])
+
     one_head = ["--model", "resnet18", "--teacher", tmp_path / "vit", "--epochs", "1"]
     assert train("run", *data, *one_head, "--out", tmp_path / "resnet") == 0
-    weights = tmp_path / "resnet" / "model.safetensors"
-    best = tmp_path / "resnet" / "model_best.pth.tar"
-    names = {
-        f"module.{name.replace('layer1.', 'layer1._orig_mod.')}": value for name, value in load_file(weights).items()
-    }
-    torch.save({"state_dict": names, "epoch": 1}, best)
-    again = ["--model", "resnet18", "--weights", best, "--freeze", "--epochs", "1"]
-    assert train("run", *data, *again, "--out", tmp_path / "head") == 0
-    before, after = load_file(weights), load_file(tmp_path / "head" / "model.safetensors")
-    assert {name for name in before if not torch.equal(before[name], after[name])} == {"fc.weight", "fc.bias"}
-
-    (folder / "val" / "dark").rename(folder / "val" / "night")
-    (folder / "train" / "dark").rename(folder / "train" / "night")
-    capsys.readouterr()
-    assert train("evaluate", tmp_path / "vit") == 2
-    assert "has other classes than those that" in capsys.readouterr().err
+    again = ["--model", "resnet18", "--weights", tmp_path / "resnet" / "model.safetensors", "--lr", "1e-7"]
+    assert train("run", *data, *again, "--epochs", "1", "--out", tmp_path / "again") == 0
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("resnet", "again"))
+    torch.testing.assert_close(after["layer1.0.conv1.weight"], before["layer1.0.conv1.weight"], atol=1e-6, rtol=0)
+    assert not torch.allclose(after["fc.weight"], before["fc.weight"], atol=1e-4), "a new head"
 
 
 def test_losses_of_distillation():
@@ -158,26 +134,22 @@ def test_losses_of_distillation():
     cls, dist, taught = torch.randn(3, 5, 4).unbind()
     targets = torch.softmax(torch.randn(5, 4), 1)
     p, q, r = cls.softmax(1), (dist / 3).softmax(1), (taught / 3).softmax(1)
-    of_targets = -(targets * p.log()).sum(1).mean()
+    truth = -(targets * p.log()).sum(1).mean()
     soft = 9 * (r * (r / q).log()).sum(1).mean()
     hard = -dist.softmax(1)[torch.arange(5), taught.argmax(1)].log().mean()
     for kind, expected in {"soft": soft, "hard": hard}.items():
         args = argparse.Namespace(distill=kind, temperature=3.0)
-        torch.testing.assert_close(loss_of(args, (cls, dist), targets, taught), (of_targets + expected) / 2)
-    torch.testing.assert_close(loss_of(args, cls, targets, None), of_targets)
+        torch.testing.assert_close(loss_of(args, (cls, dist), targets, taught), (truth + expected) / 2)
+    torch.testing.assert_close(loss_of(args, cls, targets, None), truth)
 
 
 MISTAKES = {
-    "no data": (["--data", "nowhere"], "or a folder that exists, got nowhere"),
     "a misspelt data set": (["--data", "cifar-10"], "got cifar-10; did you mean cifar10?"),
     "no model": (["--model", "vit_smal_patch16_224"], "nearest: vit_small_patch16_224"),
-    "no model of timm": (["--model", "resnet81"], "nearest: resnet18"),
     "no argument": (["--set", "width=3"], "width is not an argument of VisionTransformer"),
     "no argument of timm's": (["--model", "resnet18", "--set", "width=3"], "resnet18 takes no such argument"),
     "an argument that has an option": (["--set", "img_size=8"], "--set img_size: --image-size says it"),
-    "two of which one is wrong": (["--set", "width=3", "--set", "depth=2"], "width is not an argument"),
     "no backend": (["--compile", "nonsense"], "--compile must name a backend"),
-    "fused already": (["--accelerate"], "vit_cifar_small, which is fused already"),
     "odd batch": (["--batch", "6", "--accumulate", "2"], "--batch must give each part an even number"),
     "large batch": (["--batch", "2000"], "at most the 1438 training images, got 2000"),
     "no teacher": (["--teacher", "nowhere"], "nowhere has no run"),
@@ -197,23 +169,12 @@ def test_a_mistake_is_one_line(arguments, message, tmp_path, capsys, monkeypatch
     assert (tmp_path / "run").exists() == ("loss" in message), "nothing is in the way of another try"
 
 
-def test_a_library_that_is_missing_or_does_not_load_is_one_line(capsys):
-    guarded = example("extra").guarded
+def test_a_library_that_is_missing_is_one_line(capsys):
+    def fail() -> int:
+        raise ModuleNotFoundError("No", name="sklearn.datasets")
 
-    def fail(error: Exception) -> int:
-        raise error
-
-    for error, message in (
-        (ModuleNotFoundError("No", name="sklearn.datasets"), 'scikit-learn, which is not installed: pip install ".[t'),
-        (ImportError("this needs rich: pip install 'fastvit[study]'"), 'this needs rich: pip install ".[train]"'),
-        (RuntimeError("operator torchvision::nms does not exist"), "torchvision does not load with this torch"),
-    ):  # fmt: skip
-        assert guarded(lambda error=error: fail(error)) == 2
-        err = capsys.readouterr().err
-        assert message in err
-        assert len(err.splitlines()) == 1
-    with pytest.raises(RuntimeError, match="a fault"):
-        guarded(lambda: fail(RuntimeError("a fault")))
+    assert example("extra").guarded(fail) == 2
+    assert 'scikit-learn, which is not installed: pip install ".[train]"' in capsys.readouterr().err
 
 
 def test_a_run_is_not_mixed_with_another(tmp_path, capsys):
@@ -236,10 +197,7 @@ def test_a_run_is_not_mixed_with_another(tmp_path, capsys):
     assert f"{out} has no run" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "option",
-    [["--batch", "0"], ["--lr", "-1"], ["--set", "depth"], ["--smoothing", "1"], ["--clip", "-1"], ["--workers", "-1"]],
-)
+@pytest.mark.parametrize("option", [["--lr", "-1"], ["--set", "depth"], ["--smoothing", "1"], ["--workers", "-1"]])
 def test_a_bad_option_is_one_line(option, capsys):
     with pytest.raises(SystemExit) as ended:
         train("run", "--out", "run", *option)
@@ -247,15 +205,13 @@ def test_a_bad_option_is_one_line(option, capsys):
     assert f"argument {option[0]}" in capsys.readouterr().err
 
 
-def test_a_damaged_image_is_named_before_training_or_also_by_a_worker(tmp_path, capsys):
+def test_a_damaged_image_is_named_also_by_a_worker(tmp_path, capsys):
     folder = image_folder(tmp_path / "data")
     settings = ["--data", folder, "--image-size", "16", "--model", "resnet18", "--batch", "16", "--epochs", "1"]
     damaged = folder / "train" / "dark" / "1.png"
-    whole = damaged.read_bytes()
-    for name, content, workers in (("header", b"no picture", 0), ("cut", whole[:400], 0), ("worker", whole[:400], 1)):
-        damaged.write_bytes(content)
-        assert train("run", *settings, "--workers", workers, "--out", tmp_path / name) == 2
+    damaged.write_bytes(damaged.read_bytes()[:400])
+    for workers in (0, 1):
+        assert train("run", *settings, "--workers", workers, "--out", tmp_path / str(workers)) == 2
         err = capsys.readouterr().err
         assert f"{damaged} is no picture that Pillow reads" in err
         assert len(err.strip().splitlines()) == 1
-        assert (tmp_path / name).exists() == (name != "header")

@@ -125,7 +125,7 @@ def private_names(path):
 
 # backend and autograd read the level of forward-mode AD; torch_private.py says whether there is one
 LEVEL = {"forward_ad._current_level"}
-# the graph route is made of Dynamo's own terms, and imported by those who compile; so is tuning by those who tune
+# the graph route is made of Dynamo's own terms, and imported by those who compile
 ALLOWED = {
     "ops/runtime/autograd.py": LEVEL,
     "ops/runtime/backend.py": LEVEL,
@@ -133,9 +133,7 @@ ALLOWED = {
     "graph/match/rewriter.py": {"torch._ops"},
     "graph/match/values.py": {"torch._ops"},
     "study/memory/plan.py": {"torch.autograd.Variable._execution_engine"},
-    "tuning/calls.py": {"torch.utils._pytree: _pytree"},
-    "tuning/clock.py": {"torch.cuda._sleep"},
-    "tuning/launches.py": {"torch.utils._python_dispatch: _python_dispatch", "torch._C"},
+    "warmup.py": {"torch.utils._pytree: _pytree", "torch.utils._python_dispatch: _python_dispatch", "torch._C"},
 }
 # of studies, which run models under modes and on fake tensors
 INSTRUMENTS = re.compile(

@@ -78,7 +78,6 @@ WRONG_ARGUMENTS = [
     (["attention", SMALL, "a.png", "--mean", "0.5"], "argument --mean: must be"),
     (["attention", SMALL, "a.png", "--std", "a,b,c"], "argument --std: must be"),
     (["attention", SMALL, "a.png", "--out", "map.jpg"], "argument --out: must be"),
-    *((["tune", "--minutes", text], "must be a positive number of minutes") for text in ("0", "nan", "inf", "soon")),
 ]
 # Of each option, values that no machine can hold, and what is wrong in other ways
 NUMBERS = {
@@ -99,7 +98,6 @@ TAKERS = {  # verbs -> their options of NUMBERS
     "attention": ("--image-size", "--query"),
     "explore": ("--image-size", "--layers"),
     "warmup": ("--batch", "--image-size", "--multiprocessors", "--processes"),
-    "tune": ("--batch", "--image-size"),
     "verify": ("--head-dim", "--depth"),
 }
 WRONG_ARGUMENTS += [
@@ -185,8 +183,6 @@ def test_a_package_that_is_not_installed_is_named(module, words, monkeypatch, ca
         ["fit", SMALL, "--budget", "1GiB", "--batch", "2", "--device", "cuda"],
         ["models", SMALL, "--block", "block.svg"],
         ["warmup", SMALL, "--target", "sm_80"],
-        ["tune", "--rehearse"],
-        ["tune"],
     ],
     ids=lambda words: words[0],
 )

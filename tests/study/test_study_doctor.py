@@ -67,7 +67,7 @@ def test_a_gpu_and_its_tuned_table(monkeypatch, tmp_path):
     device, table, users = machine._gpu(0)
     assert device.value == "NVIDIA Toy, sm_90, 80.0 GB, 40.0 GB free, 132 multiprocessors"
     assert (device.status, table.value) == ("ok", "none for NVIDIA Toy: kernels run as shipped")
-    assert users.value == "none; `fastvit tune` measures one"
+    assert users.value == "none"
     tables = {"use_triton_gemm": {"8,64,64,2,0": {"use": 1}}}
     data = {"format": _tuned.FORMAT, "gpu": "NVIDIA Toy", "arch": "sm_90", "tables": tables}
     path = tmp_path / "tuned_nvidia_toy.json"

@@ -68,16 +68,15 @@ def notes(curves: list[Curve]) -> list[str]:
 
 
 def draw(curves: list[Curve], theme: str) -> Any:
-    """Draw accuracy and loss against epochs and against time, and what an image costs: a matplotlib figure."""
+    """Draw accuracy and loss against epochs and against time: a matplotlib figure."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     colours = COLOURS[theme]
     ink = colours["ink"]
     with rc_context({"font.family": "DejaVu Sans", "font.size": 10, "text.color": ink, "axes.labelcolor": ink}):
-        figure = Figure(figsize=(10.5, 6.4), layout="constrained")
-        grid = figure.add_gridspec(4, 3, width_ratios=(1.2, 1.2, 1))
-        panels = [[figure.add_subplot(grid[2 * i : 2 * i + 2, j]) for j in range(2)] for i in range(2)]
+        figure = Figure(figsize=(9, 6.4), layout="constrained")
+        panels = figure.subplots(2, 2)
         for column, axis_name in enumerate(("epochs", "minutes of training")):
             for line, (what, title) in enumerate((("accuracy", "test accuracy, %"), ("train_loss", "training loss"))):
                 panel = panels[line][column]
@@ -89,30 +88,7 @@ def draw(curves: list[Curve], theme: str) -> Any:
                 _style(panel, title, colours)
                 panel.set_xlabel(axis_name if line else "")
         panels[0][0].legend(frameon=False, labelcolor=ink, loc="lower right")
-        for i, (title, values, digits) in enumerate(_costs(curves)):
-            panel = figure.add_subplot(grid[i, 2])
-            places = range(len(curves))
-            panel.barh(places, values, color=[colours[_LINES[j % 4]] for j in places], height=0.62)
-            for place, value in zip(places, values, strict=True):
-                panel.annotate(f"{value:,.{digits}f}", (value, place), (4, 0), textcoords="offset points", va="center")
-            panel.set_yticks(places, [curve.name for curve in curves])
-            panel.invert_yaxis()
-            panel.set_xlim(0, max(*values, 1e-9) * 1.3)
-            panel.set_xticks([])
-            _style(panel, title, colours)
-            panel.grid(visible=False)
         return figure
-
-
-def _costs(curves: list[Curve]) -> list[tuple[str, list[float], int]]:
-    """Return (title, values, digits) of what a run costs."""
-    ends = [(curve.epochs[-1], curve.about) for curve in curves]
-    return [
-        ("images per second", [last["images_per_second"] or 0.0 for last, _ in ends], 0),
-        ("peak memory, MiB", [(last["peak_bytes"] or 0) / 2**20 for last, _ in ends], 0),
-        ("parameters, millions", [about["parameters"] / 1e6 for _, about in ends], 2),
-        ("GFLOPs of an image", [about["flops"] / 1e9 for _, about in ends], 3),
-    ]
 
 
 def _style(panel: Any, title: str, colours: dict[str, str]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from timm.utils import ModelEmaV3, distribute_bn
+from timm.utils import distribute_bn
 from torch import Tensor, nn
 
 from fastvit.cli import terminal
@@ -60,16 +60,10 @@ class Trainer:
             "parameters": sum(p.numel() for p in model.module.parameters()),
             "flops": models.flops(model, args.image_size, device),
         }  # fmt: skip
-        if args.freeze:
-            models.freeze(model.module)
-        if args.checkpointing:
-            model.module.set_grad_checkpointing(True)
         if self.teacher is not None and hasattr(model.module, "set_distilled_training"):
             model.module.set_distilled_training(True)
-        self.average = ModelEmaV3(model.module, args.ema, use_warmup=True) if args.ema else None
         if args.parallel == "fsdp":
-            for module in (model.module, *([self.average.module] if self.average is not None else [])):
-                models.shard(module)
+            models.shard(model.module)
         self.model = model
         self.optimizer = recipe.optimizer(args, model.module)
         self.schedule = recipe.schedule(args, self.optimizer, self.total, self.data.steps)
@@ -85,9 +79,8 @@ class Trainer:
             Stopped: after a signal; the checkpoint is written.
             ValueError: a loss that is not finite; an image that cannot be read.
         """
-        average = self.average.module if self.average is not None else None
         if resume:
-            self.at |= self.run.restore(self.model.module, average, self.optimizer)
+            self.at |= self.run.restore(self.model.module, self.optimizer)
             self.run.forget_after(self.at["step"])
         else:
             self.run.forget_after(-1)
@@ -96,7 +89,7 @@ class Trainer:
         first, parts = self.at["step"], self.args.accumulate
         every = self.args.save_every or self.data.steps
         numbers = range(first * parts, self.total * parts)
-        found = next((r for r in reversed(self.run.records()) if r["kind"] == "epoch"), {})
+        last = next((r for r in reversed(self.run.records()) if r["kind"] == "epoch"), {})
         with (
             _signals() as asked,
             terminal.progress(self.total - first, "training") as advance,
@@ -110,16 +103,16 @@ class Trainer:
                 self._timed_step(step, feed, logs)
                 stop = self._agreed(bool(asked)) if logs or self.world == 1 else False
                 if ended:
-                    found = self._epoch(step)
+                    last = self._epoch(step)
                 if stop or ended or done % every == 0:
                     self._share_losses()
-                    self.run.save(self.model.module, average, self.optimizer, self.at)
+                    self.run.save(self.model.module, self.optimizer, self.at)
                 if stop and done < self.total:
                     self._settle()
                     raise Stopped(128 + asked[0] if asked else 1)
-        self.run.export(average if average is not None else self.model.module)
+        self.run.export(self.model.module)
         self._settle()
-        return found
+        return last
 
     def _settle(self) -> None:
         """Wait for all processes, so that none frees a group whose threads still hold tensors of the last sums."""
@@ -148,9 +141,6 @@ class Trainer:
         """Take one step of the optimizer. Returns the mean loss of this process's images."""
         self.schedule.step_update(step)
         self.call.train()
-        if self.args.freeze:  # nor do running statistics change, and nothing is dropped
-            for part in self.model.module.children():
-                part.eval()
         total = torch.zeros((), device=self.device)
         for part, (images, targets) in enumerate(micro):
             seed_all(self.args.seed, step, part, self.rank, 2)  # dropout and stochastic depth
@@ -167,8 +157,6 @@ class Trainer:
             nn.utils.clip_grad_norm_(self.model.module.parameters(), self.args.clip)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        if self.average is not None:
-            self.average.update(self.model.module, step + 1)
         return total
 
     def _reduced(self, last: bool) -> contextlib.AbstractContextManager[Any]:
@@ -183,8 +171,8 @@ class Trainer:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.args.amp)
 
     def _held_bytes(self) -> int:
-        """Return the bytes of parameters, buffers, the optimizer's state and the average, as long as the run."""
-        modules = [self.model.module, *(m.module for m in (self.teacher, self.average) if m is not None)]
+        """Return the bytes of parameters, buffers and the optimizer's state, which live as long as the run."""
+        modules = [self.model.module, *([self.teacher.module] if self.teacher is not None else [])]
         tensors = [t for module in modules for t in (*module.parameters(), *module.buffers())]
         tensors += [t for state in self.optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
         return sum(getattr(t, "_local_tensor", t).nbytes for t in tensors)
@@ -219,27 +207,21 @@ class Trainer:
     def _epoch(self, step: int) -> Record:
         """Evaluate and log an epoch."""
         if self.world > 1:  # BatchNorm's running statistics are of each process's own images
-            for module in (self.model.module, *((self.average.module,) if self.average is not None else ())):
-                distribute_bn(module, self.world, reduce=True)
-        found = {"test": self.evaluate(self.model)}
-        if self.average is not None:
-            found["average"] = self.evaluate(Model(self.average.module, self.model.mean, self.model.std))
-        best = found.get("average", found["test"])
+            distribute_bn(self.model.module, self.world, reduce=True)
+        test = self.evaluate(self.model)
         images = self.at["timed"] * self.args.batch
         train_loss, self.at["of_epoch"] = self.at["of_epoch"] / (step % self.data.steps + 1), 0.0
         record = {
-            "step": step + 1, "epoch": step // self.data.steps, "train_loss": train_loss, **best,
+            "step": step + 1, "epoch": step // self.data.steps, "train_loss": train_loss, **test,
             "seconds": self.at["seconds"], "peak_bytes": self.at["peak_bytes"],
             "images_per_second": images / self.at["seconds"] if self.at["timed"] else None,
         }  # fmt: skip
-        if self.average is not None:
-            record["without_average"] = found["test"]["accuracy"]
         self.run.log("epoch", **record)
         if self.rank == 0:
             of, speed = -(-self.total // self.data.steps), record["images_per_second"] or math.nan
             print(
-                f"epoch {record['epoch'] + 1}/{of}  loss {train_loss:.3f}  test loss {best['loss']:.3f}  "
-                f"accuracy {best['accuracy']:.2%}  {speed:,.0f} images/s",
+                f"epoch {record['epoch'] + 1}/{of}  loss {train_loss:.3f}  test loss {test['loss']:.3f}  "
+                f"accuracy {test['accuracy']:.2%}  {speed:,.0f} images/s",
                 flush=True,
             )
         return record
@@ -254,8 +236,8 @@ class Trainer:
                 with self._autocast():
                     logits = model.module(model.prepared(images))
                 counted = labels >= 0
-                found = [*scores(logits[counted], labels[counted]), int(counted.sum())]
-                sums += torch.tensor(found, dtype=torch.float64, device=self.device)
+                counts = [*scores(logits[counted], labels[counted]), int(counted.sum())]
+                sums += torch.tensor(counts, dtype=torch.float64, device=self.device)
         if self.world > 1:
             dist.all_reduce(sums)
         loss, accuracy, top5 = (sums[:3] / sums[3]).tolist()

@@ -17,10 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 
 import fastvit
-from fastvit import checkpoints, zoo
+from fastvit import zoo
 from fastvit.study.sources.from_zoo import reference_model
-from fastvit.weights.files import one_state_dict
-from fastvit.weights.prefixes import fronts, without_wrapping
 
 from .data import DIGITS, DOWNLOADED, IMAGENET, Data
 from .state import SETTINGS, Run
@@ -57,36 +55,32 @@ def settle(args: argparse.Namespace, data: Data) -> None:
     """
     args.name = {"vit": data.vit, "resnet": data.resnet}.get(args.model, args.model)
     args.image_size = args.image_size or data.size
-    args.crop = args.crop or data.crop
+    args.crop = data.crop
     args.rand_augment = data.rand_augment if args.rand_augment is None else args.rand_augment
     args.classes, args.mirrored = data.classes, data.mirrored
     args.set = (data.options if args.model == "vit" else {}) | args.set
     for name, option in {"num_classes": "--data", "img_size": "--image-size", "device": "--device"}.items():
         if name in args.set:
             raise ValueError(f"--set {name}: {option} says it")
-    ours = args.name in zoo.CONFIGS
-    if args.plain and not ours:
+    if args.plain and args.name not in zoo.CONFIGS:
         raise ValueError(f"--plain takes one of our models, got {args.name}")
-    if args.accelerate and ours:
-        raise ValueError(f"--accelerate takes a model of timm, got {args.name}, which is fused already")
     args.mean, args.std = data.mean, data.std
     if args.weights is not None:
         args.mean, args.std = IMAGENET
         if Path(args.weights).with_name(SETTINGS).exists():  # this program has written them
-            found = Run(Path(args.weights).parent, writes=False).settings()
-            args.mean, args.std = found["mean"], found["std"]
+            settings = Run(Path(args.weights).parent, writes=False).settings()
+            args.mean, args.std = settings["mean"], settings["std"]
     for name in ("data", "weights", "teacher"):  # a run may be resumed from another folder
         value = getattr(args, name)
         if value not in (None, DIGITS, *DOWNLOADED) and Path(value).exists():
             setattr(args, name, str(Path(value).absolute()))
 
 
-def build(args: argparse.Namespace, device: torch.device, weights: str | None = None, **more: Any) -> Model:
+def build(args: argparse.Namespace, device: torch.device, weights: str | None = None) -> Model:
     """Make the model of settled settings.
 
     Args:
         weights: what it starts from, with a new head; None for random weights.
-        more: further arguments of one of our models.
 
     Raises:
         ValueError: a name that neither fastvit nor timm knows, an unknown argument, or weights that do not fit.
@@ -99,7 +93,7 @@ def build(args: argparse.Namespace, device: torch.device, weights: str | None = 
     }  # fmt: skip
     if args.dropout is not None:
         options |= dict.fromkeys(("pos_drop_rate", "proj_drop_rate", "attn_drop_rate"), args.dropout)
-    options |= args.set | more
+    options |= args.set
     try:
         module = fastvit.create_model(args.name, weights, drop_head=weights is not None, device=device, **options)
     except TypeError as error:
@@ -139,36 +133,21 @@ def _of_timm(args: argparse.Namespace, device: torch.device, weights: str | None
         nn.init.kaiming_normal_(module.conv1.weight, mode="fan_out", nonlinearity="relu")
         module.maxpool = nn.Identity()
     if weights is not None:
-        _load_into_timm(module, weights)
+        try:
+            wrong = timm.models.load_checkpoint(module, weights, strict=False, filter_fn=_without_head)
+        except RuntimeError as error:  # shapes
+            raise ValueError(f"{weights} does not fit {args.name}: {error}") from None
+        if wrong.unexpected_keys:
+            raise ValueError(f"{weights} does not fit {args.name}, for example {', '.join(wrong.unexpected_keys[:3])}")
     module = module.to(device)
-    if args.accelerate:
-        print(fastvit.accelerate(module))
     mean, std = (torch.tensor(value, device=device).view(3, 1, 1) for value in (args.mean, args.std))
     return Model(module, mean, std)
 
 
-def _load_into_timm(module: Any, weights: str) -> None:
-    """Load weights of timm's names, all but the classifier."""
-    classifier, own = module.default_cfg["classifier"], module.state_dict()
+def _without_head(tensors: dict[str, Tensor], module: Any) -> dict[str, Tensor]:
+    classifier = module.default_cfg["classifier"]
     heads = tuple(f"{name}." for name in ((classifier,) if isinstance(classifier, str) else classifier))
-    tensors = without_wrapping(one_state_dict(checkpoints.read(weights), weights), weights)
-    front = next((front for front in fronts(tensors) if any(front + name in tensors for name in own)), "")
-    tensors = {name.removeprefix(front): value for name, value in tensors.items()}
-    kept = {name: value for name, value in tensors.items() if not name.startswith(heads)}
-    try:
-        missing, unexpected = module.load_state_dict(kept, strict=False)
-    except RuntimeError as error:  # shapes
-        raise ValueError(f"{weights} does not fit the model: {error}") from None
-    if wrong := unexpected + [name for name in missing if not name.startswith(heads)]:
-        raise ValueError(f"{weights} does not fit the model, for example {', '.join(wrong[:3])}")
-
-
-def trained(args: argparse.Namespace, device: torch.device, file: Path) -> Model:
-    """Make the model of a run's settings with the weights that it has learnt; ours take images of other sizes, too."""
-    of_any_size: dict[str, Any] = {"dynamic_img_size": True} if args.name in zoo.CONFIGS else {}
-    found = build(args, device, **of_any_size)
-    load(found.module, file)
-    return Model(found.module.eval().requires_grad_(False), found.mean, found.std)
+    return {name: value for name, value in tensors.items() if not name.startswith(heads)}
 
 
 def teacher(args: argparse.Namespace, device: torch.device) -> Model | None:
@@ -183,37 +162,20 @@ def teacher(args: argparse.Namespace, device: torch.device) -> Model | None:
     settings = argparse.Namespace(**run.settings())
     if settings.classes != args.classes:
         raise ValueError(f"--teacher {args.teacher} has learnt other classes than those of the data")
-    return trained(settings, device, run.weights)
+    model = build(settings, device)
+    load(model.module, run.weights)
+    return Model(model.module.eval().requires_grad_(False), model.mean, model.std)
 
 
 def load(module: nn.Module, file: Path) -> None:
-    """Load a `.safetensors` file of a whole model, as this program writes it.
-
-    Raises:
-        ValueError: there is none, it is damaged, or does not fit; the message has the first keys that differ.
-    """
+    """Load a `.safetensors` file of a whole model, as this program writes it. Raises ValueError if it does not fit."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     try:
-        tensors = load_file(file)
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"{file} cannot be read: {error}") from None
-    own = {name: value.shape for name, value in module.state_dict().items()}
-    wrong = [
-        name for name in own.keys() | tensors.keys() if name not in tensors or own.get(name) != tensors[name].shape
-    ]
-    if wrong:
-        raise ValueError(f"{file} does not fit the model, for example {', '.join(sorted(wrong)[:3])}")
-    module.load_state_dict(tensors)
-
-
-def freeze(module: Any) -> None:
-    """Leave only the classifier to be trained."""
-    module.requires_grad_(False)
-    classifier = module.get_classifier() if hasattr(module, "get_classifier") else module.head
-    for head in classifier if isinstance(classifier, tuple) else (classifier,):
-        head.requires_grad_(True)
+        module.load_state_dict(load_file(file))
+    except (OSError, SafetensorError, RuntimeError) as error:
+        raise ValueError(f"{file} cannot be loaded into the model: {error}") from None
 
 
 def flops(model: Model, size: int, device: torch.device) -> int:

@@ -82,11 +82,10 @@ class Run:
             kept = [record for record in self.records() if record.get("step", 0) <= step]
             write_file(self._log, "".join(json.dumps(record) + "\n" for record in kept))
 
-    def save(self, module: nn.Module, average: nn.Module | None, optimizer: torch.optim.Optimizer, at: Record) -> None:
+    def save(self, module: nn.Module, optimizer: torch.optim.Optimizer, at: Record) -> None:
         """Write a checkpoint of all processes' parameters and of the place in the run."""
         state = {
             "model": get_model_state_dict(module, options=_WHOLE),
-            "average": get_model_state_dict(average, options=_WHOLE) if average is not None else None,
             "optimizer": get_optimizer_state_dict(module, optimizer, options=_WHOLE),
             "at": at,
         }
@@ -95,7 +94,7 @@ class Run:
             torch.save(state, buffer)
             write_file(self.checkpoint, buffer.getvalue())
 
-    def restore(self, module: nn.Module, average: nn.Module | None, optimizer: torch.optim.Optimizer) -> Record:
+    def restore(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> Record:
         """Read the checkpoint, and return the place in the run.
 
         Raises:
@@ -105,8 +104,6 @@ class Run:
             state = torch.load(self.checkpoint, map_location="cpu", weights_only=True)
             options = _TO_ALL if dist.is_initialized() else StateDictOptions(full_state_dict=True)
             set_model_state_dict(module, state["model"], options=options)
-            if average is not None:
-                set_model_state_dict(average, state["average"], options=options)
             set_optimizer_state_dict(module, optimizer, state["optimizer"], options=options)
             at: Record = state["at"]
         except (RuntimeError, LookupError, TypeError, AttributeError, EOFError, pickle.UnpicklingError):

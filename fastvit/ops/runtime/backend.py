@@ -7,8 +7,8 @@ The first tensor's device decides for each call, and
 
 or `use_backend`, which overrides them. Both variables are read in every call: a change of `os.environ` counts.
 
-    FASTVIT_CACHE_DIR the folder of launch choices that `fastvit tune` measured (default: `device.cache_folder`), read
-                      when the first op meets a GPU
+    FASTVIT_CACHE_DIR the folder of your own tables of launch choices (default: `device.cache_folder`), read when the
+                      first op meets a GPU
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Records the kernels that ops launch, and compiles them in several processes, without a GPU.
+"""Record the kernels that a step or ops launch, and compile them in several processes, without a GPU.
 
 Ops run on meta tensors, without memory and arithmetic. Registered ops go to the Triton launchers, and Triton's own
 binder turns each launch into types, alignments, constants and options for the target GPU. Then the launch is recorded
@@ -25,12 +25,20 @@ from unittest import mock
 import torch
 import triton
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_unflatten
 from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 
 from fastvit.ops.runtime import backend as backends
 from fastvit.ops.runtime import device as devices
-from fastvit.ops.runtime import dtypes
+from fastvit.ops.runtime import dtypes, registry
+from fastvit.ops.runtime.backend import KernelUnsupported, Path
+from fastvit.ops.runtime.call import UNKEPT
+from fastvit.study.machine import why_no_gpu
+from fastvit.study.memory.allocations import TensorLayout
+from fastvit.study.memory.plan import trace_step
+from fastvit.study.memory.step import Setting
+from fastvit.study.sources.model_source import ModelSource
 
 T = TypeVar("T")
 L = TypeVar("L", bound="Launch")
@@ -149,6 +157,53 @@ def recording(recorder: Recorder, multiprocessors: int | None = None) -> Iterato
         stack.enter_context(backends.use_backend("auto", strict=True))
         stack.enter_context(_ToLaunchers())
         yield
+
+
+def record_step(
+    recorder: Recorder, source: ModelSource, image_size: tuple[int, int], batch: int, dtype: str, mode: str,
+    multiprocessors: int | None = None,
+) -> None:  # fmt: skip
+    """Record the kernels that a step of a model launches, each once, in their order.
+
+    The model, accelerated if it is another library's, runs on fake tensors; then its fused ops run on meta tensors of
+    the same layouts. Ops that Triton cannot take launch nothing.
+
+    Args:
+        source: as `fastvit.study.sources.find.find` returns it.
+        image_size: height and width in pixels.
+        dtype: of parameters and images, a key of `fastvit.study.memory.step.DTYPES`.
+        mode: "infer" or "train": forward, or forward and backward.
+
+    Raises:
+        ValueError: the model refuses the size.
+    """
+    setting = Setting(mode, dtype, optimizer="none")
+    seen = trace_step(source, "fastvit", image_size, batch, setting, gpu=True).seen
+    with recording(recorder, multiprocessors), torch.no_grad():
+        for op, leaves, nested in dict.fromkeys((op.op, op.leaves, op.nested) for op in seen.ops):
+            arguments, keywords = tree_unflatten([_on_meta(leaf) for leaf in leaves], nested)
+            with contextlib.suppress(KernelUnsupported):
+                registry.IMPLEMENTATIONS[op](*arguments, call=UNKEPT[Path.TRITON], **keywords)
+
+
+def _on_meta(leaf: Any) -> Any:
+    """Return an argument of an op, a tensor without data for a recorded layout."""
+    if not isinstance(leaf, TensorLayout):
+        return leaf
+    return torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype, device="meta")
+
+
+def gpu_at_hand() -> tuple[str, int]:
+    """Return target and multiprocessors of the current GPU, and load the launch choices measured on its model.
+
+    Raises:
+        ValueError: no kernel can run on a GPU here, with the reason.
+    """
+    if reason := why_no_gpu():
+        raise ValueError(f"no GPU: {reason}")
+    device = torch.device("cuda", torch.cuda.current_device())
+    count = torch.cuda.get_device_properties(device).multi_processor_count
+    return devices.arch(torch.empty(0, device=device)), count
 
 
 def compiled(launch: Launch) -> bool:

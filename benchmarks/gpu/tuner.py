@@ -1,8 +1,8 @@
-"""Measures launch choices on the current GPU, and writes those that are faster into tuned_<gpu>.json.
+"""Measure launch choices on the current GPU, and write those that are faster into tuned_<gpu>.json.
 
-For every shape the shipped choice and the candidates run in turn, A B C A B C, timed by `clock.Clock`: three rounds for
-all, then 25 for the shipped one and the best three. A choice replaces the shipped one if it is more than 2 % faster, by
-the median of the rounds' ratios, and its results agree.
+For every shape the shipped choice and the candidates run in turn, A B C A B C, timed by `harness/clock.py`: three
+rounds for all, then 25 for the shipped one and the best three. A choice replaces the shipped one if it is more than 2 %
+faster, by the median of the rounds' ratios, and its results agree.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks.gpu.candidates import FIXED, Choice, candidates
+from benchmarks.harness.clock import HOST_BOUND, Clock, Quantiles
 from fastvit._output import write_file
 from fastvit.kernels import _tuned
 from fastvit.ops.runtime import backend as backends
 from fastvit.ops.runtime import device as devices
-from fastvit.tuning.candidates import FIXED, Choice, candidates
-from fastvit.tuning.clock import HOST_BOUND, Clock, Quantiles
 
 MARGIN = 1.02
 TOLERANCE = 0.05  # relative to the largest result; bfloat16 sums in another order differ by about 0.01
@@ -77,8 +77,6 @@ def difference(got: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> float:
 
 def decide(shipped: Sequence[float], tried: Mapping[Choice, Sequence[float]]) -> Choice | None:
     """Return the choice that replaces the shipped one, or None. Sample i of each was taken in round i."""
-    if len(shipped) < 3:
-        raise ValueError(f"three or more rounds decide, got {len(shipped)}")
     gains = {choice: float(np.median(np.asarray(shipped) / np.asarray(values))) for choice, values in tried.items()}
     best = max(gains, key=lambda choice: gains[choice], default=None)
     return best if best is not None and gains[best] > MARGIN else None
@@ -116,54 +114,16 @@ def keys_of(run: Callable[[], object], table: str, entries: Entries) -> list[tup
     return sorted((arch, key) for arch, name, key in asked if name == table)
 
 
-def run_candidates(work: Work, entries: Entries | None = None, most: int = 99) -> None:
+def run_candidates(work: Work) -> None:
     """Run the work on meta tensors with every choice that tuning tries, to record its launches. The tuner reports
     choices that cannot be launched."""
-    base = base_entries(work.table, entries or {})
+    base = base_entries(work.table, {})
     with using(base):
         run = work.build(torch.device("meta"))
-    for _, key in keys_of(run, work.table, entries or {}):
-        for choice in candidates(work.table, key)[:most]:
+    for _, key in keys_of(run, work.table, {}):
+        for choice in candidates(work.table, key):
             with using(base | {(work.table, key): choice}), contextlib.suppress(backends.KernelUnsupported):
                 run()
-
-
-@dataclass(frozen=True)
-class Result:
-    """One key of a table, measured.
-
-    Attributes:
-        work: the label of the timed work.
-        shipped: seconds of the shipped choice, the median of its last rounds.
-        chosen: the choice that replaces it, or None.
-        gain: the median of the rounds' ratios, shipped over chosen; 1 if none is chosen.
-        tried, unfit: numbers of candidates that were timed, and that do not compile, fit or agree.
-    """
-
-    table: str
-    key: Key
-    work: str
-    shipped: float
-    chosen: Choice | None
-    gain: float
-    tried: int
-    unfit: int
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of the better choice, by the rounds' ratios."""
-        return self.shipped / self.gain
-
-    def __str__(self) -> str:
-        verdict = f"{self.chosen}, {self.gain:.3f}x" if self.chosen else "as shipped"
-        name, shipped = name_of(self.table, self.key), self.shipped * 1e6
-        return f"{name} {self.work}: shipped {shipped:.1f} us; {verdict}; {self.tried} tried, {self.unfit} unfit"
-
-
-def entries_of(table: _tuned.Table | None) -> Entries:
-    """Return the choices of a table that was read from a file; none for None."""
-    choices = {} if table is None else table.choices
-    return {(str(name), tuple(map(int, key))): choice for (name, *key), choice in choices.items()}
 
 
 def name_of(table: str, key: Key) -> str:
@@ -177,24 +137,24 @@ class Tuner:
 
     Args:
         measured: returns date, versions and "sources" of the measurement.
-        shipped: choices to improve on that differ from the configs' own rules.
         most: the largest number of candidates for a key.
-        rounds: how often all candidates are timed, and then the best ones, at least three times.
-        prepare: called with a work and the choices in use, before its candidates run.
     """
 
     def __init__(
         self, device: torch.device, timer: Timer, path: Path, gpu: str, measured: Callable[[], dict[str, Any]],
-        *, shipped: Entries | None = None, most: int = 99, rounds: tuple[int, int] = ROUNDS,
-        prepare: Callable[[Work, Entries], None] = lambda work, entries: None,
+        *, most: int = 99,
     ) -> None:  # fmt: skip
         self.device, self.timer, self.path, self.measured, self.most = device, timer, path, measured, most
-        self.shipped, self.rounds, self.prepare = shipped or {}, rounds, prepare
         self.arch = devices.arch(torch.empty(0, device=device))
         where = measured()
         self.data: dict[str, Any] = {
-            "format": _tuned.FORMAT, "gpu": gpu, "arch": self.arch, "measured": where, "tables": {}, "samples": {}
-        }  # fmt: skip
+            "format": _tuned.FORMAT,
+            "gpu": gpu,
+            "arch": self.arch,
+            "measured": where,
+            "tables": {},
+            "samples": {},
+        }
         if path.exists():  # only results of the same code on the same GPU count
             before = json.loads(path.read_text())
             _tuned.parse(before, self.arch, gpu)
@@ -202,44 +162,30 @@ class Tuner:
                 self.data["tables"], self.data["samples"] = before["tables"], before["samples"]
 
     @property
-    def chosen(self) -> Entries:
+    def entries(self) -> Entries:
         """The choices in the file."""
         return {
             (table, tuple(map(int, key.split(",")))): tuple(fields[name] for name in _tuned.FIELDS[table])
-            for table, found in self.data["tables"].items()
-            for key, fields in found.items()
+            for table, choices in self.data["tables"].items()
+            for key, fields in choices.items()
         }
 
-    @property
-    def entries(self) -> Entries:
-        """The choices in use: those in the file, then the shipped ones."""
-        return self.shipped | self.chosen
-
-    def has(self, table: str, key: Key) -> bool:
-        """Tell whether a key is measured already."""
-        return name_of(table, key) in self.data["samples"]
-
-    def tune(self, work: Work) -> list[Result]:
-        """Measure the work's keys that are missing."""
+    def tune(self, work: Work) -> list[str]:
+        """Measure the work's keys that are missing. Return a line for each."""
         with using(base_entries(work.table, self.entries)):
             run = work.build(self.device)
-        keys = keys_of(
-            run, work.table, self.entries
-        )  # with the entries: another kernel's choice sets the rows of a sum
+        # with the entries: another kernel's choice sets the rows of a sum
+        keys = keys_of(run, work.table, self.entries)
         if any(arch != self.arch for arch, _ in keys):
             raise RuntimeError(f"{work.table} is looked up without the target: no measured choice could reach it")
         if not keys:
             raise RuntimeError(f"{work.label}: no launch asked for a choice of {work.table}")
-        missing = [key for _, key in keys if not self.has(work.table, key)]
-        if missing:
-            self.prepare(work, self.entries)
-        return [self._tune(work, run, key) for key in missing]
+        measured = self.data["samples"]
+        return [self._tune(work, run, key) for _, key in keys if name_of(work.table, key) not in measured]
 
-    def _tune(self, work: Work, run: Run, key: Key) -> Result:
+    def _tune(self, work: Work, run: Run, key: Key) -> str:
         base = base_entries(work.table, self.entries)
         base.pop((work.table, key), None)
-        if (work.table, key) in self.shipped:
-            base[work.table, key] = self.shipped[work.table, key]
 
         def rounds(choices: list[Choice | None], count: int) -> Samples:
             samples: Samples = {choice: [] for choice in choices}
@@ -262,22 +208,23 @@ class Tuner:
                 tried.append(choice)
             except Exception as error:  # does not compile or fit; reported with the result
                 rejected[choice] = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
-        samples = rounds([None, *tried], self.rounds[0])
+        samples = rounds([None, *tried], ROUNDS[0])
         finalists = sorted(tried, key=lambda choice: float(np.median(samples[choice])))[:FINALISTS]
-        final = rounds([None, *finalists], self.rounds[1])
+        final = rounds([None, *finalists], ROUNDS[1])
         chosen = decide(final[None], {choice: final[choice] for choice in finalists})
         gain = float(np.median(np.asarray(final[None]) / np.asarray(final[chosen])))
         self._record(work, key, samples | final, rejected, chosen, gain)
-        shipped = float(np.median(final[None]))
-        return Result(work.table, key, work.label, shipped, chosen, gain, len(tried), len(rejected))
+        verdict = f"{chosen}, {gain:.3f}x" if chosen else "as shipped"
+        shipped = f"{work.label}: shipped {1e6 * float(np.median(final[None])):.1f} us"
+        return f"{name_of(work.table, key)} {shipped}; {verdict}; {len(tried)} tried, {len(rejected)} unfit"
 
     def _record(
         self, work: Work, key: Key, samples: Samples, rejected: dict[Choice, str], chosen: Choice | None, gain: float
     ) -> None:
-        found = self.data["tables"].setdefault(work.table, {})
-        found.pop(text := ",".join(map(str, key)), None)
+        choices = self.data["tables"].setdefault(work.table, {})
+        choices.pop(text := ",".join(map(str, key)), None)
         if chosen is not None:
-            found[text] = dict(zip(_tuned.FIELDS[work.table], chosen, strict=True))
+            choices[text] = dict(zip(_tuned.FIELDS[work.table], chosen, strict=True))
         self.data["samples"][name_of(work.table, key)] = {
             "work": work.label,
             "shipped": asdict(Quantiles.of(samples[None])),
