@@ -32,6 +32,7 @@ import torch
 from benchmarks.harness.provenance import ROOT, write_json
 from benchmarks.harness.record import environment
 from benchmarks.peers.plugin import MODELS, PLAIN, RUNS
+from fastvit._output import write_file
 
 FOLDER = ROOT / "out" / "peers"
 RESULT = ROOT / "benchmarks" / "results" / "cpu" / "peers.json"
@@ -170,7 +171,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             own = run_tests(suite, run, *common)
             again = [name for name, row in own.items() if row["models"] and row["outcome"] != "passed"]
             only = FOLDER / f"{suite}-{run}-again.txt"
-            only.write_text("\n".join(name.partition("::")[2] for name in again))
+            write_file(only, "\n".join(name.partition("::")[2] for name in again))
             plain = run_tests(suite, PLAIN, *common, "--only", str(only)) if again else {}
             results.append(compare(f"{suite} {run}", own, plain, meant))
             if options.k:  # what the chosen tests do not meet is not reported

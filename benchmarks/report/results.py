@@ -88,7 +88,7 @@ def _folder(folder: Path) -> Iterator[str]:
         if (folder / f"{name}.json").exists():
             yield f"## {folder.name}, {name.replace('_', ' ')}\n\n{_fenced(function(folder / f'{name}.json'))}"
             if name == "training":
-                yield plot.picture(folder.name, name, "Accuracy and loss of a ViT and a ResNet, and what they cost")
+                yield plot.picture(folder.name, name, "Accuracy and loss of a ViT and a ResNet")
 
 
 def gpu_page(path: Path) -> str:
