@@ -80,7 +80,12 @@ def test_fused_and_plain_models_have_the_same_losses_and_are_compared(tmp_path, 
 def test_options_of_the_machine_leave_the_losses_and_the_learning_rate_rises_and_falls(tmp_path):
     settings = [*SMALL, *PLAIN, "--steps", "7", "--warm-up", "0.02", "--lr", "0.01"]
     assert train("run", *settings, "--out", tmp_path / "plain") == 0
-    assert train("run", *settings, "--compile", "eager", "--workers", "1", "--out", tmp_path / "other") == 0
+    assert (
+        train(
+            "run", *settings, "--compile", "eager", "--workers", "1", "--accumulate", "2", "--out", tmp_path / "other"
+        )
+        == 0
+    )
     assert losses(tmp_path / "other") == pytest.approx(losses(tmp_path / "plain"), abs=1e-6)
     assert train("run", *settings, "--amp", "--out", tmp_path / "amp") == 0
     assert losses(tmp_path / "amp") != losses(tmp_path / "plain")
