@@ -86,8 +86,8 @@ def train(function: Callable[..., Any], model: nn.Module, inputs: Mapping[str, A
     through = {name: t for name, t in outputs.items() if t.requires_grad}
     generator = torch.Generator().manual_seed(7)
     cotangents = [torch.randn(t.shape, generator=generator).to(t) for t in through.values()]
-    found = torch.autograd.grad(list(through.values()), list(wanted.values()), cotangents, allow_unused=True)
-    gradients = {name: g for name, g in zip(wanted, found, strict=True) if g is not None}
+    own = torch.autograd.grad(list(through.values()), list(wanted.values()), cotangents, allow_unused=True)
+    gradients = {name: g for name, g in zip(wanted, own, strict=True) if g is not None}
     return {name: t.detach().clone() for name, t in outputs.items()}, gradients
 
 
@@ -132,18 +132,18 @@ class Model:
 
     def check(self, compile: Compile) -> float:
         """Return the largest error as a share of the allowed one. Raises `Wrong` if the model fails."""
-        found = self._results(self.model, compile)
+        results = self._results(self.model, compile)
         for runs in range(1, _NEIGHBOURS + 1):
             try:
-                return self._judge(found, runs)
+                return self._judge(results, runs)
             except Inaccurate:
                 if len(self.eager) == runs:
                     self.eager.append(self._neighbour(seed=runs))
-        return self._judge(found, _NEIGHBOURS + 1)
+        return self._judge(results, _NEIGHBOURS + 1)
 
-    def _judge(self, found: Results, runs: int) -> float:
+    def _judge(self, results: Results, runs: int) -> float:
         """Judge by the first runs of eager mode."""
-        evaluated, trained, gradients = zip(found, zip(*self.eager[:runs], strict=True), self.exact, strict=True)
+        evaluated, trained, gradients = zip(results, zip(*self.eager[:runs], strict=True), self.exact, strict=True)
         return max(
             judge(*evaluated, 2.0, "in evaluation"),
             judge(*trained, 2.0, "in training"),

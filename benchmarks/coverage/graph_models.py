@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import signal
 import time
 import traceback
 import warnings
@@ -31,7 +30,6 @@ from benchmarks.harness.libraries import load, randomize
 from benchmarks.harness.provenance import write_json
 from benchmarks.harness.record import environment
 
-LIMIT = 600  # seconds for a model; most take three
 LIBRARIES = ("transformers", "timm", "torchvision")
 Made = tuple[nn.Module, dict[str, Tensor]]
 Sites = dict[str, dict[str, dict[str, int]]]
@@ -56,7 +54,7 @@ class Row:
 
     Attributes:
         status: "right"; "wrong"; "fails" (the compiled model raises); "Dynamo" (it fails or is wrong without fastvit);
-            "eager" (it does not run uncompiled); "slow" (longer than LIMIT seconds); "running" (it ended the process).
+            "eager" (it does not run uncompiled); "running" (it ended the process).
         sites: {kind: {"fused": {op: n}, "left": {reason: n}}} in the graphs of inference.
         sites_in_training: the same in the graphs of training, if they differ.
         share: the largest error as a share of the allowed one.
@@ -135,37 +133,16 @@ def compiled(model: nn.Module, report: Callable[[Any], None]) -> Callable[..., A
 
 
 def sites(reports: list[Any]) -> Sites:
-    found: Sites = {}
+    counted: Sites = {}
     for entry in (entry for report in reports for entry in report.entries):
-        kind = found.setdefault(entry.kind, {"fused": {}, "left": {}})["fused" if entry.fused else "left"]
+        kind = counted.setdefault(entry.kind, {"fused": {}, "left": {}})["fused" if entry.fused else "left"]
         kind[entry.detail] = kind.get(entry.detail, 0) + 1
-    return found
+    return counted
 
 
-class TooLong(BaseException):
-    """The time of a model is over. Not an Exception, so that nothing on the way takes it for an error of the model."""
-
-
-def run(candidate: Candidate, limit: int = LIMIT) -> Row:
-    """Check a model and return the row, whatever happens. limit: seconds, 0 for none."""
+def run(candidate: Candidate) -> Row:
+    """Check a model and return the row, whatever happens."""
     row, start = Row(candidate.library, candidate.name, candidate.family), time.perf_counter()
-
-    def too_long(*_: Any) -> None:
-        raise TooLong
-
-    signal.signal(signal.SIGALRM, too_long)
-    signal.alarm(limit)
-    try:
-        _run(candidate, row)
-    except TooLong:
-        row.status, row.detail = "slow", ""
-    finally:
-        signal.alarm(0)
-    row.seconds = time.perf_counter() - start
-    return row
-
-
-def _run(candidate: Candidate, row: Row) -> None:
     try:
         model, inputs = made(candidate)
         subject = Model(model, inputs)
@@ -173,6 +150,8 @@ def _run(candidate: Candidate, row: Row) -> None:
         row.status, row.detail = "eager", _short(error)
     else:
         _check(subject, row)
+    row.seconds = time.perf_counter() - start
+    return row
 
 
 def _check(subject: Model, row: Row) -> None:
@@ -222,20 +201,14 @@ def main(arguments: list[str] | None = None) -> None:
             load("transformers").logging.set_verbosity_error()
         for candidate in candidates(library):
             name = str(candidate)
-            if chosen.only not in candidate.name if chosen.only else _is_done(rows.get(name)):
+            if chosen.only not in candidate.name if chosen.only else name in rows:
                 continue
-            again = "twice" if name in rows and rows[name]["status"] == "running" else ""
-            rows[name] = asdict(Row(library, candidate.name, candidate.family, detail=again))
+            rows[name] = asdict(Row(library, candidate.name, candidate.family))
             if library != "timm" or not _same(candidate, name, rows, same):
                 save(chosen.path, rows)
                 rows[name] |= asdict(run(candidate))
                 print(line(rows[name]), flush=True)
             save(chosen.path, rows)
-
-
-def _is_done(row: Mapping[str, Any] | None) -> bool:
-    """Return whether a model is done. One that was running when the process ended gets a second try."""
-    return row is not None and (row["status"] != "running" or row["detail"] == "twice")
 
 
 def _same(candidate: Candidate, name: str, rows: dict[str, Any], same: dict[str, str]) -> bool:

@@ -27,7 +27,6 @@ STATUS = {
     "Dynamo": "fails or is wrong with torch.compile(backend='aot_eager'), too",
     "eager": "does not run here untouched",
     "running": "ended the process",
-    "slow": "takes longer here than a model may",
 }
 _LEGEND = """\
 right: models of all. attention, norms, MLP, patch: sites fused of all. cross: attention of other queries than keys, \
@@ -78,7 +77,7 @@ def _by(rows: Iterable[Row], key: str) -> dict[str, list[Row]]:
 
 
 def _totals(library: str, rows: Sequence[Row]) -> Iterator[str]:
-    run = [row for row in rows if row["status"] not in ("eager", "Dynamo", "slow")]
+    run = [row for row in rows if row["status"] not in ("eager", "Dynamo")]
     right = sum(row["status"] == "right" for row in run)
     alone = f"{len(rows) - len(run)} do not run, compile alone or end in time"
     yield f"{library}: {len(rows)} models; {alone}; {right} of the other {len(run)} right"

@@ -89,7 +89,7 @@ def _folder(folder: Path, every: bool) -> Iterator[str]:
             lines = importlib.import_module(module_name).render(path)
             yield f"## {folder.name}, {name.replace('_', ' ')}\n\n{_fenced(lines)}"
             if name == "training":
-                yield plot.picture(folder.name, name, "Accuracy and loss of a ViT and a ResNet, and what they cost")
+                yield plot.picture(folder.name, name, "Accuracy and loss of a ViT and a ResNet")
 
 
 def gpu_page(path: Path) -> str:

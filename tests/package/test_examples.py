@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pretrained
+import pytest
 import torch
 from library_imports import import_timm
 
@@ -29,6 +30,7 @@ def numbers(text: str, pattern: str) -> list[float]:
     return [float(number) for number in re.findall(pattern, text, re.MULTILINE)]
 
 
+@pytest.mark.nightly
 def test_segment(tmp_path: Path) -> None:
     file = tmp_path / "dinov2_vits14_pretrain.pth"
     torch.save(pretrained.meta_spelling(pretrained.state_dict()), file)
@@ -38,6 +40,7 @@ def test_segment(tmp_path: Path) -> None:
     assert features > 0.6 > baseline + 0.2
 
 
+@pytest.mark.nightly
 def test_merge_tokens(tmp_path: Path) -> None:
     """A trained model's features stay, and less without the sizes of tokens."""
     file = tmp_path / "dinov2_vits14_pretrain.pth"
@@ -47,10 +50,6 @@ def test_merge_tokens(tmp_path: Path) -> None:
     proportional, without, another = numbers(text, r"^cosine.* (\d\.\d+)")
     assert proportional > 0.96 > without > another + 0.3
     assert numbers(text, r"(\S+)x the speed of the full model")[0] > 0
-
-
-def test_worked_example() -> None:
-    assert run("worked_example.py").endswith("off by more than 1e-06: nothing\n")
 
 
 def test_serve() -> None:

@@ -22,35 +22,31 @@ def wait_for(run: Path, lines: int, process: subprocess.Popen[str]) -> None:
         time.sleep(0.02)
 
 
-def test_killed_and_interrupted_runs_continue_with_the_same_losses(tmp_path):
-    settings = [*SMALL, "--steps", "40", "--accumulate", "2", "--save-every", "7", "--workers", "1"]
+def test_interrupted_and_killed_runs_continue_with_the_same_losses(tmp_path):
+    settings = [*SMALL, "--steps", "24", "--accumulate", "2", "--save-every", "7", "--workers", "1"]
     whole, other = tmp_path / "whole", tmp_path / "other"
     process = start("run", *settings, "--out", other)
     wait_for(other, 12, process)
-    process.kill()
-    process.communicate()
-    with (other / "log.jsonl").open("a") as file:
-        file.write('{"kind": "torn')
-
-    process = start("resume", other)
-    wait_for(other, len(log(other)) + 2, process)
     os.killpg(process.pid, signal.SIGTERM)  # its worker gets it, too
     out, err = process.communicate(timeout=300)
     assert process.returncode == 143, (out, err)
     assert f"`train.py resume {other}` continues" in err
     assert "Traceback" not in err
     done = log(other)[-1]["step"]
-    assert 12 < done < 40
+    assert 11 <= done < 24
     assert torch.load(other / "checkpoint.pt", weights_only=True)["at"]["step"] == done, "no step is lost"
+    with (other / "log.jsonl").open("a") as file:  # as if killed in the next step but one
+        file.write(json.dumps({"kind": "train", "step": done + 1, "loss": 9.0}) + '\n{"kind": "torn')
 
     assert train("resume", other, "--workers", "0") == 0
-    assert train("run", *settings, "--out", whole) == 0
+    assert train("run", *settings, "--workers", "0", "--out", whole) == 0
     assert log(other) == log(whole)
-    assert len(losses(whole)) == 40
+    assert len(losses(whole)) == 24
     assert (other / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize("parallel", [pytest.param("ddp", marks=pytest.mark.nightly), "fsdp"])
+@pytest.mark.nightly
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_two_processes_learn_what_one_does(parallel, tmp_path):
     settings = [*SMALL, *PLAIN, "--steps", "8", "--accumulate", "2", "--save-every", "5"]
     process = start("run", *settings, "--parallel", parallel, "--out", tmp_path / "two", launcher=TWO)
@@ -66,7 +62,7 @@ def test_two_processes_learn_what_one_does(parallel, tmp_path):
 
 
 def test_fused_and_plain_models_have_the_same_losses_and_are_compared(tmp_path, capsys):
-    settings = [*SMALL, "--steps", "20", "--dropout", "0", "--lr", "5e-3", "--warm-up", "0"]
+    settings = [*SMALL, "--steps", "10", "--dropout", "0", "--lr", "5e-3", "--warm-up", "0"]
     runs = [tmp_path / "fused", tmp_path / "plain"]
     assert train("run", *settings, "--out", runs[0]) == 0
     assert train("run", *settings, "--plain", "--out", runs[1]) == 0
@@ -74,7 +70,7 @@ def test_fused_and_plain_models_have_the_same_losses_and_are_compared(tmp_path, 
     capsys.readouterr()
     assert train("compare", *runs, "--plot", tmp_path / "both.svg", "--json", tmp_path / "both.json") == 0
     shown = capsys.readouterr().out
-    assert "fused and plain: training losses of 20 steps differ by at most" in shown
+    assert "fused and plain: training losses of 10 steps differ by at most" in shown
     table = json.loads((tmp_path / "both.json").read_text())
     assert [row[:2] for row in table["rows"]] == [["fused", "vit"], ["plain", "vit, plain"]]
     for theme in ("light", "dark"):
@@ -82,9 +78,14 @@ def test_fused_and_plain_models_have_the_same_losses_and_are_compared(tmp_path, 
 
 
 def test_options_of_the_machine_leave_the_losses_and_the_learning_rate_rises_and_falls(tmp_path):
-    settings = [*SMALL, *PLAIN, "--steps", "8", "--warm-up", "0.05", "--lr", "0.01"]
+    settings = [*SMALL, *PLAIN, "--steps", "7", "--warm-up", "0.02", "--lr", "0.01"]
     assert train("run", *settings, "--out", tmp_path / "plain") == 0
-    assert train("run", *settings, "--compile", "eager", "--workers", "1", "--out", tmp_path / "other") == 0
+    assert (
+        train(
+            "run", *settings, "--compile", "eager", "--workers", "1", "--accumulate", "2", "--out", tmp_path / "other"
+        )
+        == 0
+    )
     assert losses(tmp_path / "other") == pytest.approx(losses(tmp_path / "plain"), abs=1e-6)
     assert train("run", *settings, "--amp", "--out", tmp_path / "amp") == 0
     assert losses(tmp_path / "amp") != losses(tmp_path / "plain")
@@ -92,7 +93,7 @@ def test_options_of_the_machine_leave_the_losses_and_the_learning_rate_rises_and
     rates = [record["lr"] for record in log(tmp_path / "plain", "train")]
     top = rates.index(max(rates))
     assert rates[top] == 0.01
-    assert top == 4, "a twentieth of an epoch of 89 steps"
+    assert top == 2, "0.02 of an epoch of 89 steps"
     assert rates[: top + 1] == sorted(rates[: top + 1])
     assert rates[top:] == sorted(rates[top:], reverse=True)
     assert rates[-1] < 0.002

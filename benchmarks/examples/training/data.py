@@ -41,7 +41,7 @@ class Images:
         labels: (n,) int64.
     """
 
-    pictures: Sequence[Any]
+    pictures: Sequence[Any] | np.ndarray
     labels: np.ndarray
 
     def load(self, index: int) -> Image.Image:
