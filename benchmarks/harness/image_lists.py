@@ -3,6 +3,7 @@ and a mask."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -11,8 +12,7 @@ from torch import Tensor
 
 import fastvit
 from benchmarks.harness.draw import Draw, Runner
-from fastvit.study.sources.baselines import use_sdpa
-from fastvit.study.sources.from_zoo import reference_model
+from fastvit.study.sources.from_zoo import plain_model
 
 # patches down and across of each image, for patches of 16 pixels: the crops of one image in DINO's training; images of
 # several aspect ratios with sequences of at most 256 patches
@@ -25,14 +25,12 @@ MIXES = {
 def image_list(provider: str, draw: Draw, name: str, mix: str, B: int = 1, depth: int = 12) -> Runner:
     """Build a model of the zoo on B lists of a mix together, as batches of images of one size."""
     fused = provider == "fastvit"
-    make: Any = fastvit.create_model if fused else reference_model
+    make: Any = fastvit.create_model if fused else functools.partial(plain_model, provider=provider)
     vit: Any = draw.module(lambda: make(name, dynamic_img_size=True, depth=depth))
     grids = {grid: B * MIXES[mix].count(grid) for grid in MIXES[mix]}
     images = [draw.photographs(n, 16 * max(grid))[..., : 16 * grid[0], : 16 * grid[1]] for grid, n in grids.items()]
     if fused:
         return Runner(lambda: vit(images), tuple(images), tuple(vit.parameters()), vit)
-    if provider == "sdpa":
-        use_sdpa(vit)
     lengths = [vit.num_prefix_tokens + h * w for (h, w), n in grids.items() for _ in range(n)]
     tokens = torch.arange(max(lengths), device=draw.device)
     mask = tokens < torch.tensor(lengths, device=draw.device)[:, None]

@@ -18,7 +18,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fastvit
 from fastvit import checkpoints, zoo
-from fastvit.study.sources.from_zoo import reference_model
+from fastvit.study.sources.from_zoo import plain_model
+from fastvit.vit import VisionTransformer
 from fastvit.weights.files import one_state_dict
 from fastvit.weights.prefixes import fronts, without_wrapping
 
@@ -65,8 +66,8 @@ def settle(args: argparse.Namespace, data: Data) -> None:
         if name in args.set:
             raise ValueError(f"--set {name}: {option} says it")
     ours = args.name in zoo.CONFIGS
-    if args.plain and not ours:
-        raise ValueError(f"--plain takes one of our models, got {args.name}")
+    if args.plain and not (ours and zoo.model_class(args.name) is VisionTransformer):
+        raise ValueError(f"--plain takes one of our models that fastvit.reference has, got {args.name}")
     if args.accelerate and ours:
         raise ValueError(f"--accelerate takes a model of timm, got {args.name}, which is fused already")
     args.mean, args.std = data.mean, data.std
@@ -106,7 +107,7 @@ def build(args: argparse.Namespace, device: torch.device, weights: str | None = 
         raise ValueError(str(error)) from None
     if not args.plain:
         return Model(module)
-    plain: Any = reference_model(args.name, device=device, **options)
+    plain: Any = plain_model(args.name, device=device, **options)
     plain.load_state_dict(module.state_dict())
     undecayed, layers = module.no_weight_decay(), module.group_matcher()  # timm's optimizers ask the model for these
     plain.no_weight_decay, plain.group_matcher = (lambda: undecayed), (lambda coarse=False: layers)
