@@ -84,14 +84,14 @@ def test_the_same_step_in_one_graph(name: str) -> None:
 
 
 def test_another_batch_size_without_another_graph() -> None:
-    """Nothing in forward or backward chooses by how many images there are."""
-    model = randomised(VisionTransformer(**TINY, init_values=0.1, global_pool="map"))
+    """Nothing in a block's forward or backward chooses by how many images there are; a model's forward: below."""
+    block, _ = blocks(init_values=0.1)
     torch._dynamo.reset()
     graphs = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=graphs)
+    compiled = torch.compile(block, fullgraph=True, dynamic=True, backend=graphs)
     compiled_at = set()
-    for batch in (9, 2):
-        assert_same_step(compiled, model, torch.randn(batch, 3, 16, 16))
+    for batch in (9, 2, 64):
+        assert_same_step(compiled, block, tokens(batch, N, D, dtype=torch.float32)[0])
         compiled_at.add(graphs.frame_count)
     assert len(compiled_at) == 1
 
