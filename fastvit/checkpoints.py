@@ -1,6 +1,5 @@
-"""Load existing weights into a `VisionTransformer`: files of timm, torchvision, Hugging Face
-transformers (VideoMAE and V-JEPA 2 among them), Meta's DINOv2, DINOv3, V-JEPA 2 and Perception Encoder, OpenAI's CLIP,
-open_clip and Apple's AIMv2.
+"""Load existing weights into a `VisionTransformer`: files of timm, torchvision, Hugging Face transformers, Meta's
+DINOv2, DINOv3 and Perception Encoder, OpenAI's CLIP, open_clip and Apple's AIMv2.
 
 A file is data here, never code: of safetensors, or of torch.save through torch's restricted unpickler. Its content says
 which of them it is, not its name. A compressed file that would inflate to more than 1 GiB and four times its size is
@@ -9,7 +8,7 @@ ends up with every weight or with none.
 
 A state_dict carries no configuration. Activation and LayerNorm's eps are the model's arguments: Hugging Face's CLIP and
 OpenAI's need act_layer="quick_gelu" (the zoo's `*_clip_quickgelu_*`), Hugging Face's SigLIP "gelu_tanh", and
-Hugging Face's ViT, DeiT and VideoMAE norm_layer=partial(LayerNorm, eps=1e-12).
+Hugging Face's ViT and DeiT norm_layer=partial(LayerNorm, eps=1e-12).
 """
 
 from fastvit.weights.files import CheckpointError, read

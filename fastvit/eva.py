@@ -15,7 +15,7 @@ from fastvit.modules.eva import ATTENTION
 from fastvit.modules.norms import NORM_LAYERS, NormLayer
 from fastvit.modules.packing import Images, Packed
 from fastvit.modules.parts import LayerFactory
-from fastvit.rope import RotaryEmbeddingCat, RotaryEmbeddingDinoV3, RotaryEmbeddingVJepa2
+from fastvit.rope import RotaryEmbeddingCat, RotaryEmbeddingDinoV3
 from fastvit.vit import VisionTransformer
 
 __all__ = ["Eva"]
@@ -34,9 +34,7 @@ def _block(
 @with_known_arguments
 class Eva(VisionTransformer):
     """EVA (Fang et al. 2022, arXiv:2211.07636), EVA-02 (2023, arXiv:2303.11331), DINOv3 (Simeoni et al. 2025,
-    arXiv:2508.10104), Perception Encoder (Bolya et al. 2025, arXiv:2504.13181): image (B, C, H, W) -> logits. With
-    num_frames, tubelet_size and rope_type="vjepa2", V-JEPA 2's encoder (Assran et al. 2025, arXiv:2506.09985): video
-    (B, C, T, H, W) -> logits.
+    arXiv:2508.10104), Perception Encoder (Bolya et al. 2025, arXiv:2504.13181): image (B, C, H, W) -> logits.
 
     Args:
         img_size, patch_size, in_chans, num_classes, global_pool, embed_dim, depth, num_heads: as in
@@ -48,15 +46,14 @@ class Eva(VisionTransformer):
         num_reg_tokens: the number of registers after CLS.
         use_abs_pos_emb: learnt positions.
         use_rot_pos_emb: rotary positions, from `rope`, of heads that are rotated by halves if rope_rotate_half.
-        rope_type: "cat" for `RotaryEmbeddingCat`, "dinov3" for `RotaryEmbeddingDinoV3`, "vjepa2" for
-            `RotaryEmbeddingVJepa2`, the one for videos.
+        rope_type: "cat" for `RotaryEmbeddingCat`, "dinov3" for `RotaryEmbeddingDinoV3`.
         rope_temperature, rope_grid_offset, rope_grid_indexing, ref_feat_shape (for "cat" only): their arguments.
         use_pre_transformer_norm: a norm before the blocks, and no bias in the patch embedding.
         use_fc_norm: a norm after the pooling; None for one if patches are averaged.
         use_post_transformer_norm: a norm after the blocks; None for one if there is none after the pooling.
         options: further arguments of `VisionTransformer`: class_token, no_embed_class, attn_pool_num_heads,
-            attn_pool_mlp_ratio, dynamic_img_size, dropout rates, drop_path_rate, act_layer, patch_init, num_frames,
-            tubelet_size, mean, std, device, dtype.
+            attn_pool_mlp_ratio, dynamic_img_size, dropout rates, drop_path_rate, act_layer, patch_init, mean, std,
+            device, dtype.
 
     Raises:
         TypeError, ValueError: naming the argument, its value and what is allowed, before a parameter is made.
@@ -77,11 +74,7 @@ class Eva(VisionTransformer):
             raise TypeError(f"Eva takes no {fixed[0]}: EVA's blocks fix it")
         check_integers(0, num_reg_tokens=num_reg_tokens, swiglu_align_to=swiglu_align_to)
         check_choice("attn_type", attn_type, tuple(ATTENTION))
-        check_choice("rope_type", rope_type, ("cat", "dinov3", "vjepa2"))
-        if use_rot_pos_emb and (rope_type == "vjepa2") != (options.get("num_frames") is not None):
-            raise ValueError(f"rope_type must be 'vjepa2' for videos, and for them only, got {rope_type!r}")
-        if use_rot_pos_emb and rope_type == "vjepa2" and rope_rotate_half:
-            raise ValueError("rope_rotate_half must be False for rope_type='vjepa2', which rotates neighbours")
+        check_choice("rope_type", rope_type, ("cat", "dinov3"))
         check_choice("rope_grid_indexing", rope_grid_indexing, ("ij", "xy"))
         check_flags(
             qkv_fused=qkv_fused, swiglu_mlp=swiglu_mlp, scale_mlp=scale_mlp, use_abs_pos_emb=use_abs_pos_emb,
@@ -105,18 +98,16 @@ class Eva(VisionTransformer):
         factory = {name: options.get(name) for name in ("device", "dtype")}
         if fc_norm and final_norm:
             self.norm = by_name("norm_layer", norm_layer, NORM_LAYERS)(embed_dim, **factory)
-        self.rope: RotaryEmbeddingCat | RotaryEmbeddingDinoV3 | RotaryEmbeddingVJepa2 | None = None
+        self.rope: RotaryEmbeddingCat | RotaryEmbeddingDinoV3 | None = None
         if use_rot_pos_emb:
-            grid: dict[str, Any] = {"grid_offset": rope_grid_offset, "grid_indexing": rope_grid_indexing}
             rotary = embed_dim // num_heads, rope_temperature
-            if rope_type == "vjepa2":
-                self.rope = RotaryEmbeddingVJepa2(*rotary)
-            elif rope_type == "cat":
-                self.rope = RotaryEmbeddingCat(
-                    *rotary, ref_feat_shape=ref_feat_shape, rotate_half=rope_rotate_half, **grid
-                )
+            grid: dict[str, Any] = {
+                "grid_offset": rope_grid_offset, "grid_indexing": rope_grid_indexing, "rotate_half": rope_rotate_half,
+            }  # fmt: skip
+            if rope_type == "cat":
+                self.rope = RotaryEmbeddingCat(*rotary, ref_feat_shape=ref_feat_shape, **grid)
             else:
-                self.rope = RotaryEmbeddingDinoV3(*rotary, rotate_half=rope_rotate_half, **grid)
+                self.rope = RotaryEmbeddingDinoV3(*rotary, **grid)
 
     @torch.no_grad()
     def init_weights(self, mode: str = "", needs_reset: bool = True) -> None:
@@ -148,7 +139,7 @@ class Eva(VisionTransformer):
     def _embedded_list(self, images: Images) -> tuple[Packed, tuple[Any, ...]]:
         packed, _ = super()._embedded_list(images)
         rope, P, device = self.rope, self.num_prefix_tokens, packed.tokens.device
-        if rope is None or isinstance(rope, RotaryEmbeddingVJepa2):  # videos come in no lists
+        if rope is None:
             return packed, (None,)
         tables = [rope.of_image(entry.grid, P, device) for entry in packed.entries for _ in range(entry.batch or 1)]
         return packed, (torch.cat(tables),)

@@ -38,14 +38,13 @@ class Backbone(nn.Module):
         self.grad_checkpointing = False
 
     def forward_features(self, x: Tensor | Images, attn_mask: Tensor | None = None, is_causal: bool = False) -> Any:
-        """Map an image (B, C, H, W) or a video (B, C, T, H, W) to the tokens (B, P + n, D) after the last block and
-        `norm`.
+        """Map an image (B, C, H, W) to the tokens (B, P + n, D) after the last block and `norm`.
 
         Args:
-            x: image or video; or a list of images of any sizes that the patch divides, also with
-                dynamic_img_size=False, of one dtype and device. An entry is an image (C, H, W) or a batch (B, C, H, W).
-                The tokens of all images run together, without padding (Dehghani et al. 2023, arXiv:2307.06304); each
-                image has the results that it has alone.
+            x: image; or a list of images of any sizes that the patch divides, also with dynamic_img_size=False, of one
+                dtype and device. An entry is an image (C, H, W) or a batch (B, C, H, W). The tokens of all images run
+                together, without padding (Dehghani et al. 2023, arXiv:2307.06304); each image has the results that it
+                has alone.
             attn_mask, is_causal: of every block, as in `fastvit.Attention`; its N = P + n tokens include the prefix.
                 Not for a list.
 
@@ -83,7 +82,7 @@ class Backbone(nn.Module):
             return_prefix_tokens: return pairs with the prefix tokens, (B, P, D), if the model has any.
             norm: apply `norm` to each of them.
             stop_early: run no block after the last one that is wanted.
-            output_fmt: "NCHW" for (B, D, h, w), or of a video (B, D, t, h, w), contiguous; "NLC" for (B, n, D).
+            output_fmt: "NCHW" for (B, D, h, w), contiguous; "NLC" for (B, n, D).
             intermediates_only: leave out the final tokens.
             output_dict: return a dict of "image_intermediates", "image_intermediates_prefix" and "image_features".
             attn_mask, is_causal: as in `forward_features`.
@@ -204,8 +203,8 @@ class Backbone(nn.Module):
         """Return the first block's tokens of a list of images, and further arguments that all blocks take."""
         raise NotImplementedError
 
-    def _grid_of(self, x: Tensor) -> tuple[int, ...]:
-        """Return the patch grid of an image, (h, w), or of a video, (t, h, w)."""
+    def _grid_of(self, x: Tensor) -> tuple[int, int]:
+        """Return the patch grid of an image, (h, w)."""
         raise NotImplementedError
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
@@ -265,6 +264,6 @@ def _first_token(tokens: Tensor) -> Tensor:
     return tokens[..., 0, :]
 
 
-def _as_image(patches: Tensor, grid: tuple[int, ...]) -> Tensor:
-    """(..., n, D) -> (..., D, h, w), or (..., D, t, h, w) of a video, contiguous."""
+def _as_image(patches: Tensor, grid: tuple[int, int]) -> Tensor:
+    """(..., n, D) -> (..., D, h, w), contiguous."""
     return patches.transpose(-2, -1).unflatten(-1, grid).contiguous()

@@ -1,15 +1,13 @@
-"""Rotary positions of a patch grid (Su et al. 2021, arXiv:2104.09864): timm's kinds and numbers for images, along two
-axes, and V-JEPA 2's for videos, along three.
+"""Rotary positions of a patch grid (Su et al. 2021, arXiv:2104.09864): timm's kinds and numbers, along two axes.
 
-All make float32 tables of sin and cos side by side, (n, 2 * dim) for n patches and heads of `dim` elements. For images
-each axis has dim / 4 frequencies, and each frequency rotates two elements of a head. The modules hold no tensors:
-`get_embed` computes a table.
+All make float32 tables of sin and cos side by side, (n, 2 * dim) for n patches and heads of `dim` elements. Each axis
+has dim / 4 frequencies, and each frequency rotates two elements of a head. The modules hold no tensors: `get_embed`
+computes a table.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,7 +24,7 @@ from fastvit.modules.arguments import (
 )
 from fastvit.modules.positions import remembered
 
-__all__ = ["RotaryEmbeddingCat", "RotaryEmbeddingDinoV3", "RotaryEmbeddingVJepa2"]
+__all__ = ["RotaryEmbeddingCat", "RotaryEmbeddingDinoV3"]
 
 
 class _Axial(nn.Module):
@@ -53,7 +51,7 @@ class _Axial(nn.Module):
         """(n, 2, 1) -> (n, 2, dim / 4)"""
         raise NotImplementedError
 
-    def get_embed(self, shape: tuple[int, ...], device: Device = None) -> Tensor:
+    def get_embed(self, shape: tuple[int, int], device: Device = None) -> Tensor:
         """Compute the table of a patch grid (H, W), sin then cos, row by row: (H * W, 2 * dim) float32."""
         where: dict[str, Any] = {"device": device, "dtype": torch.float32}
         rows, columns = (self._axis(axis, length, **where) for axis, length in enumerate(shape))
@@ -134,54 +132,3 @@ class RotaryEmbeddingDinoV3(_Axial):
         count = self.dim // 4
         exponents = 2.0 * torch.arange(count, device=coordinates.device, dtype=torch.float32) / (self.dim // 2)
         return 2 * math.pi * coordinates / self.temperature**exponents
-
-
-class RotaryEmbeddingVJepa2(nn.Module):
-    """V-JEPA 2's positions of a video (Assran et al. 2025, arXiv:2506.09985): frame, row and column are counted.
-
-    The elements of a head are in three parts of 2 * (dim // 3 // 2), one for each axis, and a rest, which is not
-    rotated. Neighbours are partners, as in EVA, but a part has its list of frequencies twice, one after the other: two
-    partners have different angles. The weights of V-JEPA 2 were trained with that.
-
-    Args:
-        dim: the width of a head, at least 6.
-        temperature: the frequencies are temperature^(-i / (dim // 3 // 2)).
-    """
-
-    def __init__(self, dim: int, temperature: float = 10000.0) -> None:
-        super().__init__()
-        check_integers(6, dim=dim)
-        check_number("temperature", temperature, lambda t: 0.0 < t < math.inf, "finite and positive")
-        self.dim = dim
-        self.temperature = float(temperature)
-
-    def get_embed(self, shape: tuple[int, ...], device: Device = None) -> Tensor:
-        """Compute the table of a grid of tubelets (T, H, W), sin then cos, frame by frame: (T * H * W, 2 * dim)
-        float32."""
-        frames, *grid = shape
-        places = torch.arange(frames * math.prod(grid), device=device)
-        return torch.cat(vjepa2_tables(places, grid, self.dim, self.temperature), dim=-1)
-
-    def extra_repr(self) -> str:
-        return f"dim={self.dim}, temperature={self.temperature:g}"
-
-
-def vjepa2_tables(
-    places: Tensor, grid: Sequence[int], dim: int, temperature: float = 10000.0, dtype: torch.dtype = torch.float32
-) -> tuple[Tensor, Tensor]:
-    """Compute sin and cos of V-JEPA 2's positions, (..., dim) each, for tubelets at any places of a video.
-
-    Args:
-        places: (...), integers: the tubelets, counted frame by frame and row by row.
-        grid: (H, W), of a frame.
-        dim, temperature: as in `RotaryEmbeddingVJepa2`.
-        dtype: of the tables; angles are computed in it.
-    """
-    H, W = grid
-    count = dim // 3 // 2
-    frequencies = 1.0 / temperature ** (torch.arange(count, dtype=dtype, device=places.device) / count)
-    axes = torch.stack((places // (H * W), places % (H * W) // W, places % W), dim=-1)
-    angles = axes[..., None] * frequencies  # (..., 3, count)
-    angles = torch.cat((angles, angles), dim=-1).flatten(-2)
-    angles = F.pad(angles, (0, dim - angles.shape[-1]))
-    return angles.sin(), angles.cos()

@@ -38,9 +38,7 @@ from fastvit.modules.positions import FIXED, fixed_positions, remembered, resamp
 
 @with_known_arguments
 class VisionTransformer(Head):
-    """ViT (Dosovitskiy et al. 2021, arXiv:2010.11929): image (B, C, H, W) -> logits (B, num_classes). With num_frames
-    and tubelet_size, a video (B, C, T, H, W) takes the place of the image, and tubelets that of patches: VideoMAE's
-    encoder (Tong et al. 2022, arXiv:2203.12602).
+    """ViT (Dosovitskiy et al. 2021, arXiv:2010.11929): image (B, C, H, W) -> logits (B, num_classes).
 
     A list of images of any sizes that the patch divides runs without padding (`forward_features`):
 
@@ -60,7 +58,7 @@ class VisionTransformer(Head):
         pos_embed: "learn"; "sincos2d" for MAE's fixed table of columns and rows, zeros for other tokens (He et al.
             2021, arXiv:2111.06377); "sincos" for the fixed table along the sequence of tokens, CLS first (Vaswani et
             al. 2017, arXiv:1706.03762); "" or "none" for no position. A fixed table is a buffer, which no optimizer
-            changes, and is computed for another patch grid, where learnt positions are interpolated, those of images.
+            changes, and is computed for another patch grid, where learnt positions are interpolated.
         no_embed_class: positions for the patches only, none for the tokens before them.
         pre_norm: a norm before the blocks and no bias in the patch embedding, as in CLIP.
         final_norm, fc_norm: a last norm; after the pooling if fc_norm, which None means for avg, avgmax and max.
@@ -80,8 +78,6 @@ class VisionTransformer(Head):
         patch_init: initial values of the patch embedding's convolution: "" for PyTorch's default, as in timm, "kaiming"
             for a normal distribution of deviation sqrt(2 / fan_in) (He et al. 2015, arXiv:1502.01852; the default of
             `nn.init.kaiming_normal_`) and a bias of zeros.
-        num_frames, tubelet_size: of videos: T, and the frames of a tubelet; both or neither. dynamic_img_size then
-            means any number of frames that tubelet_size divides, too.
         mean, std: in_chans values each, in [0, 1]: uint8 images are then taken as (x / 255 - mean) / std. Only if they
             are given does `pretrained_cfg` have them, from which timm makes its transforms: a model's name does not
             determine the normalisation that its weights were trained with.
@@ -104,8 +100,7 @@ class VisionTransformer(Head):
         attn_drop_rate: float = 0.0, drop_path_rate: float = 0.0, embed_norm_layer: str | NormLayer | None = None,
         mlp_layer: str | LayerFactory = Mlp, norm_layer: str | NormLayer = "layernorm",
         act_layer: str | ActLayer = "gelu", qk_norm: bool = False, block_fn: str | LayerFactory = Block,
-        patch_init: str = "", num_frames: int | None = None, tubelet_size: int | None = None,
-        mean: Sequence[float] | None = None, std: Sequence[float] | None = None,
+        patch_init: str = "", mean: Sequence[float] | None = None, std: Sequence[float] | None = None,
         device: Device = None, dtype: Dtype = None,
     ) -> None:  # fmt: skip
         super().__init__()
@@ -126,8 +121,6 @@ class VisionTransformer(Head):
             qk_norm=qk_norm,
         )  # fmt: skip
         check_choice("pos_embed", pos_embed, ("learn", *FIXED, "", "none"))
-        if pos_embed == "sincos2d" and num_frames is not None:
-            raise ValueError("pos_embed must not be 'sincos2d' for videos: it has no axis of frames; 'sincos' has")
         check_choice("patch_init", patch_init, ("", "kaiming"))
         check_pool("global_pool", global_pool, class_token)
         if fc_norm is None:
@@ -158,7 +151,7 @@ class VisionTransformer(Head):
         self.patch_init = patch_init
         self.patch_embed = PatchEmbed(  # checks its arguments before it makes the first parameter
             img_size, patch_size, in_chans, embed_dim, not pre_norm, not dynamic_img_size, mean, std,
-            norm_layer=embed_norm_layer, num_frames=num_frames, tubelet_size=tubelet_size, **factory,
+            norm_layer=embed_norm_layer, **factory,
         )  # fmt: skip
         self._make_tokens(pos_embed, factory)
         self.pos_drop = nn.Dropout(pos_drop_rate)
@@ -247,7 +240,7 @@ class VisionTransformer(Head):
         packed = embed_images(self, images)
         return packed._replace(tokens=self.norm_pre(self.pos_drop(packed.tokens))), ()
 
-    def _grid_of(self, x: Tensor, any_size: bool = False) -> tuple[int, ...]:
+    def _grid_of(self, x: Tensor, any_size: bool = False) -> tuple[int, int]:
         embed = self.patch_embed
         return embed.grid_of(x, any_size) if isinstance(embed, PatchEmbed) else embed.grid_size
 
@@ -265,7 +258,7 @@ class VisionTransformer(Head):
         """Return the learnt tokens before the patches in their order, (1, count, D) each."""
         return [token for token in (self.cls_token, self.reg_token) if token is not None]
 
-    def _position_and_prefix(self, grid: tuple[int, ...]) -> tuple[Tensor | None, Tensor | None]:
+    def _position_and_prefix(self, grid: tuple[int, int]) -> tuple[Tensor | None, Tensor | None]:
         """Return the positions of the patches (n, D), and the prefix tokens (P, D) with theirs added."""
         prefix = None
         if self.num_prefix_tokens:
@@ -280,7 +273,7 @@ class VisionTransformer(Head):
                 pos = pos[self.num_prefix_tokens :]
         return pos, prefix
 
-    def _positions(self, pos_embed: Tensor, grid: tuple[int, ...], old_grid: tuple[int, ...]) -> Tensor:
+    def _positions(self, pos_embed: Tensor, grid: tuple[int, int], old_grid: tuple[int, int]) -> Tensor:
         """Return pos_embed, (1, P + n, D) or with no_embed_class (1, n, D), for another patch grid: interpolated, or
         computed if it is fixed."""
         if self.fixed_positions is not None and grid != old_grid:
@@ -290,7 +283,7 @@ class VisionTransformer(Head):
         P = 0 if self.no_embed_class else self.num_prefix_tokens
         return resample_abs_pos_embed(pos_embed, grid, old_grid, num_prefix_tokens=P)
 
-    def fixed_table(self, grid: tuple[int, ...]) -> Tensor:
+    def fixed_table(self, grid: tuple[int, int]) -> Tensor:
         """Compute the fixed positions of a patch grid, (1, P + n, D) or with no_embed_class (1, n, D), in float64
         (on MPS float32).
 
@@ -302,25 +295,19 @@ class VisionTransformer(Head):
         P = 0 if self.no_embed_class else self.num_prefix_tokens
         return fixed_positions(self.fixed_positions, self.embed_dim, grid, P, self.pos_embed.device)
 
-    def set_input_size(
-        self, img_size: Pair | None = None, patch_size: Pair | None = None, num_frames: int | None = None
-    ) -> None:
-        """Change the input size, the patch size, the number of frames, in place. `pos_embed` is interpolated to the new
-        patch grid, or computed for it if it is fixed; the patch embedding's weight is resampled to the new patch size.
-        Learnt positions and the weight become new parameters.
+    def set_input_size(self, img_size: Pair | None = None, patch_size: Pair | None = None) -> None:
+        """Change the input size and the patch size, in place. `pos_embed` is interpolated to the new patch grid, or
+        computed for it if it is fixed; the patch embedding's weight is resampled to the new patch size. Learnt
+        positions and the weight become new parameters.
 
         Args:
             img_size, patch_size: int or (height, width); None keeps the present one.
-            num_frames: of videos; None keeps the present number.
 
         Raises:
-            TypeError, ValueError: naming the argument; as `PatchEmbed.set_input_size`; a model of videos with learnt
-                positions. Nothing is changed then.
+            TypeError, ValueError: naming the argument; as `PatchEmbed.set_input_size`. Nothing is changed then.
         """
         old_grid = self.patch_embed.grid_size
-        if len(old_grid) > 2 and self.pos_embed is not None and self.fixed_positions is None:
-            raise ValueError("pos_embed='learn' of videos is not interpolated: make a model of the other size")
-        self.patch_embed.set_input_size(img_size=img_size, patch_size=patch_size, num_frames=num_frames)
+        self.patch_embed.set_input_size(img_size=img_size, patch_size=patch_size)
         grid = self.patch_embed.grid_size
         self.pretrained_cfg["input_size"] = (self.in_chans, *self.patch_embed.img_size)
         if self.pos_embed is not None and grid != old_grid:

@@ -17,12 +17,12 @@ import fastvit
 from benchmarks.harness.draw import Draw, Runner
 from benchmarks.harness.families import VIT_B_16, output
 from benchmarks.harness.photographs import MEAN, SOURCE, STD
-from fastvit import layers, ops, reference
+from fastvit import layers, ops, reference, zoo
 from fastvit.study.accuracy import cases
 from fastvit.study.accuracy import formulas as eager
 from fastvit.study.accuracy.cases import Shapes, sizes
 from fastvit.study.sources.baselines import use_sdpa
-from fastvit.study.sources.from_zoo import reference_model
+from fastvit.study.sources.from_zoo import plain_model
 
 PROVIDERS = ("eager", "sdpa", "flash", "cudnn", "compile", "graph", "fastvit")
 COMPILED = ("compile", "graph")
@@ -253,10 +253,13 @@ def block(provider: str, draw: Draw, B: int, N: int, D: int, H: int, causal: boo
 def model(provider: str, draw: Draw, name: str, B: int, px: int, **options: int) -> Runner:
     """Build a model of the zoo, on photographs. The CIFAR models' dropout of attention is left out, because providers
     with dropout take other paths: SDPA has no flash kernel with dropout on a CPU."""
-    make: Callable[..., Any] = fastvit.create_model if provider == "fastvit" else reference_model
+    if provider == "fastvit":
+        make: Callable[..., Any] = fastvit.create_model
+    else:
+        if zoo.model_class(name) is not fastvit.VisionTransformer:
+            load("timm")  # whose model is the plain one
+        make = functools.partial(plain_model, provider=provider)
     vit = draw.module(lambda: make(name, img_size=px, attn_drop_rate=0.0, **options))
-    if provider == "sdpa":
-        use_sdpa(vit)
     return Runner.of(vit, draw.photographs(B, px))
 
 

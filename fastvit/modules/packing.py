@@ -82,8 +82,6 @@ def _checked(model: Any, images: Images) -> tuple[list[Tensor], list[tuple[int, 
     embed = model.patch_embed
     if not isinstance(embed, PatchEmbed):
         raise TypeError(f"a list of images needs a model whose patch_embed is a PatchEmbed, got {type(embed).__name__}")
-    if embed.tubelet_size is not None:
-        raise ValueError("a list of images needs a model of images, got one of videos")
     check_takes("patch_embed of a model that takes lists", embed, "any_size")
     for i, block in enumerate(model.blocks):
         check_takes(f"blocks[{i}] of a model that takes lists", block, "cu_seqlens")
@@ -101,8 +99,7 @@ def _checked(model: Any, images: Images) -> tuple[list[Tensor], list[tuple[int, 
             )
         batch = image[None] if image.dim() == 3 else image
         try:
-            h, w = embed.grid_of(batch, any_size=True)
-            grids.append((h, w))
+            grids.append(embed.grid_of(batch, any_size=True))
         except (TypeError, ValueError) as error:
             raise type(error)(f"images[{i}]: {error}") from None
         batches.append(batch)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,17 +31,12 @@ from fastvit.ops.runtime.checks import check_image
 class PatchEmbed(nn.Module):
     """Image (B, C, H, W) -> patches (B, h*w, D) by `fastvit.ops.patch_embed`; `proj` is the equivalent nn.Conv2d.
 
-    With num_frames and tubelet_size: video (B, C, T, H, W) -> tubelets (B, t*h*w, D), frame by frame; `proj` is an
-    nn.Conv3d. A video in the layout (B, T, C, H, W) of transformers goes in as `video.transpose(1, 2)`, without a copy.
-
     Args:
         img_size: expected (H, W); with strict_img_size another size raises, otherwise any that patch_size divides.
         patch_size, in_chans, embed_dim, bias: of the convolution.
         mean, std: C values each, in [0, 1]; a uint8 image is taken as (x / 255 - mean) / std.
         device, dtype: of the parameters.
         norm_layer: a norm of the patches before positions are added, as `norm`: a class, "layernorm" or "rmsnorm".
-        num_frames, tubelet_size: of videos: the expected T, strict as img_size is, and the frames of a tubelet; both or
-            neither.
     """
 
     __module__ = "fastvit.layers"
@@ -51,38 +45,28 @@ class PatchEmbed(nn.Module):
         self, img_size: Pair = 224, patch_size: Pair = 16, in_chans: int = 3, embed_dim: int = 768, bias: bool = True,
         strict_img_size: bool = True, mean: Sequence[float] | None = None, std: Sequence[float] | None = None,
         device: Device = None, dtype: Dtype = None,
-        *, norm_layer: str | NormLayer | None = None, num_frames: int | None = None, tubelet_size: int | None = None,
+        *, norm_layer: str | NormLayer | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         check_integers(1, in_chans=in_chans, embed_dim=embed_dim)
-        if (num_frames is None) != (tubelet_size is None):
-            both = f"num_frames={num_frames!r} and tubelet_size={tubelet_size!r}"
-            raise ValueError(f"num_frames and tubelet_size must both be given or both be None, got {both}")
-        if tubelet_size is not None:
-            check_integers(1, tubelet_size=tubelet_size)
-        self.num_frames, self.tubelet_size = num_frames, tubelet_size
         check_factory(device, dtype)
         self.in_chans = in_chans
         self.patch_size = checked_pair("patch_size", patch_size)
         self.strict_img_size = strict_img_size
         self.mean, self.std = checked_statistics(mean, std, in_chans)
         self.img_size = checked_pair("img_size", img_size)
-        self.set_input_size(self.img_size, num_frames=num_frames)
-        conv: Any = nn.Conv2d if tubelet_size is None else nn.Conv3d
-        kernel = self._kernel(self.patch_size)
-        self.proj = conv(in_chans, embed_dim, kernel, kernel, bias=bias, device=device, dtype=dtype)
+        self.set_input_size(self.img_size)
+        self.proj = nn.Conv2d(
+            in_chans, embed_dim, self.patch_size, self.patch_size, bias=bias, device=device, dtype=dtype
+        )
         if norm_layer is not None:
             self.norm = checked_norm_layer(norm_layer)(embed_dim, device=device, dtype=dtype)
 
-    def set_input_size(
-        self, img_size: Pair | None = None, patch_size: Pair | None = None, num_frames: int | None = None
-    ) -> None:
-        """Set the expected (H, W), the patch size, the frames of a video; `proj.weight` is resampled to another patch
-        size.
+    def set_input_size(self, img_size: Pair | None = None, patch_size: Pair | None = None) -> None:
+        """Set the expected (H, W) and the patch size; `proj.weight` is resampled to another patch size.
 
         Args:
             img_size, patch_size: int or (height, width); None keeps the present one.
-            num_frames: None keeps the present number, and is the only value for images.
 
         Raises:
             TypeError, ValueError: naming the argument; patch_size for a `proj` that is no plain convolution of patches.
@@ -90,57 +74,35 @@ class PatchEmbed(nn.Module):
         """
         img_size = self.img_size if img_size is None else checked_pair("img_size", img_size)
         patch_size = self.patch_size if patch_size is None else checked_pair("patch_size", patch_size)
-        if num_frames is None:
-            num_frames = self.num_frames
-        elif self.tubelet_size is None:
-            raise ValueError(f"num_frames must be None for a layer of images, got {num_frames!r}")
-        else:
-            check_integers(1, num_frames=num_frames)
-        grid_size = self._grid(img_size, patch_size, num_frames)
+        grid_size = patch_grid(img_size, patch_size)
         if patch_size != self.patch_size:
             self._resample(patch_size)
-        self.img_size, self.patch_size, self.num_frames, self.grid_size = img_size, patch_size, num_frames, grid_size
+        self.img_size, self.patch_size, self.grid_size = img_size, patch_size, grid_size
         self.num_patches = math.prod(grid_size)
-
-    def _kernel(self, patch_size: tuple[int, int]) -> tuple[int, ...]:
-        return patch_size if self.tubelet_size is None else (self.tubelet_size, *patch_size)
-
-    def _grid(self, img_size: tuple[int, int], patch_size: tuple[int, int], frames: int | None) -> tuple[int, ...]:
-        """Return (h, w), or (t, h, w) for a video of that many frames."""
-        grid = patch_grid(img_size, patch_size)
-        if self.tubelet_size is None or frames is None:
-            return grid
-        if frames % self.tubelet_size or frames == 0:
-            raise ValueError(f"tubelet_size {self.tubelet_size} must divide the number of frames, got {frames}")
-        return frames // self.tubelet_size, *grid
 
     @torch.no_grad()
     def _resample(self, patch_size: tuple[int, int]) -> None:
         """Give `proj` another kernel size, in place: its hooks, its bias and requires_grad stay."""
         conv = self.proj
-        if not (isinstance(conv, nn.Conv2d | nn.Conv3d) and "weight" in conv._parameters and is_of_patches(conv)):
+        if not (isinstance(conv, nn.Conv2d) and "weight" in conv._parameters and is_of_patches(conv)):
             raise ValueError(f"patch_size needs a plain convolution of patches as `proj`, got {conv}")
         weight = resample_patch_embed(conv.weight, patch_size)
         conv.weight = nn.Parameter(weight, requires_grad=conv.weight.requires_grad)
-        conv.kernel_size = conv.stride = self._kernel(patch_size)
+        conv.kernel_size = conv.stride = patch_size
 
-    def grid_of(self, image: Tensor, any_size: bool = False) -> tuple[int, ...]:
-        """Return the patch grid of an image or a video; a TypeError or ValueError if `forward` does not accept it."""
-        video = self.tubelet_size is not None
-        check_image(image, getattr(self.proj, "in_channels", self.in_chans), video=video)
-        size, strict = (image.shape[-2], image.shape[-1]), self.strict_img_size and not any_size
-        if strict and size != self.img_size:
+    def grid_of(self, image: Tensor, any_size: bool = False) -> tuple[int, int]:
+        """Return the patch grid of an image; a TypeError or ValueError if `forward` does not accept it."""
+        check_image(image, getattr(self.proj, "in_channels", self.in_chans))
+        size = image.shape[-2], image.shape[-1]
+        if self.strict_img_size and not any_size and size != self.img_size:
             raise ValueError(f"image must have the size (H, W) = {self.img_size}, got {size}")
-        if strict and video and image.shape[2] != self.num_frames:
-            raise ValueError(f"image must have {self.num_frames} frames, got {image.shape[2]}")
-        return self._grid(size, self.patch_size, image.shape[2] if video else None)
+        return patch_grid(size, self.patch_size)
 
     def forward(
         self, x: Tensor, pos_embed: Tensor | None = None, prefix: Tensor | None = None, any_size: bool = False
     ) -> Tensor:
-        """Add pos_embed (n, D) to the patches and write prefix (P, D) before them: (B, C, H, W), or a video
-        (B, C, T, H, W), -> (B, P + n, D). any_size: take any size that patch_size divides, also with
-        strict_img_size."""
+        """Add pos_embed (n, D) to the patches and write prefix (P, D) before them: (B, C, H, W) -> (B, P + n, D).
+        any_size: take any size that patch_size divides, also with strict_img_size."""
         self.grid_of(x, any_size)
         if "norm" in self._modules:
             return join_tokens(self.norm(self.patches(x)), pos_embed, prefix)
@@ -148,7 +110,7 @@ class PatchEmbed(nn.Module):
 
     def patches(self, x: Tensor, pos_embed: Tensor | None = None, prefix: Tensor | None = None) -> Tensor:
         """Embed as `forward` does, without checks and norm."""
-        if read_or_none(submodules, self, proj={nn.Conv2d, nn.Conv3d}) and is_of_patches(self.proj):
+        if read_or_none(submodules, self, proj={nn.Conv2d}) and is_of_patches(self.proj):
             weight, bias = read.read_linear(self.proj)
             mean, std = (self.mean, self.std) if x.dtype is torch.uint8 else (None, None)
             return ops.patch_embed(x, weight, bias, pos_embed=pos_embed, prefix=prefix, mean=mean, std=std)

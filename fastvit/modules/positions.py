@@ -64,7 +64,7 @@ def antialiased(image: Tensor, grid: tuple[int, int]) -> Tensor:
     return F.interpolate(image, size=grid, mode="bicubic", antialias=True)
 
 
-def fixed_positions(kind: str, dim: int, grid: tuple[int, ...], num_prefix_tokens: int, device: torch.device) -> Tensor:
+def fixed_positions(kind: str, dim: int, grid: tuple[int, int], num_prefix_tokens: int, device: torch.device) -> Tensor:
     """Compute a table of sines and cosines for P prefix tokens and the n patches of a grid, row by row: (1, P + n, D).
 
     It is in float64, because the angles of distant patches lose digits in float32, which MPS alone uses. Of F
@@ -76,7 +76,7 @@ def fixed_positions(kind: str, dim: int, grid: tuple[int, ...], num_prefix_token
             "sincos2d" (He et al. 2021, arXiv:2111.06377, in MAE's order): D/4 frequencies for each axis. The first half
             of the channels has the sines and then the cosines of the column, the second half those of the row; prefix
             tokens have zeros. `timm.layers.build_sincos2d_pos_embed` has the same numbers in the order sine of the
-            row, sine of the column, cosine of the row, cosine of the column. Of images only.
+            row, sine of the column, cosine of the row, cosine of the column.
         dim: D, a multiple of 2 for "sincos" and of 4 for "sincos2d".
     """
     # MPS has no float64
@@ -99,21 +99,17 @@ def fixed_positions(kind: str, dim: int, grid: tuple[int, ...], num_prefix_token
 
 def resample_abs_pos_embed(
     pos_embed: Tensor,
-    grid: tuple[int, ...],
-    old_grid: tuple[int, ...],
+    grid: tuple[int, int],
+    old_grid: tuple[int, int],
     num_prefix_tokens: int = 1,
     resize: Resize = antialiased,
 ) -> Tensor:
     """Interpolate positions (1, P + h*w, D) to another patch grid, (1, P + h'*w', D), as timm and Dosovitskiy et al.
-    (2021, section 3.2): in float32, by default bicubic and antialiased, the P prefix rows unchanged. Differentiable.
-    Raises ValueError for another grid of a video."""
+    (2021, section 3.2): in float32, by default bicubic and antialiased, the P prefix rows unchanged. Differentiable."""
     if grid == old_grid:
         return pos_embed
-    if len(grid) != 2:
-        raise ValueError(f"learnt positions of videos are not interpolated: the grid must be {old_grid}, got {grid}")
-    rows, columns = grid
     prefix, patches = pos_embed[:, :num_prefix_tokens], pos_embed[:, num_prefix_tokens:]
-    image = resize(patches.float().unflatten(1, old_grid).permute(0, 3, 1, 2), (rows, columns))
+    image = resize(patches.float().unflatten(1, old_grid).permute(0, 3, 1, 2), grid)
     return torch.cat([prefix, image.flatten(2).transpose(1, 2).to(pos_embed.dtype)], dim=1)
 
 

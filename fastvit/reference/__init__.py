@@ -1,5 +1,5 @@
-"""The models in plain PyTorch, straight from the papers: the Vision Transformer (`vit.py`) and its blocks (`block.py`),
-with a distillation token (`distilled.py`), and EVA's (`eva.py`).
+"""The Vision Transformer (`vit.py`) and its blocks (`block.py`) in plain PyTorch, straight from the papers. The plain
+form of `fastvit.Eva` and of models with a distillation token is timm's, with the same state_dict.
 
 `benchmarks/examples/worked_example.py` computes a tiny ViT step by step, next to numbers that were worked by hand.
 """
@@ -14,9 +14,9 @@ from fastvit.reference.block import (
     Mlp,
     PostNormBlock,
     RMSNorm,
+    SwiGLU,
+    SwiGLUPacked,
 )
-from fastvit.reference.distilled import VisionTransformerDistilled
-from fastvit.reference.eva import Eva
 from fastvit.reference.vit import AttentionPoolLatent, PatchEmbed, VisionTransformer
 
 __all__ = [
@@ -26,12 +26,12 @@ __all__ = [
     "AttentionPoolLatent",
     "Block",
     "DropPath",
-    "Eva",
     "LayerScale",
     "Mlp",
     "PatchEmbed",
     "PostNormBlock",
     "RMSNorm",
+    "SwiGLU",
+    "SwiGLUPacked",
     "VisionTransformer",
-    "VisionTransformerDistilled",
 ]

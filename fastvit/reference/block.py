@@ -111,18 +111,57 @@ class Mlp(nn.Module):
 
     def __init__(
         self, in_features: int, hidden_features: int, act_layer: LayerFactory = nn.GELU, bias: bool = True,
-        drop: float = 0.0, norm_layer: str | LayerFactory | None = None, **factory: Any,
+        drop: float = 0.0, **factory: Any,
     ) -> None:  # fmt: skip
         super().__init__()
         self.fc1 = nn.Linear(in_features, hidden_features, bias=bias, **factory)
         self.act = act_layer()
         self.drop1 = nn.Dropout(drop)
-        self.norm = make_norm(norm_layer, hidden_features, **factory)
         self.fc2 = nn.Linear(hidden_features, in_features, bias=bias, **factory)
         self.drop2 = nn.Dropout(drop)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.drop2(self.fc2(self.norm(self.drop1(self.act(self.fc1(x))))))
+        return self.drop2(self.fc2(self.drop1(self.act(self.fc1(x)))))
+
+
+class SwiGLU(nn.Module):
+    """act(x W_g) * (x W_x), with a layer each (Shazeer 2020, arXiv:2002.05202). (..., D) -> (..., D)."""
+
+    def __init__(
+        self, in_features: int, hidden_features: int, act_layer: LayerFactory = nn.SiLU, bias: bool = True,
+        drop: float = 0.0, **factory: Any,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.fc1_g = nn.Linear(in_features, hidden_features, bias=bias, **factory)
+        self.fc1_x = nn.Linear(in_features, hidden_features, bias=bias, **factory)
+        self.act = act_layer()
+        self.drop1 = nn.Dropout(drop)
+        self.fc2 = nn.Linear(hidden_features, in_features, bias=bias, **factory)
+        self.drop2 = nn.Dropout(drop)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.act(self.fc1_g(x)) * self.fc1_x(x)
+        return self.drop2(self.fc2(self.drop1(hidden)))
+
+
+class SwiGLUPacked(nn.Module):
+    """`SwiGLU` with both layers in one of hidden_features rows, the gate's first. (..., D) -> (..., D)."""
+
+    def __init__(
+        self, in_features: int, hidden_features: int, act_layer: LayerFactory = nn.SiLU, bias: bool = True,
+        drop: float = 0.0, **factory: Any,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        half = hidden_features // 2
+        self.fc1 = nn.Linear(in_features, hidden_features, bias=bias, **factory)
+        self.act = act_layer()
+        self.drop1 = nn.Dropout(drop)
+        self.fc2 = nn.Linear(half, in_features, bias=bias, **factory)
+        self.drop2 = nn.Dropout(drop)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, value = self.fc1(x).chunk(2, dim=-1)
+        return self.drop2(self.fc2(self.drop1(self.act(gate) * value)))
 
 
 class LayerScale(nn.Module):

@@ -3,7 +3,7 @@
 Read it next to the paper. It is written to be checked by eye, not to be fast: attention materialises its N x N matrix,
 every step is its own line. The tests compare the fused model with it, and the benchmarks use it as their baseline. It
 takes the same constructor arguments and the same `state_dict` as `fastvit.VisionTransformer` and shares no code with
-it. EVA's blocks and gated MLPs are in `fastvit.reference.eva`.
+it.
 
 Later additions to the paper's model, each off by default:
 
@@ -17,10 +17,8 @@ Later additions to the paper's model, each off by default:
     fixed positions (pos_embed="sincos", "sincos2d")  Vaswani et al. 2017, arXiv:1706.03762; He et al. 2021,
                                       arXiv:2111.06377
     initial patch embedding (patch_init="kaiming")  He et al. 2015, arXiv:1502.01852
-    videos in tubelets (num_frames, tubelet_size)  Arnab et al. 2021, arXiv:2103.15691
 
 Shapes: B batch, N tokens, D embedding, H heads, d = D / H, P prefix tokens (CLS and registers), (h, w) the patch grid.
-A video (B, C, T, H, W) has a grid (t, h, w).
 factory: device and dtype of the parameters.
 """
 
@@ -47,19 +45,15 @@ class PatchEmbed(nn.Module):
 
     def __init__(
         self, img_size: Size = 224, patch_size: Size = 16, in_chans: int = 3, embed_dim: int = 768, bias: bool = True,
-        norm_layer: str | LayerFactory | None = None, num_frames: int | None = None, tubelet_size: int | None = None,
-        **factory: Any,
+        norm_layer: str | LayerFactory | None = None, **factory: Any,
     ) -> None:  # fmt: skip
         super().__init__()
-        size: tuple[int, ...] = (img_size, img_size) if isinstance(img_size, int) else img_size
-        patch: tuple[int, ...] = (patch_size, patch_size) if isinstance(patch_size, int) else patch_size
-        conv: Any = nn.Conv2d
-        if num_frames is not None and tubelet_size is not None:
-            size, patch, conv = (num_frames, *size), (tubelet_size, *patch), nn.Conv3d
-        self.img_size, self.patch_size = size, patch  # with the frames of a video
-        self.grid_size = tuple(n // step for n, step in zip(size, patch, strict=True))
+        self.img_size = (img_size, img_size) if isinstance(img_size, int) else img_size
+        self.patch_size = (patch_size, patch_size) if isinstance(patch_size, int) else patch_size
+        (H, W), (ph, pw) = self.img_size, self.patch_size
+        self.grid_size = H // ph, W // pw
         self.num_patches = math.prod(self.grid_size)
-        self.proj = conv(in_chans, embed_dim, patch, patch, bias=bias, **factory)
+        self.proj = nn.Conv2d(in_chans, embed_dim, self.patch_size, self.patch_size, bias=bias, **factory)
         self.norm = make_norm(norm_layer, embed_dim, **factory)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -134,8 +128,7 @@ class VisionTransformer(nn.Module):
         attn_drop_rate: float = 0.0, drop_path_rate: float = 0.0, embed_norm_layer: str | LayerFactory | None = None,
         mlp_layer: LayerFactory = Mlp, norm_layer: str | LayerFactory = "layernorm",
         act_layer: str | LayerFactory = "gelu", qk_norm: bool = False, block_fn: str | LayerFactory = Block,
-        patch_init: str = "", num_frames: int | None = None, tubelet_size: int | None = None,
-        mean: Sequence[float] | None = None, std: Sequence[float] | None = None,
+        patch_init: str = "", mean: Sequence[float] | None = None, std: Sequence[float] | None = None,
         device: torch.device | str | None = None, dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
@@ -158,10 +151,11 @@ class VisionTransformer(nn.Module):
         self.grad_checkpointing = False
 
         self.patch_embed = PatchEmbed(
-            img_size, patch_size, in_chans, embed_dim, not pre_norm, embed_norm_layer, num_frames, tubelet_size,
-            **factory,
-        )  # fmt: skip
-        self.make_prefix(class_token, reg_tokens, **factory)
+            img_size, patch_size, in_chans, embed_dim, not pre_norm, embed_norm_layer, **factory
+        )
+        self.cls_token = nn.Parameter(torch.empty(1, 1, embed_dim, **factory)) if class_token else None
+        self.reg_token = nn.Parameter(torch.empty(1, reg_tokens, embed_dim, **factory)) if reg_tokens else None
+        self.num_prefix_tokens = int(class_token) + reg_tokens
         n = self.patch_embed.num_patches + (0 if no_embed_class else self.num_prefix_tokens)
         self.fixed = pos_embed if pos_embed in ("sincos", "sincos2d") else None
         self.pos_embed: Tensor | None
@@ -185,17 +179,8 @@ class VisionTransformer(nn.Module):
             size = attn_pool_num_heads or num_heads, attn_pool_mlp_ratio or mlp_ratio
             self.attn_pool = AttentionPoolLatent(embed_dim, *size, norm, act, **factory)
         self.head_drop = nn.Dropout(drop_rate)
-        self.make_head(num_classes, **factory)
+        self.head = nn.Linear(embed_dim, num_classes, **factory) if num_classes else nn.Identity()
         self.init_weights()
-
-    def make_prefix(self, class_token: bool, reg_tokens: int, **factory: Any) -> None:
-        D = self.embed_dim
-        self.cls_token = nn.Parameter(torch.empty(1, 1, D, **factory)) if class_token else None
-        self.reg_token = nn.Parameter(torch.empty(1, reg_tokens, D, **factory)) if reg_tokens else None
-        self.num_prefix_tokens = int(class_token) + reg_tokens
-
-    def make_head(self, num_classes: int, **factory: Any) -> None:
-        self.head = nn.Linear(self.embed_dim, num_classes, **factory) if num_classes else nn.Identity()
 
     @torch.no_grad()
     def init_weights(self) -> None:
@@ -218,30 +203,27 @@ class VisionTransformer(nn.Module):
 
     def embed(self, x: Tensor) -> Tensor:
         """(B, C, H, W) -> (B, P + h*w, D): CLS, registers and patches, with positions added."""
-        B, _, *size = x.shape
-        patch = self.patch_embed.patch_size
-        if not self.dynamic_img_size and self.patch_embed.img_size != tuple(size):
-            raise ValueError(f"x must have image size {self.patch_embed.img_size}, got {tuple(size)}")
-        if any(n % step for n, step in zip(size, patch, strict=True)):
-            raise ValueError(f"patch_size {patch} must divide the image size, got {tuple(size)}")
+        B, _, H, W = x.shape
+        ph, pw = self.patch_embed.patch_size
+        if not self.dynamic_img_size and self.patch_embed.img_size != (H, W):
+            raise ValueError(f"x must have image size {self.patch_embed.img_size}, got {(H, W)}")
+        if H % ph or W % pw:
+            raise ValueError(f"patch_size {(ph, pw)} must divide the image size, got {(H, W)}")
         if x.dtype is torch.uint8:
             x = x.to(self.patch_embed.proj.weight.dtype) / 255
             if self.mean is not None and self.std is not None:
-                ones = [1] * len(size)
-                x = (x - x.new_tensor(self.mean).view(1, -1, *ones)) / x.new_tensor(self.std).view(1, -1, *ones)
+                x = (x - x.new_tensor(self.mean).view(1, -1, 1, 1)) / x.new_tensor(self.std).view(1, -1, 1, 1)
         x = self.patch_embed(x)
-        prefix = [token.expand(B, -1, -1) for token in self.prefix_tokens()]
+        tokens = [token for token in (self.cls_token, self.reg_token) if token is not None]
+        prefix = [token.expand(B, -1, -1) for token in tokens]
         if self.pos_embed is None:
             return torch.cat([*prefix, x], dim=1)
-        pos = self.positions(tuple(n // step for n, step in zip(size, patch, strict=True)))
+        pos = self.positions((H // ph, W // pw))
         if self.no_embed_class:
             return torch.cat([*prefix, x + pos], dim=1)
         return torch.cat([*prefix, x], dim=1) + pos
 
-    def prefix_tokens(self) -> list[Tensor]:
-        return [token for token in (self.cls_token, self.reg_token) if token is not None]
-
-    def positions(self, grid: tuple[int, ...]) -> Tensor:
+    def positions(self, grid: tuple[int, int]) -> Tensor:
         """Interpolate the grid of pos_embed bicubically to another image size (section 3.2), or compute it if fixed."""
         assert self.pos_embed is not None
         if grid == self.patch_embed.grid_size:
@@ -251,10 +233,10 @@ class VisionTransformer(nn.Module):
         P = 0 if self.no_embed_class else self.num_prefix_tokens
         prefix, patches = self.pos_embed[:, :P], self.pos_embed[:, P:]
         image = patches.float().unflatten(1, self.patch_embed.grid_size).permute(0, 3, 1, 2)
-        image = F.interpolate(image, size=list(grid), mode="bicubic", antialias=True)
+        image = F.interpolate(image, size=grid, mode="bicubic", antialias=True)
         return torch.cat([prefix, image.flatten(2).transpose(1, 2).to(prefix.dtype)], dim=1)
 
-    def table(self, grid: tuple[int, ...]) -> Tensor:
+    def table(self, grid: tuple[int, int]) -> Tensor:
         """Compute the fixed positions of a patch grid, (1, P + h*w, D), or (1, h*w, D) with no_embed_class."""
         P = 0 if self.no_embed_class else self.num_prefix_tokens
         if self.fixed == "sincos":

@@ -32,8 +32,8 @@ def load(model: VisionTransformer, weights: Weights, *, drop_head: bool = False)
     """Copy `weights` of any library that `fastvit.checkpoints` names into the model, in its dtype and on its device.
 
     Positions of another patch grid are interpolated in the same way as by the library that wrote them. A model with
-    fixed positions keeps its own, and takes only files whose positions are that table, of any patch grid, or
-    VideoMAE's, which leave it out. A model without a head (num_classes=0) leaves the file's classifier out.
+    fixed positions keeps its own, and takes only files whose positions are that table, of any patch grid. A model
+    without a head (num_classes=0) leaves the file's classifier out.
 
     Args:
         weights: a path or repository as for `read`, or a state_dict; also inside {"state_dict": ...}, {"model": ...} or
@@ -111,8 +111,6 @@ def _fitted(model: VisionTransformer, tensors: dict[str, Tensor], where: str, dr
     _fold_registers(ours)
     place = _check_fixed_positions if model.fixed_positions else _resize_positions
     problems = place(ours, model, source, resize)
-    if model.fixed_positions and model.fixed_positions == source.fixed_positions:
-        ours.setdefault("pos_embed", model.fixed_table(model.patch_embed.grid_size))
 
     wrong = {
         "the same weight twice": [key for key, target in renamed.items() if target and counts[target] > 1],
@@ -215,14 +213,10 @@ def _split_pool_qkv(ours: dict[str, Tensor], origin: dict[str, str], expected: M
 
 
 def _merge_qkv(ours: dict[str, Tensor], origin: dict[str, str], expected: Mapping[str, Tensor]) -> None:
-    """Join q, k and v of a block to qkv, if all three are there and of the right shape. If q and v have biases and k
-    has none in any block, k's are zeros."""
-    without_k = not any(key.endswith(".attn.k.bias") for key in ours)
+    """Join q, k and v of a block to qkv, if all three are there and of the right shape."""
     for key in [key for key in expected if ".attn.qkv." in key]:
         parts = [key.replace(".qkv.", f".{name}.") for name in "qkv"]
         shape = (expected[key].shape[0] // 3, *expected[key].shape[1:])
-        if without_k and key.endswith(".bias") and parts[0] in ours and parts[2] in ours:
-            ours[parts[1]], origin[parts[1]] = torch.zeros_like(ours[parts[0]]), "zeros"
         if all(part in ours and ours[part].shape == shape for part in parts):
             ours[key] = torch.cat([ours.pop(part) for part in parts])
             origin[key] = " + ".join(origin[part] for part in parts)
@@ -283,7 +277,7 @@ def _resize_positions(ours: dict[str, Tensor], model: VisionTransformer, source:
     P = 0 if model.no_embed_class else model.num_prefix_tokens
     n = positions.shape[1] - P
     side = math.isqrt(max(n, 0))
-    if n < 1 or side * side != n or grid == (side, side) or len(grid) > 2:  # a video's are not interpolated
+    if n < 1 or side * side != n or grid == (side, side):
         return []
     if n == grid[0] * grid[1] and not source.square:
         choices = f"{side} x {side} or {grid[0]} x {grid[1]} patches"

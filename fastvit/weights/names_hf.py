@@ -85,43 +85,6 @@ _HF_VIT = Source(
     },
     resize=plain,
 )
-# The files of transformers 4 have q_bias and v_bias, the model in memory query.bias and value.bias; k has no bias
-_HF_VIDEOMAE = replace(
-    _HF_VIT,
-    name="Hugging Face VideoMAE",
-    prefixes=("", "videomae."),
-    lacks="embeddings.position_embeddings",
-    in_block={
-        **_HF_VIT.in_block,
-        "attention.attention.q_bias": "attn.q.bias",
-        "attention.attention.v_bias": "attn.v.bias",
-    },
-    elsewhere={
-        "classifier": "head",
-        "fc_norm": "fc_norm",
-        **ignored("decoder", "encoder_to_decoder", "mask_token"),
-    },
-    fixed_positions="sincos",
-)
-_HF_VJEPA2 = Source(
-    name="Hugging Face V-JEPA 2",
-    marker="encoder.embeddings.patch_embeddings.proj.weight",
-    prefixes=("", "vjepa2."),
-    block=r"encoder\.layer\.([0-9]+)\.(.+)",
-    in_model={
-        "encoder.embeddings.patch_embeddings": "patch_embed",
-        "encoder.layernorm": "norm",
-        "predictor": "",
-        "pooler": "pooler",
-    },
-    in_block={
-        "attention.query": "attn.q",
-        "attention.key": "attn.k",
-        "attention.value": "attn.v",
-        "attention.proj": "attn.proj",
-    },
-    elsewhere={"pooler": "pooler", "classifier": "head"},
-)
 _HF_DINOV3 = Source(
     name="Hugging Face DINOv3",
     marker="embeddings.patch_embeddings.weight",
@@ -173,4 +136,4 @@ _HF_AIMV2 = Source(
     elsewhere={"visual_projection.weight": "head.projection", **_HF_TEXT},
 )
 
-HUGGING_FACE = (_HF_VIDEOMAE, _HF_VIT, _HF_VJEPA2, _HF_DINOV3, _HF_CLIP, _HF_SIGLIP, _HF_AIMV2)
+HUGGING_FACE = (_HF_VIT, _HF_DINOV3, _HF_CLIP, _HF_SIGLIP, _HF_AIMV2)

@@ -48,7 +48,6 @@ class Source:
     resize: Resize = antialiased
     square: bool = True  # whether positions always belong to a square grid
     lacks: str = ""  # a key, after the prefix, that another source with this marker has and this one has not
-    fixed_positions: str = ""  # the model's kind of fixed positions, if the file leaves them out
 
     def wrote(self, keys: Container[str], prefix: str) -> bool:
         return prefix + self.marker in keys and not (self.lacks and prefix + self.lacks in keys)

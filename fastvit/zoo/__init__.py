@@ -1,4 +1,4 @@
-"""Models by name, under timm's names and with timm's defaults. `vit.py`, `eva.py` and `video.py` list the names."""
+"""Models by name, under timm's names and with timm's defaults. `vit.py` and `eva.py` list the names."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from fastvit.vit import VisionTransformer
 from fastvit.weights.files import locate, one_state_dict
 from fastvit.weights.hub import repository_of_tag
 from fastvit.weights.load import Weights
-from fastvit.zoo import eva, video, vit
+from fastvit.zoo import eva, vit
 
 Config = dict[str, Any]
 
-CONFIGS: dict[str, Config] = {**vit.CONFIGS, **vit.DISTILLED, **eva.CONFIGS, **video.VIDEOMAE, **video.VJEPA2}
+CONFIGS: dict[str, Config] = {**vit.CONFIGS, **vit.DISTILLED, **eva.CONFIGS}
 
 
 def config(name: str) -> Config:
@@ -42,7 +42,7 @@ def config(name: str) -> Config:
 
 def model_class(name: str) -> type[VisionTransformer]:
     """Return the class of the model of a known name."""
-    if name in eva.CONFIGS or name in video.VJEPA2:
+    if name in eva.CONFIGS:
         return Eva
     return VisionTransformerDistilled if name in vit.DISTILLED else VisionTransformer
 
@@ -55,7 +55,6 @@ def create_model(
         create_model("vit_base_patch16_224", img_size=384, num_classes=10, drop_path_rate=0.1)
         create_model("vit_base_patch16_224", weights="model.safetensors", num_classes=10, drop_head=True)
         create_model("vit_small_patch14_dinov2", weights="facebook/dinov2-small", img_size=224)
-        create_model("vjepa2_large_patch16_256", weights="facebook/vjepa2-vitl-fpc64-256", num_frames=16)
         create_model("vit_tiny_patch16_224.augreg_in21k", weights=True)
 
     Args:
@@ -69,9 +68,9 @@ def create_model(
         drop_head: leave out the file's head (classifier, pooler, attention pooling unless the model has it too); the
             model's own head stays untrained.
         overrides: any argument of `VisionTransformer`, of `VisionTransformerDistilled` for names with "_distilled", or
-            of `fastvit.eva.Eva` for the names of EVA's, DINOv3's, Perception Encoder's, ROPE-ViT's and V-JEPA 2's
-            models. A file does not contain the activation and the norms' eps: if the weights need others than the
-            name's, give them here (see `fastvit.checkpoints`).
+            of `fastvit.eva.Eva` for the names of EVA's, DINOv3's, Perception Encoder's and ROPE-ViT's models. A file
+            does not contain the activation and the norms' eps: if the weights need others than the name's, give them
+            here (see `fastvit.checkpoints`).
 
     Raises:
         ValueError: an unknown name; the message has the nearest ones. A tag without weights, or weights=True without

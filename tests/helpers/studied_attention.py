@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from library_imports import import_timm
 from models import randomised
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -16,17 +17,24 @@ import fastvit
 from benchmarks.harness.families import ARCHITECTURES
 from fastvit import reference
 from fastvit.eva import Eva
-from fastvit.reference.eva import Eva as ReferenceEva
+from fastvit.study.sources.baselines import use_eager
 
 SIZE: dict[str, Any] = {"img_size": (32, 48), "patch_size": 8, "embed_dim": 48, "depth": 3, "num_heads": 3}
 GRID = (4, 6)
 ROPE: dict[str, Any] = {"use_rot_pos_emb": True, "use_abs_pos_emb": False}
+
+
+def eva_of_timm(**arguments: Any) -> nn.Module:
+    model: nn.Module = import_timm().models.eva.Eva(**arguments)
+    return use_eager(model)
+
+
 PAIRS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "vit": (fastvit.VisionTransformer, reference.VisionTransformer, {"reg_tokens": 2}),
     "map": (fastvit.VisionTransformer, reference.VisionTransformer, {"global_pool": "map"}),
-    "eva": (Eva, ReferenceEva, ROPE | {"num_reg_tokens": 1}),
-    "eva unfused": (Eva, ReferenceEva, ROPE | {"qkv_fused": False}),
-    "dinov3": (Eva, ReferenceEva, ROPE | {"rope_type": "dinov3", "rope_rotate_half": True, "qkv_bias": False}),
+    "eva": (Eva, eva_of_timm, ROPE | {"num_reg_tokens": 1}),
+    "eva unfused": (Eva, eva_of_timm, ROPE | {"qkv_fused": False}),
+    "dinov3": (Eva, eva_of_timm, ROPE | {"rope_type": "dinov3", "rope_rotate_half": True, "qkv_bias": False}),
 }
 VISIBLE: Any = {"rtol": 0.0, "atol": 1e-5}
 
@@ -38,7 +46,7 @@ LIBRARIES = [architecture for architecture in ARCHITECTURES if architecture.name
 
 
 def pair(kind: str, **options: Any) -> tuple[nn.Module, nn.Module]:
-    """Return our model and the reference with the same weights, whose attention is far from uniform."""
+    """Return our model and the plain one with the same weights, whose attention is far from uniform."""
     of_ours, of_theirs, more = PAIRS[kind]
     torch.manual_seed(0)
     ours, theirs = (make(**SIZE | more | options).eval() for make in (of_ours, of_theirs))

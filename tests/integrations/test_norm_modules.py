@@ -17,7 +17,6 @@ import fastvit
 from fastvit import eva_layers, layers, reference
 from fastvit.integrations.transformers.classes import RMS_NORM
 from fastvit.modules.pooling import AttentionPoolLatent
-from fastvit.reference import eva
 
 D = 32
 
@@ -148,7 +147,6 @@ TAKES_NAMES: dict[str, Callable[..., nn.Module]] = {
     "AttentionPoolLatent": partial(AttentionPoolLatent, 32, 2),
     "reference.Block": partial(reference.Block, 32, 2, qk_norm=True),
     "reference.PatchEmbed": partial(reference.PatchEmbed, 16, 4, embed_dim=32),
-    "reference.SwiGLU": partial(eva.SwiGLU, 32, 32),
 }
 
 

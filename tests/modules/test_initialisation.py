@@ -14,16 +14,12 @@ from fastvit.modules.pooling import AttentionPoolLatent
 SMALL: dict[str, Any] = {"embed_dim": 256, "depth": 2, "num_heads": 4, "num_classes": 400}
 MODELS: dict[str, dict[str, Any]] = {
     "vit_small_patch16_224": {"init_values": 1e-5, "reg_tokens": 4},
-    "vit_base_patch16_224": {"norm_layer": "rmsnorm"},
-    "vit_tiny_patch16_224": {"mlp_layer": "SwiGLU"},
     "vit_large_patch16_224": {"mlp_layer": "GluMlp"},  # the gate's bias is 1, and its weights are tiny
-    "vit_base_patch16_siglip_224": {},
-    "deit_base_distilled_patch16_224": {},
+    "vit_base_patch16_siglip_224": {"mlp_layer": "SwiGLU"},
+    "deit_base_distilled_patch16_224": {"norm_layer": "rmsnorm"},
     "vit_small_plus_patch16_dinov3": {},
     "eva02_base_patch14_448": {"img_size": 224},
-    "eva02_tiny_patch14_224": {},
-    "vit_small_patch16_rope_224": {},
-    "vit_pe_core_tiny_patch16_384": {},
+    "vit_pe_core_tiny_patch16_384": {"img_size": 224},
     "eva_giant_patch14_224": {},
 }
 
@@ -58,9 +54,9 @@ def test_as_timms(name: str) -> None:
 
 
 def test_a_latent_is_cut_off_at_twice_its_deviation() -> None:
-    latent = AttentionPoolLatent(4096).latent
-    assert latent.std().item() == pytest.approx(0.88 / 64, rel=0.1)
-    assert latent.abs().max() <= 2 / 64
+    latent = AttentionPoolLatent(1024).latent
+    assert latent.std().item() == pytest.approx(0.88 / 32, rel=0.1)
+    assert latent.abs().max() <= 2 / 32
 
 
 def test_init_weights_of_tokens_alone() -> None:
@@ -73,8 +69,6 @@ def test_init_weights_of_tokens_alone() -> None:
     model.init_weights("reset")
     assert model.blocks[0].mlp.fc1.bias.any()
     assert model.pos_embed.std().item() == pytest.approx(0.02, rel=0.2)
-    with pytest.raises(ValueError, match=r"^mode must be one of \('', 'skip', 'reset'\), got 'jax'"):
-        model.init_weights("jax")
 
 
 @pytest.mark.parametrize("kind", [VisionTransformer, reference.VisionTransformer])

@@ -6,16 +6,15 @@ import pickle
 
 import pytest
 import torch
-from models import D, H, LoRA, randomised, step, tokens
+from models import D, H, randomised, step, tokens
 from torch import nn
 
 from fastvit import eva_layers, layers, ops
 from fastvit.blocks import read_timm, run
 from fastvit.blocks.recompute import ATTRIBUTE, DEFAULT, Recompute, recompute_of
-from fastvit.blocks.spec import AdaptedLinear
 from fastvit.study.memory.peak import saved_bytes
 
-OF_ATTENTION, OF_MLP = ("none", "attention", "qkv", "all"), ("none", "activation", "all")
+ATTENTION_CHOICES, MLP_CHOICES = ("none", "attention", "qkv", "all"), ("none", "activation", "all")
 
 
 class WithRope(nn.Module):
@@ -38,11 +37,6 @@ BLOCKS = {
 }
 
 
-def made(case):
-    model = randomised(BLOCKS[case]())
-    return model, model.block if case == "EVA" else model, tokens(dtype=torch.float32)[0]
-
-
 def saved(model, x):
     return saved_bytes(lambda: model(x), [*model.parameters(), *model.buffers()])
 
@@ -53,34 +47,24 @@ def assert_equal(got, want):
 
 @pytest.mark.parametrize("case", BLOCKS)
 def test_gradients_do_not_change(case):
-    model, block, x = made(case)
-    want, before, found = step(model, x), saved(model, x), {}
-    for recompute in map(Recompute._make, itertools.product(OF_ATTENTION, OF_MLP)):
+    model, x = randomised(BLOCKS[case]()), tokens(dtype=torch.float32)[0]
+    block = model.block if case == "EVA" else model
+    want, before, kept = step(model, x), saved(model, x), {}
+    for recompute in map(Recompute._make, itertools.product(ATTENTION_CHOICES, MLP_CHOICES)):
         setattr(block, ATTRIBUTE, recompute)
         assert_equal(step(model, x), want)
-        found[recompute] = saved(model, x)
-    assert found[DEFAULT] == before
-    for order in ([Recompute(a, "none") for a in OF_ATTENTION], [Recompute("all", m) for m in OF_MLP]):
-        several = [found[recompute] for recompute in order]
+        kept[recompute] = saved(model, x)
+    assert kept[DEFAULT] == before
+    for order in (
+        [Recompute(a, "none") for a in ATTENTION_CHOICES],
+        [Recompute("all", m) for m in MLP_CHOICES],
+    ):
+        several = [kept[recompute] for recompute in order]
         assert several == sorted(set(several), reverse=True)
 
 
-def test_under_compile():
-    """The graph is compiled again when the attribute changes."""
-    model, block, x = made("EVA")
-    model.eval()
-    torch._dynamo.reset()
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    want = step(compiled, x)
-    setattr(block, ATTRIBUTE, Recompute("qkv", "all"))
-    assert_equal(step(compiled, x), want)
-    setattr(block, ATTRIBUTE, Recompute("of no op"))
-    with pytest.raises(Exception, match="recompute must be one of none, attention, qkv, all, got 'of no op'"):
-        step(compiled, x)
-
-
 def test_copies_have_the_attribute_and_a_state_dict_has_not():
-    _, block, _ = made("qk_norm")
+    block = layers.Block(D, H)
     assert recompute_of(block) is DEFAULT
     keys = block.state_dict().keys()
     setattr(block, ATTRIBUTE, Recompute("qkv", "all"))
@@ -89,67 +73,41 @@ def test_copies_have_the_attribute_and_a_state_dict_has_not():
         assert recompute_of(other) == ("qkv", "all")
 
 
-# ---- halves that no op has ----
-
-
 class Half(nn.Module):
-    """A half of a block that runs in steps."""
+    """Attention that runs in steps, because no op has it. With adapters: tests/integrations/test_recompute.py."""
 
     def __init__(self, kind):
         super().__init__()
         self.kind, self.recompute = kind, None
         self.block = randomised(layers.Block(D, H, attn_drop=0.2, proj_drop=0.2, drop_path=0.4))
-        self.adapted = LoRA(self.block.mlp.fc1 if kind == "mlp" else self.block.attn.proj)
         self.table = nn.Parameter(torch.randn(16, D // H))
 
     def forward(self, x):
         options = {} if self.recompute is None else {"recompute": self.recompute}
-        if self.kind == "mlp":
-            half, layer = read_timm.read_mlp_half(self.block), {"fc1": AdaptedLinear(self.adapted), "adapted": True}
-            return run.run_mlp_half(x, half._replace(branch=half.branch._replace(**layer)), **options)
-        half, rotary = read_timm.read_attention_half(self.block), None
-        if self.kind == "adapted":
-            half = half._replace(branch=half.branch._replace(proj=AdaptedLinear(self.adapted), adapted=True))
-        elif self.kind == "learnt":
-            rotary = ops.Rotary(self.table.sin(), self.table.cos(), 1)
-        elif self.kind == "steps":
-            half = half._replace(branch=half.branch._replace(in_steps=True))
-        return run.run_attention_half(x, half, rotary, **options)
-
-
-def half_step(half, x):
-    torch.manual_seed(6)
-    y = half(x)
-    y.square().sum().backward()
-    return {name: p.grad for name, p in half.named_parameters() if p.grad is not None} | {"y": y.detach()}
+        half = read_timm.read_attention_half(self.block)
+        if self.kind == "learnt":
+            return run.run_attention_half(x, half, ops.Rotary(self.table.sin(), self.table.cos(), 1), **options)
+        return run.run_attention_half(x, half._replace(branch=half.branch._replace(in_steps=True)), **options)
 
 
 def gradients(half, x):
     half.zero_grad()
-    return {name: t.clone() for name, t in half_step(half, x).items()}
+    torch.manual_seed(6)
+    y = half(x)
+    y.square().sum().backward()
+    return {name: p.grad.clone() for name, p in half.named_parameters() if p.grad is not None} | {"y": y.detach()}
 
 
-@pytest.mark.parametrize("kind", ["adapted", "learnt", "steps", "mlp"])
+@pytest.mark.parametrize("kind", ["learnt", "steps"])
 def test_halves_in_steps(kind):
     half, x = Half(kind), tokens(dtype=torch.float32)[0]
     want, before = gradients(half, x), saved(half, x)
-    less = {"all"} if kind == "mlp" else {"attention", "qkv", "all"}
-    for half.recompute in OF_MLP if kind == "mlp" else OF_ATTENTION:
+    for half.recompute in ATTENTION_CHOICES:
         assert_equal(gradients(half, x), want)
-        if half.recompute in less:
-            assert saved(half, x) <= 2 * x.nbytes < before  # x, and in training the state of the generator
-        else:
+        if half.recompute == "none":
             assert saved(half, x) == before
+        else:
+            assert saved(half, x) <= 2 * x.nbytes < before  # x, and in training the state of the generator
     with torch.no_grad():
         torch.manual_seed(6)
         assert torch.equal(half(x), want["y"])
-
-
-@pytest.mark.parametrize("kind", ["learnt", "mlp"])
-def test_halves_in_steps_under_compile(kind):
-    half, x = Half(kind).eval(), tokens(dtype=torch.float32)[0]
-    want, half.recompute = gradients(half, x), "all"
-    torch._dynamo.reset()
-    compiled = torch.compile(half, fullgraph=True, backend="aot_eager")
-    got = {name.removeprefix("_orig_mod."): t for name, t in gradients(compiled, x).items()}
-    assert_equal(got, want)

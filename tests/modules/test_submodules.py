@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from models import B, Calls, D, H, LoRA, N, assert_same_step, blocks, tokens
+from models import B, Calls, D, H, LoRA, N, assert_same_step, blocks, close, randomised, step, tokens, twins
+from oracle import inputs
 from torch import Tensor, nn
 
-from fastvit import layers
+import fastvit
+from fastvit import eva_layers, layers, reference
 from fastvit.blocks import read_timm, run
 
 SUBMODULES = (
@@ -33,20 +35,16 @@ def test_a_block_runs_fused(kind: str) -> None:
     assert sum(name.startswith("fastvit::") for name in names) >= 4
 
 
-def double(_: nn.Module, __: Any, output: Tensor) -> Tensor:
-    return output * 2
-
-
-def double_first(_: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
-    return (args[0] * 2,)
-
-
 def hook(module: nn.Module) -> None:
-    module.register_forward_hook(double)
+    module.register_forward_hook(lambda _, __, output: output * 2)
+
+
+def edit(module: nn.Module) -> None:
+    module.register_forward_hook(lambda _, __, output: output.mul_(1.5).add_(1.0))
 
 
 def pre_hook(module: nn.Module) -> None:
-    module.register_forward_pre_hook(double_first)
+    module.register_forward_pre_hook(lambda _, args: (args[0] * 2,))
 
 
 def backward_hook(module: nn.Module) -> None:
@@ -58,15 +56,29 @@ def new_forward(module: nn.Module) -> None:
     module.forward = lambda x: original(x) * 2  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize(
-    ("path", "change"),
-    [(path, hook) for path in SUBMODULES] + [("attn", pre_hook), ("attn.proj", backward_hook), ("mlp", new_forward)],
-)
-def test_a_changed_submodule_is_honoured(path: str, change: Callable[[nn.Module], None]) -> None:
-    ours, theirs = blocks(init_values=0.1, drop_path=0.3)
-    for block in (ours, theirs):
-        change(block.get_submodule(path))
-    assert_same_step(ours, theirs, *tokens(dtype=torch.float32))
+CHANGES = [(path, hook) for path in SUBMODULES]
+CHANGES += [("attn", pre_hook), ("attn.proj", backward_hook), ("mlp", new_forward)]
+CHANGES += [(path, edit) for path in ("norm1", "attn", "mlp", "mlp.fc2", "")]
+
+
+@pytest.mark.parametrize("kind", ["Block", "PostNormBlock"])
+def test_a_changed_submodule_is_honoured(kind: str) -> None:
+    """In training: a half with a change runs its modules one by one."""
+    for path, change in CHANGES:
+        ours, theirs = blocks(kind, init_values=0.1, drop_path=0.3)
+        for block in (ours, theirs):
+            change(block.get_submodule(path))
+        assert_same_step(ours, theirs, *tokens(dtype=torch.float32))
+
+
+def test_hooks_on_models_may_edit_outputs_in_place(device: torch.device) -> None:
+    sizes: dict[str, Any] = {"embed_dim": 32, "depth": 1, "num_heads": 2, "num_classes": 3, "init_values": 0.3}
+    kinds = fastvit.VisionTransformer, reference.VisionTransformer
+    ours, theirs = (model.to(device) for model in twins(*(kind(8, 4, **sizes) for kind in kinds)))
+    for name in ("", "patch_embed", "blocks.0"):
+        for model in (ours, theirs):
+            edit(model.get_submodule(name))
+        assert_same_step(ours, theirs, inputs("normal", 2, 3, 8, 8, dtype=torch.float32, device=device))
 
 
 @pytest.mark.parametrize("path", ["norm1", "attn", "attn.qkv", "mlp.act"])
@@ -79,21 +91,23 @@ def test_a_forward_replaced_on_the_class_is_honoured(path: str, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("path", ["attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2"])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_replaced_linear_is_honoured(path: str) -> None:
+    """An adapter, and a quantised layer of a post-norm block, are called as modules between the ops."""
     parent, _, name = path.rpartition(".")
     ours, theirs = blocks()
     for block in (ours, theirs):
         torch.manual_seed(5)
         setattr(block.get_submodule(parent), name, LoRA(block.get_submodule(path)))
     assert_same_step(ours, theirs, *tokens(dtype=torch.float32))
-
-
-def test_a_replaced_linear_is_honoured_under_compile() -> None:
-    block, _ = blocks()
-    block.attn.qkv, block.mlp.fc1 = LoRA(block.attn.qkv), LoRA(block.mlp.fc1)
-    x, dy = tokens(dtype=torch.float32)
-    torch._dynamo.reset()
-    assert_same_step(torch.compile(block, backend="aot_eager", fullgraph=True), block, x, dy)
+    post, _ = blocks("PostNormBlock", init_values=0.5)
+    quantised = torch.ao.quantization.quantize_dynamic(post.eval(), {path})
+    x = tokens(dtype=torch.float32)[0]
+    got = quantised(x)
+    assert not torch.equal(got, post(x))
+    for norm in (quantised.norm1, quantised.norm2):
+        norm.register_forward_hook(lambda *_: None)
+    torch.testing.assert_close(got, quantised(x), rtol=1e-4, atol=1e-5)
 
 
 def test_a_hook_on_one_half_leaves_the_other_fused() -> None:
@@ -101,7 +115,7 @@ def test_a_hook_on_one_half_leaves_the_other_fused() -> None:
     x = torch.randn(B, N, D)
     attention_half = operators(lambda x: run.run_attention_half(x, read_timm.read_attention_half(block)), x)
     fused = operators(block, x)
-    handle = block.mlp.fc1.register_forward_hook(double)
+    handle = block.mlp.fc1.register_forward_hook(lambda _, __, output: output * 2)
     hooked = operators(block, x)
     assert hooked != fused
     assert hooked[: len(attention_half)] == attention_half
@@ -118,6 +132,83 @@ def test_attention_maps_by_a_hook_on_attn_drop() -> None:
     torch.testing.assert_close(block(x), theirs(x), rtol=1e-4, atol=1e-5)
     assert maps["ours"].shape == (B, H, N, N)
     torch.testing.assert_close(maps["ours"], maps["theirs"], rtol=1e-4, atol=1e-6)
+
+
+def eva(**options: Any) -> nn.Module:
+    return eva_layers.EvaBlock(D, H, swiglu_mlp=True, init_values=0.3, **options)
+
+
+WATCHED: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
+    "EvaBlock": (
+        lambda: eva(scale_mlp=True, qkv_fused=False),
+        ("norm1", "attn.q_proj", "attn.attn_drop", "attn.proj", "mlp.fc1_g", "mlp.norm", "norm2"),
+    ),
+    "EvaBlock, packed": (eva, ("attn.qkv", "mlp.act")),
+    "norms of q and k": (lambda: layers.Block(D, H, qk_norm=True), ("attn.q_norm", "attn.attn_drop")),
+    "gated by norm": (
+        lambda: layers.PostNormBlock(D, H, mlp_layer=functools.partial(layers.SwiGLU, norm_layer=layers.LayerNorm)),
+        ("norm2", "mlp.act"),
+    ),
+    "gate last": (
+        lambda: layers.PostNormBlock(D, H, mlp_layer=functools.partial(layers.GluMlp, act_layer="silu")),
+        ("norm2", "mlp.act"),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", WATCHED)
+def test_a_watched_submodule_is_called(kind: str, device: torch.device) -> None:
+    """And the step is that of the fused ops."""
+    make, names = WATCHED[kind]
+    block = randomised(make().to(device))
+    x, dy = tokens(dtype=torch.float32, device=device)
+    want = step(block, x, dy)
+    seen: list[str] = []
+    for name in names:
+        handle = block.get_submodule(name).register_forward_hook(lambda *_, name=name: seen.append(name))
+        for key, got in step(block, x, dy).items():
+            assert close(got, want[key]), (name, key)
+        handle.remove()
+    assert seen == list(names)
+
+
+# ---- patch embedding and dropout ----
+
+
+def test_a_changed_patch_embedding_is_honoured() -> None:
+    """A hook, uint8 images next to one, and another kind of convolution: overlapping patches."""
+    for statistics in ({}, {"mean": (0.5, 0.4, 0.3), "std": (0.2, 0.3, 0.4)}):
+        embed = layers.PatchEmbed(8, 4, 3, 32, **statistics)
+        image, pos, prefix = (
+            torch.randint(0, 256, (2, 3, 8, 8), dtype=torch.uint8),
+            torch.randn(4, 32),
+            torch.randn(2, 32),
+        )
+        plain = embed(image, pos, prefix)
+        embed.proj.register_forward_hook(lambda _, __, output: output * 2)
+        doubled = embed(image, pos, prefix)
+        torch.testing.assert_close(doubled[:, :2], plain[:, :2])
+        torch.testing.assert_close(doubled[:, 2:], 2 * (plain[:, 2:] - pos) + pos, rtol=1e-4, atol=1e-5)
+    embed.proj = nn.Conv2d(3, 32, 4, stride=2)
+    x = torch.randn(2, 3, 8, 8)
+    torch.testing.assert_close(embed(x), embed.proj(x).flatten(2).transpose(1, 2))
+
+
+def test_a_replaced_patch_embedding_of_a_model_is_honoured() -> None:
+    class Stem(nn.Module):
+        def __init__(self, replaced: layers.PatchEmbed) -> None:
+            super().__init__()
+            self.proj, self.grid_size = replaced.proj, replaced.grid_size
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.proj(x).flatten(2).transpose(1, 2).relu()
+
+    model = randomised(fastvit.VisionTransformer(16, 4, embed_dim=32, depth=1, num_heads=2))
+    x = torch.randn(2, 3, 16, 16)
+    model.patch_embed = Stem(model.patch_embed)
+    patches = model.patch_embed(x) + model.pos_embed[:, 1:]
+    cls = (model.cls_token + model.pos_embed[:, :1]).expand(2, -1, -1)
+    torch.testing.assert_close(model._tokens(x), torch.cat([cls, patches], 1))
 
 
 def test_dropouts_may_be_replaced_by_identities() -> None:

@@ -40,6 +40,7 @@ def test_parameters_of_vit_base_by_hand():
 
 
 def check_against_the_reference(name):
+    import_timm()  # the plain form of EVA's and of distilled models is timm's
     (cost,) = models(name)
     source = find.find(name)
     with torch.device("meta"):

@@ -18,7 +18,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fastvit
 from fastvit import zoo
-from fastvit.study.sources.from_zoo import reference_model
+from fastvit.study.sources.from_zoo import plain_model
+from fastvit.vit import VisionTransformer
 
 from .data import DIGITS, DOWNLOADED, IMAGENET, Data
 from .state import SETTINGS, Run
@@ -62,8 +63,9 @@ def settle(args: argparse.Namespace, data: Data) -> None:
     for name, option in {"num_classes": "--data", "img_size": "--image-size", "device": "--device"}.items():
         if name in args.set:
             raise ValueError(f"--set {name}: {option} says it")
-    if args.plain and args.name not in zoo.CONFIGS:
-        raise ValueError(f"--plain takes one of our models, got {args.name}")
+    ours = args.name in zoo.CONFIGS
+    if args.plain and not (ours and zoo.model_class(args.name) is VisionTransformer):
+        raise ValueError(f"--plain takes one of our models that fastvit.reference has, got {args.name}")
     args.mean, args.std = data.mean, data.std
     if args.weights is not None:
         args.mean, args.std = IMAGENET
@@ -100,7 +102,7 @@ def build(args: argparse.Namespace, device: torch.device, weights: str | None = 
         raise ValueError(str(error)) from None
     if not args.plain:
         return Model(module)
-    plain: Any = reference_model(args.name, device=device, **options)
+    plain: Any = plain_model(args.name, device=device, **options)
     plain.load_state_dict(module.state_dict())
     undecayed, layers = module.no_weight_decay(), module.group_matcher()  # timm's optimizers ask the model for these
     plain.no_weight_decay, plain.group_matcher = (lambda: undecayed), (lambda coarse=False: layers)

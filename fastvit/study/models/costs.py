@@ -163,8 +163,7 @@ def matching(names: str | Sequence[str]) -> list[tuple[str, bool]]:
     found: dict[str, bool] = {}
     for name in [names] if isinstance(names, str) else names:
         if any(c in name for c in "*?["):
-            of_images = [known for known, config in zoo.CONFIGS.items() if "num_frames" not in config]
-            matched = fnmatch.filter(of_images, name)
+            matched = fnmatch.filter(zoo.CONFIGS, name)
             if not matched:
                 raise ValueError(f"no model of the zoo is called {name!r}; `fastvit models` lists them")
             found.update(dict.fromkeys(sorted(matched), True))

@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastvit import integrations, reference
-from fastvit.reference.eva import EvaAttention
 
 
 class NoFusedForm(ValueError):
@@ -39,7 +38,7 @@ def as_provider(provider: str, model: nn.Module) -> nn.Module:
 def use_sdpa(model: nn.Module) -> nn.Module:
     """Replace the attention of a `fastvit.reference` model by PyTorch's, in place."""
     for module in model.modules():
-        if isinstance(module, reference.Attention | EvaAttention):
+        if isinstance(module, reference.Attention):
             module.attend = MethodType(_sdpa, module)  # type: ignore[method-assign]
     return model
 

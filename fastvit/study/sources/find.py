@@ -38,8 +38,6 @@ def find(name: str, *, without_patches: bool = False) -> ModelSource:
 
 def _find(name: str) -> ModelSource:
     if name in zoo.CONFIGS:
-        if "num_frames" in zoo.CONFIGS[name]:
-            raise ValueError(f"{name} embeds videos: studies by name are of images; fastvit.fit takes the model itself")
         return ZooSource(name)
     if ":" in name:
         return FunctionSource(name)

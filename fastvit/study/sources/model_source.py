@@ -260,13 +260,9 @@ def frames_of(model: nn.Module) -> int | None:
 
 def images_for(model: nn.Module, count: int, size: tuple[int, int], dtype: torch.dtype) -> Tensor:
     """Return random normal images (count, C, H, W) with the model's channels, on the default device, without a
-    gradient. Models of videos get videos with the frames of their configuration: ours (count, C, T, H, W), those of
-    transformers (count, T, C, H, W)."""
-    if frames := frames_of(model):
-        return torch.randn(count, frames, channels(model), *size).to(dtype)
-    frames = getattr(getattr(model, "patch_embed", None), "num_frames", None)
-    between = () if frames is None else (frames,)
-    return torch.randn(count, channels(model), *between, *size).to(dtype)
+    gradient. transformers' models of videos get (count, T, C, H, W) with the frames of their configuration."""
+    frames = frames_of(model)
+    return torch.randn(count, *([] if frames is None else [frames]), channels(model), *size).to(dtype)
 
 
 def embeds_patches(module: nn.Module) -> bool:

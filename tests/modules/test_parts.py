@@ -1,0 +1,190 @@
+"""Cross-attention, attention pooling, gated MLPs and norms: against formulas, the reference and timm."""
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from library_imports import import_timm
+from models import B, Calls, D, H, N, assert_module_as_accurate, assert_same_step, tokens, twins
+from oracle import inputs
+from torch import Tensor, nn
+
+from fastvit import layers, reference
+from fastvit.modules.parts import ACT_LAYERS
+from fastvit.modules.pooling import AttentionPoolLatent
+
+M = 5
+PADDING = (torch.arange(N) < torch.tensor([[N], [N - 4]]))[:, None, None, :]
+
+
+# ---- cross-attention ----
+
+
+class Eager(layers.CrossAttention):
+    def forward(self, x: Tensor, context: Tensor, attn_mask: Tensor | None = None) -> Tensor:
+        q = self.q(x).view(*x.shape[:2], H, -1).transpose(1, 2)
+        k, v = self.kv(context).view(B, N, 2, H, -1).permute(2, 0, 3, 1, 4)
+        if hasattr(self, "q_norm"):
+            q, k = self.q_norm(q), self.k_norm(k)
+        scores = (q * self.scale) @ k.transpose(-2, -1)
+        if attn_mask is not None and attn_mask.dtype is torch.bool:
+            scores = scores.masked_fill(~attn_mask, -torch.inf)
+        elif attn_mask is not None:
+            scores = scores + attn_mask
+        return self.proj((scores.softmax(dim=-1) @ v).transpose(1, 2).flatten(2))
+
+
+class Attending(nn.Module):
+    """Has the context and a bias as parameters, so that a step compares their gradients."""
+
+    def __init__(self, kind: type[layers.CrossAttention], mask: str, **arguments: Any) -> None:
+        super().__init__()
+        self.attn = kind(D, H, **arguments)
+        self.context = nn.Parameter(torch.zeros(B, N, arguments.get("kv_dim", D)))
+        self.mask: Tensor | None
+        if mask == "padding":
+            self.register_buffer("mask", PADDING)
+        else:
+            self.mask = nn.Parameter(torch.zeros(H, M, N)) if mask == "bias" else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attn(x, self.context, self.mask)
+
+
+CASES: dict[str, tuple[int, str, dict[str, Any]]] = {  # batch of the queries, mask, arguments
+    "plain": (B, "", {"qkv_bias": True}),
+    "another width, norms, padding": (B, "padding", {"kv_dim": 32, "qk_norm": True, "norm_layer": nn.LayerNorm}),
+    "shared queries, bias": (1, "bias", {"qk_norm": True, "norm_layer": nn.RMSNorm, "proj_bias": False}),
+}
+
+
+def pair(case: str) -> tuple[nn.Module, nn.Module, Tensor]:
+    """Ours, the formula, and queries."""
+    batch, mask, arguments = CASES[case]
+    ours, theirs = twins(*(Attending(kind, mask, **arguments) for kind in (layers.CrossAttention, Eager)))
+    return ours, theirs, tokens(batch, M, D)[0]
+
+
+def check_cross_attention(case: str, dtype: torch.dtype, device: torch.device) -> None:
+    ours, theirs, x = pair(case)
+    assert_module_as_accurate(ours.to(device), theirs.to(device), x.to(device), tokens(B, M, D)[1].to(device), dtype)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_cross_attention(case: str, device: torch.device) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        check_cross_attention(case, dtype, device)
+
+
+def test_cross_attention_of_kernels(triton_backend: None, device: torch.device) -> None:
+    check_cross_attention("shared queries, bias", torch.bfloat16, device)
+
+
+def test_cross_attention_is_one_op_unless_the_probabilities_are_wanted() -> None:
+    ours, theirs, x = pair("shared queries, bias")
+    with torch.no_grad(), Calls() as calls:
+        ours(x.float())
+    assert "fastvit::attention_fwd" in calls.names
+    ours.attn.scale = theirs.attn.scale = 1.0
+    assert_same_step(ours, theirs, x.float())
+    seen = []
+    ours.attn.attn_drop.register_forward_hook(lambda _, args, __: seen.append(tuple(args[0].shape)))
+    assert_same_step(ours, theirs, x.float())
+    assert seen == [(B, H, M, N)]
+
+
+def test_dropout_of_cross_attention() -> None:
+    ours, _, x = pair("another width, norms, padding")
+    ours.attn.attn_drop.p = ours.attn.proj_drop.p = 0.5
+    assert (ours.train()(x.float()) == 0).float().mean() > 0.3
+    ours.attn.proj_drop.p = 0.0
+    assert not torch.equal(ours(x.float()), ours(x.float()))
+    assert torch.equal(ours.eval()(x.float()), ours(x.float()))
+
+
+# ---- attention pooling ----
+
+
+def pools(**arguments: Any) -> tuple[nn.Module, nn.Module]:
+    """Ours and the reference's."""
+    norm, act = reference.NORMS["layernorm"], reference.ACTIVATIONS[arguments.get("act_layer", "gelu")]
+    theirs = reference.AttentionPoolLatent(D, H, 2.0, norm, act)
+    return twins(AttentionPoolLatent(D, H, 2.0, **arguments), theirs)
+
+
+def test_pooling_is_as_accurate_as_the_reference(device: torch.device) -> None:
+    x, _ = tokens(B, N, D, device=device)
+    dy = torch.linspace(-1, 1, B * D, dtype=torch.float64, device=device).view(B, D)
+    for dtype in (torch.float32, torch.bfloat16):
+        ours, theirs = (module.to(device) for module in pools(act_layer="gelu_tanh"))
+        assert_module_as_accurate(ours, theirs, x, dy, dtype)
+
+
+@pytest.mark.parametrize("heads", [3, 4], ids=["16 channels a head", "12, which no op takes"])
+def test_pooling_without_biases_of_qkv_is_timms(heads: int) -> None:
+    """With a mask and without."""
+    options = {"num_heads": heads, "mlp_ratio": 2.0, "qkv_bias": False, "norm_layer": nn.LayerNorm}
+    ours, theirs = twins(AttentionPoolLatent(D, **options), import_timm().layers.AttentionPoolLatent(D, **options))
+    x = torch.randn(B, N, D)
+    assert_same_step(ours, theirs, x)
+    assert not torch.equal(ours(x, PADDING), ours(x))
+    for pool in (ours, theirs):
+        pool.forward = functools.partial(pool.forward, attn_mask=PADDING)
+    assert_same_step(ours, theirs, x)
+
+
+def test_pooling_is_fused_and_its_query_is_computed_once() -> None:
+    pool, _ = pools()
+    with torch.no_grad(), Calls() as calls:
+        pool(torch.randn(B, N, D))
+    assert {"fastvit::attention_fwd", "fastvit::layer_norm_fwd"} <= {*calls.names}
+    assert "aten::gelu" not in calls.names
+    seen = []
+    pool.q.register_forward_hook(lambda _, __, y: seen.append(tuple(y.shape)))
+    pool(torch.randn(B, N, D))
+    assert seen == [(1, 1, D)]
+
+
+def test_changed_layers_of_pooling_are_honoured() -> None:
+    x = torch.randn(B, N, D)
+    for path in ("q", "kv", "proj", "norm", "mlp", "mlp.fc1", "mlp.act", "mlp.fc2"):
+        ours, theirs = pools()
+        for pool in (ours, theirs):
+            pool.get_submodule(path).register_forward_hook(lambda _, __, y: y * 2)
+        assert_same_step(ours, theirs, x)
+    for pool in (ours, theirs):
+        pool.norm = nn.RMSNorm(D)
+    assert_same_step(ours, theirs, x)
+
+
+# ---- MLPs, norms, activations, patch embedding ----
+
+NORM = functools.partial(nn.LayerNorm, eps=1e-6)
+MLPS: dict[str, tuple[str, dict[str, Any], bool]] = {  # the class, its arguments, and whether they are fused
+    "SwiGLU, aligned, of gelu": ("SwiGLU", {"hidden_features": 41, "align_to": 8, "act_layer": nn.GELU}, True),
+    "SwiGLU with a norm": ("SwiGLU", {"hidden_features": 40, "norm_layer": NORM, "out_features": 8}, True),
+    "SwiGLUPacked": ("SwiGLUPacked", {"hidden_features": 80, "bias": False}, True),
+    "GluMlp of gelu": ("GluMlp", {"hidden_features": 80, "act_layer": nn.GELU, "norm_layer": NORM}, True),
+    "GluMlp": ("GluMlp", {}, False),  # of sigmoid
+    "Mlp with a norm": ("Mlp", {"hidden_features": 40, "norm_layer": NORM}, False),
+}
+
+
+@pytest.mark.parametrize("name", MLPS)
+def test_mlps_are_timms(name: str, device: torch.device) -> None:
+    kind, arguments, fused = MLPS[name]
+    ours, theirs = (getattr(library, kind)(24, **arguments).to(device) for library in (layers, import_timm().layers))
+    assert list(ours.state_dict()) == list(theirs.state_dict())
+    x = inputs("normal", 2, 5, 24, dtype=torch.float64, device=device)
+    dy = inputs("normal", 2, 5, arguments.get("out_features", 24), dtype=torch.float64, device=device, seed=3)
+    with Calls() as calls:
+        assert_module_as_accurate(ours, theirs, x, dy)
+    assert ("fastvit::gated_act_fwd" in calls.names) == fused
+
+
+def test_activations_as_modules() -> None:
+    """Which run where a hook or another layer leaves an MLP to its modules."""
+    x = torch.randn(64)
+    for name, kind in ACT_LAYERS.items():
+        torch.testing.assert_close(kind()(x), reference.ACTIVATIONS[name]()(x))
