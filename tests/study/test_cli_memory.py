@@ -3,9 +3,7 @@
 import errno
 import json
 import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from study_models import SMALL
@@ -69,14 +67,12 @@ def test_a_budget(capsys):
     assert "takes no image_size: its model has one only" in err
 
 
-def test_a_function_in_the_folder_of_the_caller(tmp_path):
+def test_a_function_in_the_folder_of_the_caller(tmp_path, monkeypatch, capsys):
     source = "import fastvit\ndef vit(): return fastvit.VisionTransformer(32, 8, embed_dim=48, depth=1, num_heads=3)\n"
-    (tmp_path / "mine.py").write_text(source)
-    words = ["memory", "mine:vit", "--providers", "fastvit", "--mode", "infer", "--device", "cpu", "--json"]
-    program = f"import sys; sys.path.pop(0); sys.argv[1:] = {words!r}\nfrom fastvit.cli import main; sys.exit(main())"
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, env=environment
-    )
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["points"][0]["tokens"] == 17
+    (tmp_path / "in_this_folder.py").write_text(source)
+    words = ["memory", "in_this_folder:vit", "--providers", "fastvit", "--mode", "infer", "--device", "cpu", "--json"]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "argv", ["fastvit", *words])
+    assert main() == 0
+    assert json.loads(capsys.readouterr().out)["points"][0]["tokens"] == 17

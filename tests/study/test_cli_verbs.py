@@ -23,32 +23,25 @@ MISTAKES = [
     ([*MEMORY, "--plot", "a.pdf"], "--plot writes .png or .svg"),
     ([*MEMORY, "--plot", "no/folder/a.png"], "there is no folder"),
     ([*MEMORY, "--plot", "/proc/a.png"], "--plot: /proc cannot be written: "),
-    (["memory", SMALL, "--plot", "a.png"], "two image sizes or more"),
     ([*MEMORY, "--together", "--plot", "a.svg"], "--plot draws"),
     ([*MEMORY, "--together", "--budget", "1GiB"], "--budget searches"),
     (["memory", "missing.json"], "missing.json"),
     (["memory", "study_models:of_an_image_and_text", "--image-size", "32"], "required positional argument: 'text'"),
     (["memory", SMALL, *LARGEST, "--providers", "eager"], "a tensor would have 2**63 bytes or more"),
-    (["fit", SMALL, *LARGEST, "--budget", "1GiB"], "is too large to be planned"),
-    ([*FIT, "--plot", "a.pdf"], "--plot writes .png or .svg"),
-    (["fit", "vit_of_no_zoo", *FIT[2:]], "is not a known model"),
+    ([*FIT, "--batch", "1048576", "--image-size", "4096"], "is too large to be planned"),
     (["fit", "study_models:of_a_convolution", *FIT[2:]], "no block of Sequential"),
     (["fit", "study_models:of_no_list", *FIT[2:]], "has no list of blocks of one class"),
     (["models", "study_models:of_an_image_and_text"], "of_an_image_and_text: TypeError: "),
-    (["models", "vit_small_patch14_dinov2", "--image-size", "64"], "nearest: 70"),
     (["models", "vit_small_patch14_dinov?", "--image-size", "64"], "nearest: 70"),
     (["verify", "--ops", "conv"], "no op is called 'conv'; the ops are add_layer_norm"),
-    (["verify", "--device", "tpu"], "device must be cpu, cuda or cuda:N, got 'tpu'"),
     (["verify", "--device", "cuda:99"], "device cuda:99 is not there"),
-    (["verify", "--head-dim", "20"], "a multiple of 8 from 16 to 256, got 20"),
     (["verify", "--depth", "2"], "depth is for a model"),
     (["verify", "study_models:of_one_size", "--depth", "1"], "study_models:of_one_size takes no depth"),
-    (["explore", SMALL, "nothing.png"], "No such file or directory: nothing.png"),
     (["explore", SMALL, "--weights", "nothing.pth"], "nothing.pth: no such file"),
     (["explore", SMALL, "--weights", "nothing.pth", "--out", "/proc/version"], "--out: /proc cannot be written: "),
     (["explore", SMALL, "--layers", "12"], "layers must be in 0..1, got 12"),
-    (["explore", SMALL, "--image-size", "65536"], "sides of at most 8192 pixels, got 65536 x 65536"),
     (["attention", SMALL, "nothing.png"], "No such file or directory: nothing.png"),
+    (["attention", SMALL, "text.png"], "text.png is no picture that Pillow reads: cannot identify"),
     ([*ATTENTION, "--image-size", "65536"], "sides of at most 8192 pixels, got 65536 x 65536"),
     ([*ATTENTION, "--mean", "nan,0,0"], "mean must have three values above -1000 and below 1000"),
     ([*ATTENTION, "--std", "1,1e-300,1"], "std must have three values above 0.001 and below 1000"),
@@ -62,6 +55,7 @@ MISTAKES = [
 @pytest.mark.parametrize(("words", "message"), MISTAKES)
 def test_mistakes_are_one_line(words, message, tmp_path, monkeypatch, capsys):
     pytest.importorskip("PIL.Image").new("RGB", (8, 8)).save(tmp_path / "picture.png")
+    (tmp_path / "text.png").write_text("text")
     monkeypatch.chdir(tmp_path)
     assert main(words) == 2
     out, err = capsys.readouterr()
@@ -69,7 +63,7 @@ def test_mistakes_are_one_line(words, message, tmp_path, monkeypatch, capsys):
     assert message in err
     assert err.startswith("fastvit: ")
     assert err.count("\n") == 1
-    assert [path.name for path in tmp_path.iterdir()] == ["picture.png"]
+    assert {path.name for path in tmp_path.iterdir()} == {"picture.png", "text.png"}
 
 
 WRONG_ARGUMENTS = [
@@ -84,33 +78,23 @@ WRONG_ARGUMENTS = [
     ([*ATTENTION, "--std", "a,b,c"], "argument --std: must be"),
     ([*ATTENTION, "--out", "map.jpg"], "argument --out: must be"),
 ]
-# Of each option, values that no machine can hold, and what is wrong in other ways
+# Values that no machine can hold, and what is wrong in other ways
 NUMBERS = {
-    "--batch": ("0", "1.5", ",", "1048577", "9" * 5000, "\u00b2"),
-    "--image-size": ("-1", "nan", "", "65537", "32x"),
-    "--patch-size": ("0", str(2**63)),
-    "--budget": ("0GiB", "nanGiB", "infGiB", "1e-300GiB", "1025TiB"),
-    "--head-dim": ("0", str(2**63)),
-    "--depth": ("0", ""),
-    "--multiprocessors": ("0", ""),
-    "--processes": ("0", ""),
-    "--layers": ("-1", str(2**63)),
-    "--query": ("-1,0", str(2**63) + ",0", "0,0,0"),
-}
-TAKERS = {  # verbs -> their options of NUMBERS
-    "memory": ("--batch", "--image-size", "--patch-size", "--budget"),
-    "models": ("--batch", "--patch-size"),
-    "fit": ("--batch", "--image-size", "--budget"),
-    "attention": ("--query",),
-    "explore": ("--layers",),
-    "warmup": ("--batch", "--image-size", "--multiprocessors", "--processes"),
-    "verify": ("--head-dim", "--depth"),
+    ("memory", "--batch"): ("0", "1.5", ",", "1048577", "9" * 5000, "\u00b2"),
+    ("models", "--image-size"): ("-1", "nan", "", "65537", "32x"),
+    ("memory", "--patch-size"): ("0", str(2**63)),
+    ("fit", "--budget"): ("0GiB", "nanGiB", "infGiB", "1e-300GiB", "1025TiB"),
+    ("verify", "--head-dim"): ("0", str(2**63)),
+    ("verify", "--depth"): ("0",),
+    ("warmup", "--processes"): ("0", ""),
+    ("warmup", "--multiprocessors"): ("0",),
+    ("explore", "--layers"): ("-1", str(2**63)),
+    ("attention", "--query"): ("-1,0", str(2**63) + ",0", "0,0,0"),
 }
 WRONG_ARGUMENTS += [
     ([verb, f"{option}={value}"], f"argument {option}: ")
-    for verb, taken in TAKERS.items()
-    for option in taken
-    for value in NUMBERS[option]
+    for (verb, option), values in NUMBERS.items()
+    for value in values
 ]
 
 
@@ -142,16 +126,11 @@ def test_help_imports_no_torch():
     environment = os.environ | {"COLUMNS": "80"}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("usage: fastvit [-h]")
     assert done.stdout.count("examples:") >= 9
     assert [line for line in done.stdout.splitlines() if len(line) > 80] == []
     assert "images (default: 8)" in done.stdout
     assert not re.search(r"default: (None|False|\[|-)", done.stdout)
-
-
-def test_the_package_runs_as_a_program_which_prints_its_help():
-    done = subprocess.run([sys.executable, "-m", "fastvit"], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("usage: fastvit [-h]")
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -206,7 +185,6 @@ def test_triton_that_is_not_installed_is_named_before_torch_is_imported(words):
     ("version", "requires", "package"),
     [
         ("2.13.0+cpu", None, "triton==3.7.1"),
-        ("2.11.0", ["jinja2", 'triton==3.6.0; platform_system == "Linux"'], "triton==3.6.0"),
         ("2.12.1+rocm7.2", ["triton-rocm==3.6.5 ; platform_system == 'Linux'"], "triton-rocm==3.6.5"),
         ("2.14.0+cpu", ["triton-x>=1"], "triton"),
     ],

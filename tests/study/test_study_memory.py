@@ -30,15 +30,18 @@ CONFIGS = {
     "rotary": (ROTARY, zoo.CONFIGS[ROTARY] | {"depth": 2, "embed_dim": 128, "num_heads": 2}),
 }
 MEASURED: dict[str, tuple[str, dict[str, Any]]] = {
-    "training": (SMALL, {"image_sizes": (32, 64)}),
+    "training": (SMALL, {"image_sizes": (64,)}),
     "inference": (SMALL, {"image_sizes": (64,), "mode": "infer"}),
     "of timm": (TIMM, {"image_sizes": (96,)}),
-    "autocast": ("depth 10", {"image_sizes": (64,), "batches": (12,), "dtype": "amp", "optimizer": "sgd"}),
+    "autocast": (
+        "depth 10",
+        {"image_sizes": (64,), "batches": (12,), "dtype": "amp", "optimizer": "sgd", "providers": ("fastvit",)},
+    ),
     # ops that nobody observes copy no q, k and v; such copies would be the peak
     "rotary": (
         "rotary", {"image_sizes": (256,), "batches": (8,), "mode": "infer", "providers": ("fastvit",)},
     ),
-    "a list": (SMALL, {"image_sizes": (64, 32, (48, 96)), "batches": (2, 4), "together": True}),
+    "a list": (SMALL, {"image_sizes": (64, 32, (48, 96)), "batches": (2,), "together": True}),
     "convolutions": ("study_models:of_a_neck", {"image_sizes": (64,), "providers": ("fastvit",)}),
     "convolutions without oneDNN": ("study_models:of_a_neck", {"image_sizes": (64,), "providers": ("fastvit",)}),
 }  # fmt: skip
@@ -51,7 +54,7 @@ def test_planned_is_measured(row, device, monkeypatch):
         model, config = CONFIGS[model]
         monkeypatch.setitem(zoo.CONFIGS, model, config)
     if "convolutions" in row:  # on a CPU only: copies in oneDNN's layout, or of every window of the input
-        options = options | {"device": "cpu", "optimizer": "none", "batches": (8,)}
+        options = options | {"device": "cpu", "optimizer": "none", "batches": (2,)}
     options = {"batches": (4,), "dtype": "float32", "device": device.type, "measured": True} | options
     with torch.backends.mkldnn.flags(enabled=row != "convolutions without oneDNN"):
         study_ = study.memory(model, **options)
@@ -62,7 +65,7 @@ def test_planned_is_measured(row, device, monkeypatch):
 
 @pytest.mark.parametrize(("kind", "mode"), [("cpu", "train"), pytest.param("cuda", "infer", marks=NEEDS_TRITON)])
 def test_how_memory_grows(kind, mode):
-    found = study.memory(SMALL, image_sizes=(64, 128, 256), batches=(2,), mode=mode, device=kind)
+    found = study.memory(SMALL, image_sizes=(128, 256), batches=(2,), mode=mode, device=kind)
     assert all(p.attention <= p.activations <= p.planned.peak for p in found.points)
     eager, fused = found.exponents("eager"), found.exponents("fastvit")
     assert eager["attention"] == pytest.approx(2.0, abs=0.05)
@@ -211,11 +214,11 @@ def test_a_search_plans_few_steps(monkeypatch):
     """Of a batch, and of the side of eager attention, whose memory grows with its fourth power."""
     planned = []
     monkeypatch.setattr(search, "plan", lambda *args, **options: planned.append(args) or plan(*args, **options))
-    source, budget, size = find.find(SMALL), 512 << 20, (64, 64)
+    source, budget, size = find.find(SMALL), 64 << 20, (64, 64)
     searched = Search(SMALL, provider="eager", device="cpu", optimizer="none")
     batch, side = searched.largest_batch(budget, size), searched.largest_image(budget, 2)
     assert batch > 8 < side // 4
-    assert len(planned) <= 5 + 12
+    assert len(planned) <= 20
     for more, fits in ((0, True), (1, False)):
         for px, images in ((size, batch + more), ((side + 4 * more,) * 2, 2)):
             peak = plan(source, "eager", px, images, Setting(optimizer="none"), gpu=False).parts.peak
@@ -225,9 +228,7 @@ def test_a_search_plans_few_steps(monkeypatch):
 
 
 SCALED = {
-    "eager": (SMALL, 1, "eager", Setting(), True),
     "fused": (SMALL, 1, "fastvit", Setting(), True),
-    "inference on a CPU": (SMALL, 1, "sdpa", Setting("infer"), False),
     "on a CPU": (SMALL, 1, "fastvit", Setting(), False),
     "rotary, gated": ("vit_small_plus_patch16_dinov3", 5, "fastvit", Setting(), True),
     "no prefix": ("aimv2_large_patch14_224", 0, "fastvit", Setting(), True),

@@ -2,13 +2,14 @@
 
 In a ViT the bytes of almost every allocation are a constant times powers of the sizes that grow: batch, side of the
 patch grid, tokens, relative positions, patch. Two traces of different sizes tell which. At another size every
-allocation is evaluated, and the peak searched again. The scratch memory of a fused op counts as one allocation. Where
-it is no such product, because partial sums are as many as a GPU runs at once, the op runs again on tensors of the other
-size. A batch of one needs traces of its own: a sum over one image is a view.
+allocation is evaluated, and the peak searched again. The scratch memory of a fused op counts as one allocation; the op
+runs again on tensors of the other size to tell it, because partial sums are as many as a GPU runs at once. A batch of
+one needs traces of its own: a sum over one image is a view.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from fastvit.ops.runtime import registry
@@ -66,7 +68,7 @@ class ScaledStep:
         gpu: plan for a GPU.
 
     Raises:
-        ValueError: the step runs other functions at other sizes.
+        ValueError: the step runs other functions at other sizes, or a fused op has an argument that is no product.
     """
 
     def __init__(
@@ -74,7 +76,7 @@ class ScaledStep:
         one_image: bool, gpu: bool,
     ) -> None:  # fmt: skip
         batches = (1, 1) if one_image else _BATCHES
-        self.prefix, traces, products = prefix, list[_Trace](), list[list[int]]()
+        self.name, self.prefix, traces, products = source.name, prefix, list[_Trace](), list[list[int]]()
         for batch, side, patch in zip(batches, _SIDES, (patches[0], patches[-1]), strict=True):
             size = side * patch, side * patch
             seen, begin, _, groups = trace_step(
@@ -85,23 +87,28 @@ class ScaledStep:
         first, second = traces
         if first.events != second.events:
             raise ValueError(f"{source.name} runs other functions at other sizes")
-        self.pairs = [*zip(*products, strict=True)]
-        terms = [*map(self._term, first.asked, second.asked)]
-        # what is no product, and does not run again, counts as in the larger trace; the product 0 is 1
-        self.terms = [term or (max(pair), 0) for term, *pair in zip(terms, first.asked, second.asked, strict=True)]
-        self.again = {n: (op, second.ops[n]) for n, op in first.ops.items() if gpu and terms[n] is None}
+        self.pairs, self.seen = [*zip(*products, strict=True)], seen
+        self.known: dict[tuple[int, int], tuple[int, int] | None] = {}
+        self.again: dict[tuple[Any, ...], list[int]] = {}  # ops with different arguments; the model's blocks share them
+        for n, op in first.ops.items():
+            key = op.op, op.leaves, second.ops[n].leaves, op.nested
+            self.again.setdefault(key, []).append(n)
+        # the few others, such as tables of 2 * side - 1 rows, count as in the larger trace: product 0 is 1
+        pairs = zip(first.asked, second.asked, strict=True)
+        self.terms = [self._term(*pair) or (max(pair), 0) for pair in pairs]
         self.runs: dict[Any, int] = {}
-        self.seen, self.begin, self.part = seen, first.begin, np.array(first.parts)
+        self.begin, self.part = first.begin, np.array(first.parts)
         self.number, came = np.array(first.events).T
         self.sign = np.where(came, 1, -1)
+        self.parts(_SIDES[0] * patches[0], patches[0], batches[0])  # raises if an argument of an op is no product
 
     def parts(self, image_size: int, patch: int, batch: int) -> Parts:
         """Return what `plan` would. image_size and patch are pixels, image_size a multiple of patch."""
         products = StepSizes(batch, image_size // patch, self.prefix, patch).products()
         asked = np.array([factor * products[product] for factor, product in self.terms])
         with as_on(self.seen.gpu):
-            for n, ops in self.again.items():
-                asked[n] = self._scratch(*ops, products)
+            for op, numbers in self.again.items():
+                asked[numbers] = self._scratch(*op, products)
         nbytes = self.seen.rounded(asked)
         held = np.cumsum(nbytes[self.number] * self.sign)
         until = self.begin + int(held[self.begin :].argmax()) + 1
@@ -109,41 +116,50 @@ class ScaledStep:
         return Parts(*(int(nbytes[alive & (self.part == part)].sum()) for part in range(len(fields(Parts)))))
 
     def _term(self, first: int, second: int) -> tuple[int, int] | None:
-        """Return the factor and the number of the product that is this in both traces, or None if no product is."""
-        for i, (a, b) in enumerate(self.pairs):
-            if first % a == 0 and first // a * b == second:
-                return first // a, i
-        return None
+        """Return the factor and the number of the product that is this in the first and in the second trace, or None if
+        no product is."""
+        if (first, second) not in self.known:
+            fitting = (i for i, (a, b) in enumerate(self.pairs) if first % a == 0 and first // a * b == second)
+            i = next(fitting, None)
+            self.known[first, second] = None if i is None else (first // self.pairs[i][0], i)
+        return self.known[first, second]
 
-    def _scratch(self, first: OpTrace, second: OpTrace, products: list[int]) -> int:
-        """Return the scratch memory of a fused op at the sizes of these products. Call it within `as_on`."""
+    def _scratch(
+        self, op: Any, first: tuple[Any, ...], second: tuple[Any, ...], nested: TreeSpec, products: list[int]
+    ) -> int:
+        """Return the scratch memory of a fused op at the sizes of these products, from its arguments in both traces.
+        Call it within `as_on`."""
 
         def scaled(a: Any, b: Any) -> Any:
             if isinstance(a, TensorLayout):
                 shape, stride = (tuple(map(scaled, *pair)) for pair in ((a.shape, b.shape), (a.stride, b.stride)))
                 return TensorLayout(shape, stride, a.dtype)
-            if type(a) is not int or a == b:
+            if type(a) is not int:
                 return a
-            term = self._term(a, b)
-            assert term is not None, f"an argument of {first.op} is {a} and {b}"
+            if (term := self._term(a, b)) is None:
+                raise ValueError(f"{op} of {self.name} has an argument that grows from {a} to {b}")
             return term[0] * products[term[1]]
 
-        leaves = tuple(map(scaled, first.leaves, second.leaves))
-        if (key := (first.op, leaves)) not in self.runs:
-            self.runs[key] = _scratch_of_run(first.op, leaves, first.nested)
-        return self.runs[key]
+        leaves = tuple(map(scaled, first, second))
+        if (op, leaves) not in self.runs:
+            self.runs[op, leaves] = _scratch_of_run(op, leaves, nested, self.seen.gpu)
+        return self.runs[op, leaves]
 
 
-def _scratch_of_run(op: Any, leaves: tuple[Any, ...], nested: TreeSpec) -> int:
-    """Run a fused op on meta tensors, and return the most scratch memory that it holds."""
-    tensors = [
-        torch.empty_strided(*x[:2], dtype=x.dtype, device="meta") if isinstance(x, TensorLayout) else x for x in leaves
-    ]
-    seen = Allocations(gpu=True)
-    arguments, keywords = tree_unflatten(tensors, nested)
-    given = set(seen.see((arguments, keywords)))
-    with seen:
-        result = registry.IMPLEMENTATIONS[op](*arguments, call=UNKEPT[Path.TRITON], **keywords)
+def _scratch_of_run(op: Any, leaves: tuple[Any, ...], nested: TreeSpec, gpu: bool) -> int:
+    """Run a fused op on tensors without data, and return the most scratch memory that it holds. A GPU's launchers take
+    meta tensors, which are faster to make; a CPU's functions depend on the device."""
+    device, fakes = ("meta", contextlib.nullcontext()) if gpu else ("cpu", FakeTensorMode())
+    seen, path = Allocations(gpu), Path.TRITON if gpu else Path.ATEN
+    with fakes:
+        tensors = [
+            torch.empty_strided(*x[:2], dtype=x.dtype, device=device) if isinstance(x, TensorLayout) else x
+            for x in leaves
+        ]
+        arguments, keywords = tree_unflatten(tensors, nested)
+        given = set(seen.see((arguments, keywords)))
+        with seen:
+            result = registry.IMPLEMENTATIONS[op](*arguments, call=UNKEPT[path], **keywords)
     return _most(seen, range(len(seen.events)), set(range(len(seen.storages))) - given - set(seen.see(result)))
 
 
