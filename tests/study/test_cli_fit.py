@@ -13,13 +13,13 @@ from fastvit.study.fitting.words import in_words
 from fastvit.study.memory.plot import BACKGROUNDS, COLOURS
 
 MIB = 2**20
-WHOLE = ["fit", SMALL, "--budget", "1GiB", "--batch", "64", "--device", "cpu"]
+WHOLE = ["fit", SMALL, "--budget", "1GiB", "--batch", "16", "--device", "cpu"]
 
 
 @pytest.fixture(scope="module")
 def planned() -> study.Fit:
     """The fit for a budget between the least peak and that without recomputation, of enough blocks for two runs."""
-    options = {"batch": 64, "dtype": "bf16", "device": "cpu"}
+    options = {"batch": 16, "dtype": "bf16", "device": "cpu"}
     with known(), pytest.MonkeyPatch.context() as patch:
         patch.setitem(zoo.CONFIGS, SMALL, zoo.CONFIGS[SMALL] | {"depth": 5})
         points = study.fit(SMALL, budget="1GiB", **options).frontier
@@ -35,7 +35,7 @@ def printed(monkeypatch, capsys, result: study.Fit, *options: str) -> str:
     (((model,), given),) = calls
     assert model == SMALL
     assert given == {
-        "budget": 2**30, "batch": 64, "image_size": None, "dtype": "bf16", "optimizer": "adamw", "device": "cpu",
+        "budget": 2**30, "batch": 16, "image_size": None, "dtype": "bf16", "optimizer": "adamw", "device": "cpu",
     }  # fmt: skip
     return capsys.readouterr().out
 
@@ -45,7 +45,7 @@ def test_the_report(planned, monkeypatch, capsys):
     out = printed(monkeypatch, capsys, planned)
     assert max(map(len, out.splitlines())) <= 80
     step, within, *rest = out.splitlines()
-    assert step == f"{SMALL}, batch 64, 32 px, bf16, adamw, CPU"
+    assert step == f"{SMALL}, batch 16, 32 px, bf16, adamw, CPU"
     assert within == f"within {planned.budget / MIB:.1f} MiB, recompute:"
     runs = rest[: rest.index("")]
     assert runs == [f"  {run}" for run in in_words(planned.choices).split("; ")]
@@ -65,12 +65,12 @@ def test_the_report(planned, monkeypatch, capsys):
     ("changes", "texts"),
     [
         (
-            {"micro_batch": 22, "accumulation": 3, "largest_batch": 25},
-            ("64 images do not fit into ", ", 25 would", "with 3 batches of 22 whose gradients are accumulated:"),
+            {"micro_batch": 6, "accumulation": 3, "largest_batch": 7},
+            ("16 images do not fit into ", ", 7 would", "with 3 batches of 6 whose gradients are accumulated:"),
         ),
         (
-            {"micro_batch": 25, "accumulation": 0, "largest_batch": 25},
-            ("nor do accumulated gradients next to one image; recompute, with 25 images:",),
+            {"micro_batch": 7, "accumulation": 0, "largest_batch": 7},
+            ("nor do accumulated gradients next to one image; recompute, with 7 images:",),
         ),
         (
             {"micro_batch": 0, "accumulation": 0, "largest_batch": 0},

@@ -55,12 +55,12 @@ def test_the_plot(tmp_path, capsys, monkeypatch):
 
 def test_a_budget(capsys):
     """Of other patches, and of a model of one size, whose largest image is not searched."""
-    words = ["--budget", "64MiB", "--providers", "sdpa", "--json", "--batch", "2", "--device", "cpu", "--mode", "infer"]
+    words = ["--budget", "16MiB", "--providers", "sdpa", "--json", "--batch", "2", "--device", "cpu", "--mode", "infer"]
     assert main(["memory", SMALL, "--image-size", "36", "--patch-size", "6", *words]) == 0
     (fit,) = json.loads(capsys.readouterr().out)["fits"]
     options = {"patch_size": 6, "provider": "sdpa", "mode": "infer", "dtype": "bf16", "device": "cpu"}
-    assert fit["batch"]["36"] == study.largest_batch(SMALL, 64 << 20, image_size=36, **options)
-    assert fit["image_size"]["2"] == study.largest_image(SMALL, 64 << 20, batch=2, **options)
+    assert fit["batch"]["36"] == study.largest_batch(SMALL, 16 << 20, image_size=36, **options)
+    assert fit["image_size"]["2"] == study.largest_image(SMALL, 16 << 20, batch=2, **options)
     assert main(["memory", "study_models:of_one_size", *words]) == 0
     out, err = capsys.readouterr()
     assert json.loads(out)["fits"][0]["image_size"]["2"] is None

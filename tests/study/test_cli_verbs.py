@@ -28,7 +28,7 @@ MISTAKES = [
     (["memory", "missing.json"], "missing.json"),
     (["memory", "study_models:of_an_image_and_text", "--image-size", "32"], "required positional argument: 'text'"),
     (["memory", SMALL, *LARGEST, "--providers", "eager"], "a tensor would have 2**63 bytes or more"),
-    ([*FIT, "--batch", "1048576", "--image-size", "4096"], "is too large to be planned"),
+    ([*FIT, "--batch", "1048576", "--image-size", "1024"], "is too large to be planned"),
     (["fit", "study_models:of_a_convolution", *FIT[2:]], "no block of Sequential"),
     (["fit", "study_models:of_no_list", *FIT[2:]], "has no list of blocks of one class"),
     (["models", "study_models:of_an_image_and_text"], "of_an_image_and_text: TypeError: "),

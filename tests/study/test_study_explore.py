@@ -104,8 +104,8 @@ def test_positions_that_are_fixed_or_rotate():
     ("provider", "mode", "dtype", "size", "patch", "batch"),
     [
         ("fastvit", "train", "bfloat16", 272, 8, 32),
-        ("sdpa", "train", "float32", 40, 4, 1),
-        ("eager", "infer", "float32", 64, 4, 2),
+        ("eager", "train", "float32", 136, 8, 1),  # the trace of several images has another peak
+        ("sdpa", "infer", "float32", 64, 4, 2),
     ],
 )
 def test_memory_of_the_page_is_that_of_the_study(explored, provider, mode, dtype, size, patch, batch):

@@ -32,6 +32,10 @@ from fastvit.study.sources.model_source import ModelSource
 _SIDES, _BATCHES = (29, 46), (16, 37)  # of the two traces: no two products grow by the same factor
 
 
+# A fused op, its arguments in both traces as in `OpTrace`, and how they are nested
+_Arguments = tuple[Any, tuple[Any, ...], tuple[Any, ...], TreeSpec]
+
+
 class StepSizes(NamedTuple):
     """Sizes of a step. All images and patches are square.
 
@@ -89,7 +93,7 @@ class ScaledStep:
             raise ValueError(f"{source.name} runs other functions at other sizes")
         self.pairs, self.seen = [*zip(*products, strict=True)], seen
         self.known: dict[tuple[int, int], tuple[int, int] | None] = {}
-        self.again: dict[tuple[Any, ...], list[int]] = {}  # ops with different arguments; the model's blocks share them
+        self.again: dict[_Arguments, list[int]] = {}  # ops with different arguments; the model's blocks share them
         for n, op in first.ops.items():
             key = op.op, op.leaves, second.ops[n].leaves, op.nested
             self.again.setdefault(key, []).append(n)
