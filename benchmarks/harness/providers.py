@@ -16,6 +16,7 @@ from torch import Tensor
 import fastvit
 from benchmarks.harness.draw import Draw, Runner
 from benchmarks.harness.families import VIT_B_16, output
+from benchmarks.harness.libraries import load
 from benchmarks.harness.photographs import MEAN, SOURCE, STD
 from fastvit import layers, ops, reference, zoo
 from fastvit.study.accuracy import cases

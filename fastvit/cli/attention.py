@@ -26,7 +26,7 @@ _EXAMPLES = """examples:
       --weights dinov3.safetensors --rollout --image-size 448x672
   fastvit attention my_models:trained cat.jpg --layer 0 --json > rows.json
   fastvit attention vit_base_patch16_224 cat.jpg dog.jpg \\
-      --weights vit.safetensors --by-layer --plot layers.svg
+      --weights vit.safetensors --by-layer
 
 Layers and heads count from 0, or with negative numbers from the last. Colours
 are relative to a map's own largest weight. The picture is cropped and resized

@@ -72,19 +72,16 @@ def as_json(found: Fit) -> dict[str, Any]:
 
 
 def _print(found: Fit) -> None:
-    from fastvit.study.fitting.words import bound, count_of_images, policy, size_in_words, step_in_words
+    from fastvit.study.fitting.words import bound, count_of_images, policy, rows, size_in_words, step_in_words
 
     console = terminal.console()
-    for line in [step_in_words(found), *policy(found)]:
+    for line in [step_in_words(found), *policy(found), ""]:
         console.print(line, markup=False)
-    console.print()
-    rows = [("chosen" if found.micro_batch else "the least peak", found.peak, found.recomputed)]
-    rows += [(point.name, point.peak, point.recomputed) for point in found.alternatives]
     terminal.print_table(
         ["recomputed", "peak", "computed again", "fits"],
         [
             [name, size_in_words(peak), f"{100 * again:.1f} %", "yes" if peak <= found.budget else "[bold red]no[/]"]
-            for name, peak, again in rows
+            for name, peak, again in rows(found)
         ],
         title=f"planned for a training step of {count_of_images(found.micro_batch or 1)}",
     )

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import csv
 import dataclasses
-import io
 import json
 import os
 import sys
@@ -61,7 +59,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     options.add_budget(parser, "the largest batch and image that fit")
     output = parser.add_argument_group("output")
     options.add_json(output, "everything, in bytes, on standard output")
-    output.add_argument("--csv", action="store_true", help="one line per point, in bytes, on standard output")
     output.add_argument("--plot", type=Path, metavar="FILE", help="a picture, .png or .svg")
     options.add_theme(output)
 
@@ -95,8 +92,6 @@ def run(args: argparse.Namespace) -> int:
         _plot(found, args)
     if args.json:
         print(json.dumps(as_json(found) | ({"budget": args.budget, "fits": fits} if fits else {}), indent=2))
-    elif args.csv:
-        print(_csv(found), end="")
     else:
         _print(found, args, fits)
     return 0
@@ -135,23 +130,6 @@ def as_json(found: MemoryStudy) -> dict[str, Any]:
             plain["planned"]["peak"] = point.planned.peak
     providers = dict.fromkeys(p.provider for p in found.points if p.planned is not None)
     return values | {"exponents": {provider: found.exponents(provider) for provider in providers}}
-
-
-def _csv(found: MemoryStudy) -> str:
-    from fastvit.study import Parts
-
-    names = [part.name for part in dataclasses.fields(Parts)]
-    out = io.StringIO()
-    table = csv.writer(out, lineterminator="\n")
-    table.writerow(["model", "device", "provider", "height", "width", "tokens", "batch", *names, "planned", "measured"])
-    for p in found.points:
-        parts = [""] * len(names) if p.planned is None else [getattr(p.planned, name) for name in names]
-        peak = "" if p.planned is None else p.planned.peak
-        measured = "" if p.measured is None else p.measured
-        table.writerow(
-            [found.model, found.device, p.provider, *p.image_size, p.tokens, p.batch, *parts, peak, measured]
-        )
-    return out.getvalue()
 
 
 def _print(found: MemoryStudy, args: argparse.Namespace, fits: list[dict[str, Any]]) -> None:

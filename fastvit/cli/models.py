@@ -28,18 +28,6 @@ _EPILOG = """columns:
               the GPU: the larger of FLOPs / rate of dense matmuls and least
               bytes / bandwidth. A bound, not a prediction: no kernel reaches it
 
-where papers have other figures:
-  GFLOPs      17.6 for ViT-B/16 are multiply-adds, our MACs; FLOPs are 35.1 G
-  memory      inference of an image holds little but the weights: 0.35, 1.2 and
-              2.5 GB for ViT-B, L and H in float32, half of that in bfloat16;
-              a larger figure includes a batch, or memory of CUDA itself
-              (`fastvit memory MODEL --mode infer` plans an inference)
-  ViT-G       of 1.8 billion parameters is vit_gigantic_*, as timm calls it;
-              vit_giant_* is ViT-g, of 1.0 billion
-  CIFAR       vit_cifar_small, base and large have 5.4, 21.3 and 75.7 million
-              parameters, which their widths and depths give; the write-up
-              that they follow says 2.7, 11 and 42
-
 examples:
   fastvit models vit_base_patch16_384  with parameters by part
   fastvit models 'vit_base_*' --image-size 384

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import getpass
 import importlib
 import importlib.metadata
 import importlib.util
 import os
 import platform
 import shutil
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from fastvit import _triton
-from fastvit._output import not_writable
 
 OK, NOTE, TROUBLE = "ok", "note", "trouble"
 _PACKAGES = {  # optional packages, and their use
@@ -36,7 +31,7 @@ class Finding:
     """One fact about this machine.
 
     Attributes:
-        topic: "versions", "devices", "compilers", "caches", "ops", "packages".
+        topic: "versions", "devices", "compilers", "ops", "packages".
         name: such as "torch" or "cuda:0".
         value: what was found.
         status: "ok"; "note" if it changes how fastvit runs; "trouble" if it keeps fastvit from running well.
@@ -53,14 +48,14 @@ _Probe = Callable[[], Iterator[Finding]]
 
 def doctor() -> tuple[Finding, ...]:
     """Return all findings. It never raises: a probe that fails becomes a finding."""
-    found: list[Finding] = []
+    findings: list[Finding] = []
     for topic, probe in _PROBES:
         try:
-            found += probe()
+            findings += probe()
         except Exception as error:  # any failure is a finding
             words = (str(error).splitlines() or [""])[0]
-            found.append(Finding(topic, probe.__name__.strip("_"), f"{type(error).__name__}: {words}", TROUBLE))
-    return tuple(found)
+            findings.append(Finding(topic, probe.__name__.strip("_"), f"{type(error).__name__}: {words}", TROUBLE))
+    return tuple(findings)
 
 
 def _versions() -> Iterator[Finding]:
@@ -68,7 +63,6 @@ def _versions() -> Iterator[Finding]:
 
     yield Finding("versions", "fastvit", f"{fastvit.__version__}, {Path(fastvit.__file__).parent}")
     yield Finding("versions", "python", f"{platform.python_version()}, {sys.executable}")
-    yield Finding("versions", "system", f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores")
     version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     if version < _LEAST_TORCH:
         yield Finding("versions", "torch", f"{torch.__version__}: older than 2.9, which fastvit needs", TROUBLE)
@@ -76,53 +70,27 @@ def _versions() -> Iterator[Finding]:
         yield Finding("versions", "torch", f"{torch.__version__}: newer than 2.15, the newest that was tested", NOTE)
     else:
         yield Finding("versions", "torch", torch.__version__)
-    from fastvit.ops.runtime import backend as backends
-    from fastvit.ops.runtime import torch_private
-
-    missing = [name for name, value in vars(torch_private).items() if value is None and not name.startswith("__")]
-    if not backends._KNOWS_OBSERVERS:
-        names = ", ".join(sorted(missing))
-        yield Finding("versions", "private names", f"torch lacks {names}: every call goes through the dispatcher", NOTE)
+    yield _triton_version()
 
 
-def _launches() -> Iterator[Finding]:
-    if (version := version_of("triton")) is None or not _triton.is_installed():
+def _triton_version() -> Finding:
+    version = version_of("triton")
+    if version is None or not _triton.is_installed():
         missing = f"not installed: every op runs on ATen; {_triton.how_to_install()}"
-        yield Finding("versions", "triton", missing, NOTE)
-        return
+        return Finding("versions", "triton", missing, NOTE)
     if _triton.minor(version) == _triton.minor(_triton.TESTED.get(_triton.minor(torch.__version__), "")):
-        yield Finding("versions", "triton", version)
-    else:
-        pairs = ", ".join(f"{of} with {triton}" for of, triton in _triton.TESTED.items())
-        what = f"{version}: not tested with torch {torch.__version__}, but torch {pairs}; {_triton.how_to_install()}"
-        yield Finding("versions", "triton", what, NOTE)
-    from fastvit.ops.runtime import launch
-
-    if torch.version.hip:
-        yield Finding("versions", "launches", "by Triton's own binder, as on every AMD GPU")
-    elif launch._DIRECT:
-        yield Finding("versions", "launches", "direct: a kernel that was seen before is called without Triton's binder")
-    else:
-        why = f"by Triton's own binder, slower by some 15 us each: only 3.6 to 3.9 were tested, not {version}"
-        yield Finding("versions", "launches", why, NOTE)
+        return Finding("versions", "triton", version)
+    pairs = ", ".join(f"{of} with {triton}" for of, triton in _triton.TESTED.items())
+    what = f"{version}: not tested with torch {torch.__version__}, but torch {pairs}; {_triton.how_to_install()}"
+    return Finding("versions", "triton", what, NOTE)
 
 
 def _devices() -> Iterator[Finding]:
     yield Finding("devices", "CPU", f"{cpu_name()}, {torch.get_num_threads()} threads")
     if not torch.cuda.is_available():
         yield Finding("devices", "GPU", f"none: {why_no_gpu()}", NOTE)
-    else:
-        runtime = f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
-        yield Finding("devices", "runtime", f"{runtime}, cuDNN {torch.backends.cudnn.version()}")
-        for index in range(torch.cuda.device_count()):
-            yield from _gpu(index)
-    if shutil.which("nvidia-smi"):
-        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        run = subprocess.run(query, capture_output=True, text=True, timeout=20)
-        words = (run.stdout or run.stderr).strip().splitlines()
-        yield Finding(
-            "devices", "driver", words[0] if words else "nvidia-smi says nothing", OK if run.returncode == 0 else NOTE
-        )
+    for index in range(torch.cuda.device_count()):
+        yield from _gpu(index)
 
 
 def why_no_gpu() -> str:
@@ -150,61 +118,39 @@ def _gpu(index: int) -> Iterator[Finding]:
 
     gpu = torch.cuda.get_device_properties(index)
     arch = str(gpu.gcnArchName).split(":")[0] if torch.version.hip else f"sm_{gpu.major}{gpu.minor}"
-    free, _ = torch.cuda.mem_get_info(index)
-    size = f"{gpu.total_memory / 1e9:.1f} GB, {free / 1e9:.1f} GB free, {gpu.multi_processor_count} multiprocessors"
+    size = f"{gpu.total_memory / 1e9:.1f} GB, {gpu.multi_processor_count} multiprocessors"
     old = not torch.version.hip and gpu.major < 8
     why = ": older than sm_80, its ops run on ATen" if old else ""
     yield Finding("devices", f"cuda:{index}", f"{gpu.name}, {arch}, {size}{why}", NOTE if old else OK)
-    yield _table("tuned table", _tuned.shipped(arch, gpu.name), f"none for {gpu.name}: kernels run as shipped")
-    users = _tuned.users(arch, gpu.name, cache_folder())
-    yield _table("your table", users, "none")
-
-
-def _table(name: str, table: Any, without: str) -> Finding:
-    """Report a table of launch choices. without: the text if there is none."""
-    if table is None:
-        return Finding("devices", name, without)
-    if table.ignored:
-        return Finding("devices", name, f"{table.path} is ignored: {table.ignored}", NOTE)
-    return Finding("devices", name, f"{table.path}, {len(table.choices)} choices")
+    for name, table in (
+        ("tuned table", _tuned.shipped(arch, gpu.name)),
+        ("your table", _tuned.users(arch, gpu.name, cache_folder())),
+    ):
+        if table is None:
+            yield Finding("devices", name, f"none for {gpu.name}")
+        elif table.ignored:
+            yield Finding("devices", name, f"{table.path} is ignored: {table.ignored}", NOTE)
+        else:
+            yield Finding("devices", name, f"{table.path}, {len(table.choices)} choices")
 
 
 def _compilers() -> Iterator[Finding]:
-    for variable, what, names in (("CC", "C", ("gcc", "clang", "cc")), ("CXX", "C++", ("g++", "clang++"))):
-        wanted = "Triton's launcher" if what == "C" else "inductor on a CPU (torch.compile)"
-        chosen = os.environ.get(variable)
-        found = shutil.which(chosen) if chosen else next(filter(None, map(shutil.which, names)), None)
-        if found:
-            yield Finding("compilers", what, f"{found}, for {wanted}")
-        else:
-            missing = f"{variable}={chosen} is not there" if chosen else f"none of {', '.join(names)}"
-            status = TROUBLE if what == "C" and torch.cuda.is_available() else NOTE
-            yield Finding("compilers", what, f"{missing}: {wanted} needs one", status)
-
-
-def _caches() -> Iterator[Finding]:
-    if importlib.util.find_spec("triton") is not None:
-        from triton import knobs
-
-        yield _folder("Triton", Path(knobs.cache.dir))
-    default = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
-    yield _folder("inductor", Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", default)))
-
-
-def _folder(name: str, path: Path) -> Finding:
-    if reason := not_writable(path):
-        return Finding("caches", name, reason, TROUBLE)
-    files = [file for file in path.rglob("*") if file.is_file()] if path.exists() else []
-    return Finding("caches", name, f"{path}, {len(files)} files, {sum(f.stat().st_size for f in files) / 1e6:.1f} MB")
+    chosen, names = os.environ.get("CC"), ("gcc", "clang", "cc")
+    compiler = shutil.which(chosen) if chosen else next(filter(None, map(shutil.which, names)), None)
+    if compiler:
+        yield Finding("compilers", "C", compiler)
+    else:
+        missing = f"CC={chosen} is not there" if chosen else f"none of {', '.join(names)}"
+        status = TROUBLE if torch.cuda.is_available() else NOTE
+        yield Finding("compilers", "C", f"{missing}: Triton's launcher needs one", status)
 
 
 def _ops() -> Iterator[Finding]:
     """Report the path of every op on the default device: a GPU if there is one."""
-    from fastvit.kernels import _configs
     from fastvit.ops.runtime import backend as backends
     from fastvit.study.accuracy import verification
 
-    backend, strict = backends.settings()
+    backend, _ = backends.settings()
     for name, default in backends.VARIABLES.items():
         value = os.environ.get(name)
         yield Finding("ops", name, f"{value or default}{'' if value else ', the default'}", NOTE if value else OK)
@@ -214,9 +160,6 @@ def _ops() -> Iterator[Finding]:
         yield Finding(
             "ops", op, f"{path}: {why}", OK if path == ("ATen" if device.type == "cpu" else "Triton") else NOTE
         )
-    if strict and device.type == "cuda":
-        limits = f"float64, rows of more than {_configs.MAX_ROW:,} elements"
-        yield Finding("ops", "strict", f"what Triton cannot take ({limits}) raises", NOTE)
 
 
 def _path(device: torch.device, backend: str) -> tuple[str, str]:
@@ -242,29 +185,10 @@ def _path(device: torch.device, backend: str) -> tuple[str, str]:
         return "ATen", str(reason)
 
 
-def _one_launch() -> Iterator[Finding]:
-    """Compile, launch and check one kernel."""
-    from fastvit import ops
-
-    if not torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
-        return
-    device = torch.device("cuda")
-    x = torch.randn(4, 64, device=device)
-    weight, bias = torch.ones(64, device=device), torch.zeros(64, device=device)
-    with ops.use_backend("triton", strict=True):
-        out = ops.layer_norm(x, weight, bias)
-    error = float((out - torch.nn.functional.layer_norm(x, (64,), weight, bias, 1e-6)).abs().max())
-    right = error < 1e-5
-    yield Finding("ops", "one launch", f"layer_norm on {device}, off by {error:.1e}", OK if right else TROUBLE)
-
-
 def _packages() -> Iterator[Finding]:
     for name, use in _PACKAGES.items():
         version = version_of(name)
-        if name == "transformers" and version is not None and int(version.split(".")[0]) < 5:
-            yield Finding("packages", name, f"{version}: accelerate knows the models of transformers 5", NOTE)
-        else:
-            yield Finding("packages", name, f"not installed; for {use}" if version is None else f"{version}, for {use}")
+        yield Finding("packages", name, f"not installed; for {use}" if version is None else f"{version}, for {use}")
     if (version := version_of("torchvision")) is not None:
         try:
             importlib.import_module("torchvision")
@@ -298,6 +222,5 @@ def cpu_info(field: str) -> str:
 
 
 _PROBES: tuple[tuple[str, _Probe], ...] = (
-    ("versions", _versions), ("versions", _launches), ("devices", _devices), ("compilers", _compilers),
-    ("caches", _caches), ("ops", _ops), ("ops", _one_launch), ("packages", _packages),
+    ("versions", _versions), ("devices", _devices), ("compilers", _compilers), ("ops", _ops), ("packages", _packages),
 )  # fmt: skip

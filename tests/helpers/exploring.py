@@ -71,9 +71,9 @@ def decoded(text: str, dtype: Any) -> np.ndarray:
 
 def similarities(text: str, positions: int) -> np.ndarray:
     """Return the cosines (positions, positions) that the page shows."""
-    found = np.zeros((positions, positions))
-    found[np.tril_indices(positions)] = decoded(text, np.int8) / 127
-    return found + np.tril(found, -1).T
+    lower = np.zeros((positions, positions))
+    lower[np.tril_indices(positions)] = decoded(text, np.int8) / 127
+    return lower + np.tril(lower, -1).T
 
 
 def rows_of(packed: dict[str, str], tokens: int) -> np.ndarray:
@@ -84,6 +84,10 @@ def rows_of(packed: dict[str, str], tokens: int) -> np.ndarray:
 
 def in_gib(nbytes: int) -> str:
     return f"{nbytes / 2**30:.2f}"
+
+
+def percent(x: float) -> str:
+    return f"{100 * x:.{1 if x < 0.0995 else 0}f}\u00a0%"
 
 
 @contextmanager
@@ -102,9 +106,8 @@ def chromium() -> Iterator[Any]:
 class Opened:
     """The page in a window, with its console messages and its requests."""
 
-    def __init__(self, browser: Any, path: Path, width: int = 1200, **options: Any) -> None:
-        self.context = browser.new_context(viewport={"width": width, "height": 900}, **options)
-        self.page = self.context.new_page()
+    def __init__(self, browser: Any, path: Path) -> None:
+        self.page = browser.new_page(viewport={"width": 1200, "height": 900})
         self.complaints: list[str] = []
         self.requests: list[str] = []
         self.page.on("console", lambda m: self.complaints.append(m.text) if m.type in ("error", "warning") else None)
@@ -134,14 +137,11 @@ class Opened:
         names = [row.get_attribute("data-part") for row in self.page.locator("#memory-table tr[data-part]").all()]
         return {str(n): int(cell.get_attribute("data-bytes")) for n, cell in zip(names, cells, strict=True)}
 
-    def close(self) -> None:
-        self.context.close()
-
 
 _folder = tempfile.TemporaryDirectory()
 
 
-@functools.cache  # for the tests of all files
+@functools.cache  # for all tests
 def explored() -> tuple[study.Exploration, Path, Path]:
     """Return the page of the model, and the files of its picture and weights."""
     pytest.importorskip("triton", reason="triton is not installed")

@@ -104,10 +104,6 @@ def of_values(image_size: int = 32) -> nn.Module:
     return of_timm(image_size, depth=len(rates), drop_path_rate=rates[-1])
 
 
-def of_grey_images(image_size: int = 32) -> nn.Module:
-    return of_timm(image_size, in_chans=1)
-
-
 def of_an_image_and_text(image_size: int = 32) -> nn.Module:
     class Tower(nn.Module):
         def __init__(self) -> None:
@@ -139,13 +135,6 @@ def of_a_neck(image_size: int = 32) -> nn.Module:
 
 def of_mistakes() -> nn.Module:
     raise RuntimeError("what went wrong\nand more")
-
-
-def of_weights(image_size: int = 32) -> nn.Module:
-    """Make a model that loads weights."""
-    model = of_timm(image_size)
-    model.load_state_dict(of_timm(image_size).state_dict())
-    return model
 
 
 def of_a_convolution(image_size: int = 32) -> nn.Module:

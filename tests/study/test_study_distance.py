@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from library_imports import import_library
-from studied_attention import LIBRARIES, Odd, image, materialised, pair, sdpa, vit
+from studied_attention import LIBRARIES, VISIBLE, Odd, image, materialised, pair, sdpa
 from torch import Tensor, nn
 
 import fastvit
@@ -34,41 +34,23 @@ def images(count: int) -> Tensor:
 # ---- distances ----
 
 
-@pytest.mark.parametrize("chunk", [1, 700, 1 << 22])
-@pytest.mark.parametrize(("patch", "grid"), [(8, (4, 6)), ((16, 8), (2, 6))], ids=str)
+@pytest.mark.parametrize(("patch", "grid", "chunk"), [(8, (4, 6), 1 << 22), ((16, 8), (2, 6), 700)], ids=str)
 def test_distance_is_its_definition(patch, grid, chunk, monkeypatch):
-    """The mean over several images, with weights computed a row, a few rows or all rows at a time."""
+    """The mean over several images, with weights computed at once, or a few rows at a time; and some layers of it."""
     monkeypatch.setattr(attention_weights, "CHUNK", chunk)
     ours, theirs = pair("vit", patch_size=patch)
-    found = study.attention_distance(ours, images(3))
+    far = study.attention_distance(ours, images(3))
     size = (patch, patch) if isinstance(patch, int) else patch
     each = [defined(materialised(theirs, x), grid, size) for x in images(3)]
     assert min((a - b).abs().max() for a, b in itertools.combinations(each, 2)) > 0.1  # images differ
-    torch.testing.assert_close(found.distance, torch.stack(each).mean(0), **CLOSE)
-    assert (found.grid, found.patch_size, found.layers, found.heads, found.depth) == (
-        grid, size, (0, 1, 2), (0, 1, 2), 3
-    )  # fmt: skip
+    torch.testing.assert_close(far.distance, torch.stack(each).mean(0), **CLOSE)
+    assert (far.grid, far.patch_size, far.layers, far.heads, far.depth) == (grid, size, (0, 1, 2), (0, 1, 2), 3)
     uniform = defined(torch.ones(1, 1, math.prod(grid), math.prod(grid)), grid, size)
-    assert found.uniform == pytest.approx(uniform.item(), rel=1e-12)
-    torch.testing.assert_close(found.share * found.uniform, found.distance)
-
-
-def test_uniform_attention_has_the_uniform_distance():
-    model = vit(patch_size=(8, 16)).double()
-    with torch.no_grad():
-        for block in model.blocks:
-            block.attn.qkv.weight[: 2 * 48] = 0
-            block.attn.qkv.bias[: 2 * 48] = 0
-    found = study.attention_distance(model, image().double())
-    torch.testing.assert_close(
-        found.distance, torch.full((3, 3), found.uniform, dtype=torch.float64), rtol=1e-12, atol=0.0
-    )
-
-
-def test_patches_that_look_at_themselves_have_no_distance():
-    alone = torch.full((24, 24), -torch.inf).fill_diagonal_(0.0)
-    found = study.attention_distance(Odd(lambda q: sdpa(q, attn_mask=alone)), image())
-    assert found.distance.tolist() == [[0.0, 0.0]]
+    assert far.uniform == pytest.approx(uniform.item(), rel=1e-12)
+    torch.testing.assert_close(far.share * far.uniform, far.distance)
+    some = study.attention_distance(ours, list(images(3).split(1)), layers=[-1, 0])
+    assert (some.layers, some.depth) == ((2, 0), 3)
+    assert torch.equal(some.distance, far.distance[[2, 0]])
 
 
 @pytest.mark.parametrize("bias", [-3.0, -200.0, -torch.inf])
@@ -81,17 +63,9 @@ def test_weights_of_patches_add_up_to_1_without_prefix_tokens(bias):
         with pytest.raises(ValueError, match="layer 0 has no finite distance"):
             study.attention_distance(model, image())
         return
-    found = study.attention_distance(model, image()).distance
+    distance = study.attention_distance(model, image()).distance
     model.attend = sdpa
-    torch.testing.assert_close(found, study.attention_distance(model, image()).distance, **CLOSE)
-
-
-def test_some_layers():
-    model = vit()
-    everything = study.attention_distance(model, [*images(2)])
-    found = study.attention_distance(model, list(images(2).split(1)), layers=[-1, 0])
-    assert (found.layers, found.depth) == ((2, 0), 3)
-    assert torch.equal(found.distance, everything.distance[[2, 0]])
+    torch.testing.assert_close(distance, study.attention_distance(model, image()).distance, **CLOSE)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +76,6 @@ def test_some_layers():
         (torch.zeros(0, 3, 32, 48), ValueError, r"images must have shape .* got \(0, 3, 32, 48\)"),
         ([], ValueError, r"images must be one or more of one shape, got \[\]"),
         ([image(), image(16, 48)], ValueError, r"one shape, got \[\(3, 16, 48\), \(3, 32, 48\)\]"),
-        ([images(2)], ValueError, r"images\[0\] must have shape .* got \(2, 3, 32, 48\)"),
         (image(8, 8), ValueError, "images must have two patches or more, got one"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -120,8 +93,6 @@ def test_layers_with_other_heads_are_named():
 
 
 # ---- CLS ----
-
-BLOCKS = {"timm": "blocks", "torchvision": "encoder.layers"}
 
 
 def after_blocks(model: nn.Module, blocks: Any, x: Tensor) -> Tensor:
@@ -148,19 +119,20 @@ def cosines(states: Tensor) -> Tensor:
 def test_evolution_is_the_cosine_to_the_last_state(class_token):
     """Without CLS, of the mean of the patches, which registers are no part of."""
     ours, theirs = pair("vit", class_token=class_token, global_pool="token" if class_token else "avg")
-    found = study.cls_evolution(ours.train(), images(2))
+    evolution = study.cls_evolution(ours.train(), images(2))
     tokens = [after_blocks(theirs, theirs.blocks, x) for x in images(2)]
     expected = torch.stack([cosines(t[:, 0] if class_token else t[:, 2:].mean(1)) for t in tokens])
     assert expected[:, 0].max() < 0.9
-    torch.testing.assert_close(found.cosine, expected, **CLOSE)
-    torch.testing.assert_close(found.mean, expected.mean(0), **CLOSE)
-    assert found.pooled is not class_token
+    torch.testing.assert_close(evolution.cosine, expected, **CLOSE)
+    torch.testing.assert_close(evolution.mean, expected.mean(0), **CLOSE)
+    assert evolution.pooled is not class_token
     assert ours.training
     assert not any(m._forward_hooks for m in ours.modules())
 
 
 @pytest.mark.parametrize("architecture", LIBRARIES, ids=str)
 def test_models_of_libraries_accelerated_and_not(architecture, monkeypatch):
+    """Maps, distances and states."""
     import_library(architecture.library)
     model = architecture.model()
     x = architecture.image(model, 1)[0]
@@ -174,12 +146,24 @@ def test_models_of_libraries_accelerated_and_not(architecture, monkeypatch):
     for accelerated in (False, True):
         if accelerated:
             assert fastvit.accelerate(model).accelerated
+        maps = study.attention_maps(model, x, queries=(1, 2))
+        query = maps.num_prefix_tokens + maps.grid[1] + 2
+        torch.testing.assert_close(maps.rows[:, :, 0], weights[:, :, query], **VISIBLE)
         far = study.attention_distance(model, x)
         torch.testing.assert_close(far.distance, defined(weights, far.grid, far.patch_size), **CLOSE)
-        found = study.cls_evolution(model, x)
-        assert found.pooled == pooled
+        evolution = study.cls_evolution(model, x)
+        assert evolution.pooled == pooled
         states = tokens.mean(1) if pooled else tokens[:, 0]
-        torch.testing.assert_close(found.cosine[0], cosines(states), **CLOSE)
+        torch.testing.assert_close(evolution.cosine[0], cosines(states), **CLOSE)
+
+
+class Changed(nn.Linear):
+    def __init__(self, change: Any) -> None:
+        super().__init__(32, 32)
+        self.change = change
+
+    def forward(self, x: Tensor) -> Any:
+        return self.change(super().forward(x))
 
 
 class Sums(nn.Module):
@@ -197,19 +181,9 @@ class Sums(nn.Module):
         return x
 
 
-class Changed(nn.Linear):
-    def __init__(self, change: Any) -> None:
-        super().__init__(32, 32)
-        self.change = change
-
-    def forward(self, x: Tensor) -> Any:
-        return self.change(super().forward(x))
-
-
-@pytest.mark.parametrize("change", [lambda x: (x, None), lambda x: x.unflatten(1, (4, 6))], ids=["tuple", "grid"])
-def test_blocks_that_return_tuples_and_grids(change):
-    expected = study.cls_evolution(Sums(lambda x: x).requires_grad_(False), image()).cosine.shape
-    assert study.cls_evolution(Sums(change), image()).cosine.shape == expected == (1, 2)
+def test_blocks_that_return_tuples_and_grids():
+    for change in (lambda x: (x, None), lambda x: x.unflatten(1, (4, 6))):
+        assert study.cls_evolution(Sums(change), image()).cosine.shape == (1, 2)
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,6 @@ def test_peak_is_of_the_path_that_runs_without_a_profiler():
 def test_running_peak_follows_the_order():
     assert running_peak([10, -10, 7, 5, -12, 11]) == 12
     assert running_peak([-100, 30]) == 0  # releases of what was allocated before
-    assert running_peak([]) == 0
 
 
 def test_saved_bytes_counts_a_storage_once_and_no_parameter():

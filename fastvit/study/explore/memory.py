@@ -12,8 +12,8 @@ from typing import Any
 from fastvit.ops.runtime import backend as backends
 from fastvit.study.explore import recomputation
 from fastvit.study.memory.plan import Parts, plan
+from fastvit.study.memory.scaled_step import ScaledStep
 from fastvit.study.memory.step import Setting
-from fastvit.study.memory.traced_step import TracedStep, sizes_to_trace
 from fastvit.study.sources.model_source import PROVIDERS, ModelSource
 
 MODES = ("train", "infer")
@@ -49,21 +49,18 @@ def collect(
     patches = patch_stops(source, size[0], patch[0])
     sizes = size_stops(size[0], patches)
     gpu = backends.HAVE_TRITON
-    at = sizes_to_trace(source.on_meta(providers[0]), prefix, None if len(patches) > 1 else patch[0])
-    try:
-        source.on_meta(providers[0], at.side * at.patch, at.patch)
-    except ValueError as error:
-        return {"plan": None, "note": f"No memory is planned: {error}."}
     plans: dict[str, Any] = {p: {m: {d: {} for d in DTYPES} for m in MODES} for p in providers}
-    runs: dict[Any, Any] = {}
     steps = list(itertools.product(providers, MODES, DTYPES))
     with progress(len(steps) + 1, "memory") as step:
         for provider, mode, dtype in steps:
             step(f"{provider}, {mode}, {dtype}")
-            one, more = (
-                TracedStep(source, provider, Setting(mode, dtype), traced, gpu=gpu, runs=runs)
-                for traced in (at._replace(batch=1), at)
-            )
+            try:
+                one, more = (
+                    ScaledStep(source, provider, Setting(mode, dtype), prefix, patches, one_image=alone, gpu=gpu)
+                    for alone in (True, False)
+                )
+            except ValueError as error:
+                return {"plan": None, "note": f"No memory is planned: {error}."}
             for s, p in itertools.product(sizes, patches):
                 parts = {b: astuple((one if b == 1 else more).parts(s, p, b)) for b in BATCHES}
                 plans[provider][mode][dtype][f"{s}x{p}"] = parts
@@ -130,8 +127,8 @@ def _note(gpu: bool, provider: str, off: float, size: int, fit: bool, refused: l
     where = "as on a GPU" if gpu else "as on a CPU, since triton is not installed"
     differs = f"differs by less than {math.floor(1000 * off + 1) / 10:g} %" if off else "is the same"
     lines = [
-        f"Planned {where}, with AdamW in training: of every provider, step and type one step of one image and"
-        " one of several are traced on tensors without data, and their allocations are scaled to the other sizes. The"
+        f"Planned {where}, with AdamW in training: of every provider, step and type two steps of one image and"
+        " two of several are traced on tensors without data, and their allocations are scaled to the other sizes. The"
         f" command plans each size by itself: its peak at {size} px and a batch of {_START}, of {NAMES[provider]} in"
         f" training in bfloat16, {differs}. The workspace of a vendor's libraries is in neither.",
         *(

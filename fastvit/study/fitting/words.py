@@ -60,6 +60,12 @@ def policy(fit: Fit) -> list[str]:
     return [head, *(f"  {part}" for part in in_words(fit.choices).split("; "))]
 
 
+def rows(fit: Fit) -> list[tuple[str, int, float]]:
+    """Return name, peak and share of FLOPs computed again, of the choices and then of the usual ways."""
+    chosen = "chosen" if fit.micro_batch else "the least peak"
+    return [(chosen, fit.peak, fit.recomputed), *((p.name, p.peak, p.recomputed) for p in fit.alternatives)]
+
+
 def bound(fit: Fit) -> list[str]:
     """Return a line on choices that the search could not confirm to fit, or none if there are no such choices."""
     if fit.least_recomputed >= fit.recomputed:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from fastvit._units import MOST_BYTES, MOST_IMAGES, MOST_PIXELS
 from fastvit.modules.arguments import Pair
 from fastvit.study.memory.growth import check_batch, checked_device
 from fastvit.study.memory.plan import plan
 from fastvit.study.memory.step import Setting
-from fastvit.study.memory.traced_step import TracedStep, sizes_to_trace
 from fastvit.study.sources.find import find
 from fastvit.study.sources.model_source import checked_size
 
@@ -53,11 +51,7 @@ def largest_image(
 
 
 class Search:
-    """`largest_batch` and `largest_image` for one model, provider and setting.
-
-    One traced step serves all searches. The result is planned again by itself; if the two plans differ, the search
-    repeats with a plan for every number that it tries.
-    """
+    """`largest_batch` and `largest_image` for one model, provider and setting."""
 
     def __init__(
         self, model: str, *, patch_size: Pair | None = None, provider: str = "fastvit", device: str | None = None,
@@ -66,14 +60,11 @@ class Search:
         self.source, self.setting, self.provider = find(model), _setting(**setting), provider
         self.patch = self.source.patch_size if patch_size is None else checked_size("patch_size", patch_size)
         self.gpu = checked_device(device) == "cuda"
-        self._traced: dict[bool, TracedStep | None] = {}
 
     def largest_batch(self, budget: int, image_size: Pair | None = None) -> int:
         """Return what the function `largest_batch` does."""
         size, _ = self.source.sizes(image_size, self.patch)
-        return self._largest(
-            lambda n: (size, n), self._traced_step(one_image=False) if size[0] == size[1] else None, budget, MOST_IMAGES
-        )
+        return _largest(lambda batch: self._peak(size, batch), _checked(budget), MOST_IMAGES)
 
     def largest_image(self, budget: int, batch: int = 8) -> int:
         """Return what the function `largest_image` does."""
@@ -81,55 +72,22 @@ class Search:
         side, width = self.patch
         if side != width:
             raise ValueError(f"the patches of {self.source.name} must be square, got {self.patch}")
-        return side * self._largest(
-            lambda n: ((n * side, n * side), batch),
-            self._traced_step(one_image=batch == 1),
-            budget,
-            MOST_PIXELS // side,
-        )
 
-    def _largest(
-        self, step: Callable[[int], tuple[tuple[int, int], int]], traced: TracedStep | None, budget: int, most: int
-    ) -> int:
-        """Return the largest n within the budget, at most `most`. step(n) is its image size and batch."""
-        if not isinstance(budget, int) or not 1 <= budget <= MOST_BYTES:
-            raise ValueError(f"budget must be bytes from 1 to {MOST_BYTES}, got {budget!r}")
+        def peak(patches: int) -> int:
+            return self._peak((patches * side, patches * side), batch)
 
-        def peak(n: int) -> int:
-            size, batch = step(n)
-            options: dict[str, Any] = {"gpu": self.gpu, "patch_size": self.patch}
-            return plan(self.source, self.provider, size, batch, self.setting, **options).parts.peak
+        return side * _largest(peak, _checked(budget), MOST_PIXELS // side, power=2)
 
-        def likely(n: int) -> int:
-            (size, _), batch = step(n)
-            assert traced is not None
-            return traced.parts(size, self.patch[0], batch).peak
+    def _peak(self, size: tuple[int, int], batch: int) -> int:
+        """Return the planned peak of a step in bytes."""
+        planned = plan(self.source, self.provider, size, batch, self.setting, gpu=self.gpu, patch_size=self.patch)
+        return planned.parts.peak
 
-        if traced is not None:
-            found = _largest(likely, budget, most)
-            if found > 1 and peak(found) == likely(found):
-                return found
-        return _largest(peak, budget, most)
 
-    def _traced_step(self, one_image: bool) -> TracedStep | None:
-        """Return the trace of one image, or of several; None if the model cannot be traced."""
-        if one_image not in self._traced:
-            self._traced[one_image] = self._trace(one_image)
-        return self._traced[one_image]
-
-    def _trace(self, one_image: bool) -> TracedStep | None:
-        if self.patch[0] != self.patch[1]:
-            return None
-        try:
-            model = self.source.on_meta(self.provider, patch_size=self.patch)
-            prefix = self.source.prefix_tokens(model, self.source.image_size, self.patch)
-            if prefix is None:
-                return None
-            at = sizes_to_trace(model, prefix, self.patch[0])
-            at = at._replace(batch=1) if one_image else at
-            return TracedStep(self.source, self.provider, self.setting, at, gpu=self.gpu)
-        except ValueError:
-            return None
+def _checked(budget: object) -> int:
+    if not isinstance(budget, int) or not 1 <= budget <= MOST_BYTES:
+        raise ValueError(f"budget must be bytes from 1 to {MOST_BYTES}, got {budget!r}")
+    return budget
 
 
 def _setting(**setting: object) -> Setting:
@@ -139,24 +97,23 @@ def _setting(**setting: object) -> Setting:
         raise TypeError(str(error).replace("Setting.__init__()", "the setting")) from None
 
 
-def _largest(peak: Callable[[int], int], budget: int, most: int) -> int:
+def _largest(peak: Callable[[int], int], budget: int, most: int, power: int = 1) -> int:
     """Return the largest n from 1 to `most` with peak(n) <= budget, or 0. peak must not decrease; if it is nearly
-    linear, few n are tried."""
+    linear in n**power, few n are tried."""
     known = {1: peak(1)}
     if known[1] > budget:
         return 0
-    low, high, n, halve = 1, 0, min(2, most), False  # high: the smallest known not to fit, or 0
+    low, high, n = 1, 0, min(8, most)  # high: the smallest known not to fit, or 0
     while low < most:
-        known[n] = peak(n)
+        known[n], room = peak(n), high - low
         low, high = (n, high) if known[n] <= budget else (low, n)
         if high - low == 1:
             return low
-        # where the line through two known points meets the budget; every other time halfway, in case it bends
+        # where the line through two known points meets the budget; halfway, where that has brought little
         other = high or max(k for k in known if k < low)
-        slope = max((known[other] - known[low]) / (other - low), 1.0)
-        n = low + int((budget - known[low]) / slope)
+        slope = max((known[other] - known[low]) / (other**power - low**power), 1.0)
+        n = int((low**power + (budget - known[low]) / slope) ** (1 / power))
         if high:
-            n = (low + high) // 2 if halve else min(n, high - 1)
-            halve = not halve
-        n = min(max(n, low + 1), 8 * low, most)  # memory bends away from the line, for example by the side squared
+            n = (low + high) // 2 if 0 < room < 2 * (high - low) else min(n, high - 1)
+        n = min(max(n, low + 1), 64 * low, most)  # memory bends away from the line
     return low
