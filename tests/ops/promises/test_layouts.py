@@ -1,0 +1,143 @@
+"""Where numbers lie in memory, and how many there are of a dimension, changes no result."""
+
+import itertools
+
+import pytest
+import torch
+from layouts import ALIGNED, UNALIGNED, odd_ones
+from op_cases import ROWS, function, made, not_interpreted, outputs_and_gradients, outputs_of, wanted
+from oracle import inputs
+
+# of a gradient: one number for all elements, as a sum has
+ONE_NUMBER = {"one number": lambda t: torch.ones((), dtype=t.dtype, device=t.device).expand(t.shape)}
+LAID_OUT = [name for name in ROWS if "recompute" not in name and "attention dropout" not in name]
+HEADS = ("attention", "attention_", "rotary", "qk_norm")
+# in the interpreter: of rows that read heads by stride also layouts that keep 16 bytes together
+ON_BOTH = [("aten", name, "all") for name in LAID_OUT]
+ON_BOTH += [("triton", name, "unaligned") for name in LAID_OUT]
+ON_BOTH += [("triton", name, "aligned") for name in LAID_OUT if name.startswith(HEADS)]
+
+
+def laid_out(name, turn, layouts, tensors):
+    """Give neighbours among the tensors, and the outputs' gradients, different layouts."""
+    choices, gradients = list(layouts.values()), list((layouts | ONE_NUMBER).values())
+    found = {}
+    for i, (key, t) in enumerate(tensors.items(), turn):
+        found[key] = choices[i % len(choices)](t.detach()).requires_grad_(t.requires_grad)
+    return found, lambda t: gradients[turn % len(gradients)](t)
+
+
+def assert_layout_does_not_matter(name, tensors, arrange, bitwise):
+    """Check that results are those of contiguous tensors. Sums of ATen's matmuls may round differently, and so may a
+    GPU's kernels, which move other layouts in other tiles. arrange: of the gradients of the outputs."""
+    runs = []
+    for contiguous in (True, False):
+        leaves = {
+            key: (t.contiguous() if contiguous else t).detach().requires_grad_(t.requires_grad)
+            for key, t in tensors.items()
+        }
+        torch.manual_seed(4)
+        outputs = outputs_of(function(name)(**leaves))
+        assert all(o.is_contiguous() for o in outputs)
+        douts = [arrange(inputs("normal", *o.shape, dtype=o.dtype, device=o.device, seed=50)) for o in outputs]
+        douts = [dout.contiguous() if contiguous else dout for dout in douts]
+        runs.append((*outputs, *torch.autograd.grad(outputs, list(wanted(leaves).values()), douts)))
+    for plain, strided in zip(*runs, strict=True):
+        assert not bitwise or plain.is_cuda or torch.equal(strided, plain)
+        atol = 1e-5 if name.startswith("attention") else 1e-6 * max(2.0, float(plain.detach().abs().max()))
+        torch.testing.assert_close(strided, plain, atol=atol, rtol=1e-5)  # a small sum rounds as its large terms do
+
+
+@pytest.mark.parametrize(("backend", "name", "kinds"), ON_BOTH, indirect=["backend"])
+def test_layouts(name, kinds, backend, device):
+    """Every tensor of a call has another layout at once; on ATen in every turn."""
+    tensors = made(name, 3, 6, device)
+    layouts = {"all": ALIGNED | UNALIGNED, "aligned": ALIGNED, "unaligned": UNALIGNED}[kinds]
+    bitwise = not any(part in name for part in ("linear", "mlp", "attention", "patch_embed"))
+    bitwise |= backend == "triton" and name.startswith(("attention", "patch_embed"))
+    for turn in range(len(layouts)) if backend == "aten" else [[*ROWS].index(name)]:
+        arranged, arrange = laid_out(name, turn, layouts, tensors)
+        assert_layout_does_not_matter(name, arranged, arrange, bitwise)
+
+
+ALONE = ["layer_norm", "linear residual", "attention mask", "attention_varlen", "qk_norm", "patch_embed"]
+
+
+@pytest.mark.parametrize(
+    ("backend", "name"), [("aten", name) for name in ROWS] + [("triton", name) for name in ALONE], indirect=["backend"]
+)
+def test_strides_of_dimensions_of_one(name, backend, device):
+    """One sample and one token: contiguous to PyTorch, whatever the strides of these dimensions say."""
+    plain = {key: t.detach() for key, t in made(name, 1, 2 if "T" in str(ROWS[name].tensors) else 1, device).items()}
+    runs = []
+    for arrange in (torch.clone, odd_ones):
+        tensors = {
+            key: arrange(t).requires_grad_(t.is_floating_point() and key != "row_scale") for key, t in plain.items()
+        }
+        runs.append(outputs_and_gradients(function(name), {key: t for key, t in tensors.items()}))
+    (outputs, gradients), (others, of_others) = runs
+    assert all(map(torch.equal, outputs, others))
+    for key, gradient in gradients.items():
+        assert torch.equal(gradient, of_others[key]), key
+
+
+OF_SAMPLES = [name for name, row in ROWS.items() if "row_scale" in row.tensors and "attention" not in name]
+ON_TRITON = ["add_layer_norm", "linear residual", "layer_norm_mlp gated"]
+
+
+@pytest.mark.parametrize(
+    ("backend", "name"),
+    [("aten", name) for name in OF_SAMPLES] + [("triton", name) for name in ON_TRITON],
+    indirect=["backend"],
+)
+def test_a_sample_of_rows_and_columns(name, backend, device):
+    """A sample (h, w, D) is one of h * w tokens, with one row_scale."""
+    tensors = {key: t.detach() for key, t in made(name, 3, 6, device).items()}
+    images = {key: t.unflatten(1, (2, 3)) if t.dim() == 3 else t for key, t in tensors.items()}
+    runs = []
+    for arguments in (images, tensors):
+        torch.manual_seed(4)
+        runs.append(outputs_of(function(name)(**arguments)))
+    for a, b in zip(*runs, strict=True):
+        assert torch.equal(a.flatten(1, 2), b)
+
+
+def empty_inputs(name):
+    """Return the row's dimensions that may be 0. A table of rotary positions fixes the others'."""
+    refused = {("attention cross", "T"), ("attention cross", "H"), ("attention_varlen cross", "H")}
+    tensors = ROWS[name].tensors
+    dimensions = ("B",) if "sin" in str(tensors.keys()) else ("B", "BN", "N", "T", "H")
+    named = set(itertools.chain(*tensors.values()))
+    return [empty for empty in dimensions if empty in named and (name, empty) not in refused]
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_an_empty_input_runs_no_kernel(name, backend, device, monkeypatch):
+    """Its results are empty or zero. Kernels do run for queries without keys (T)."""
+    with torch.no_grad():
+        one_sample = outputs_of(function(name)(**made(name, 1, 18, device))) if backend == "aten" else ()
+    launched = []
+    if backend == "triton":
+        from fastvit.kernels.linear import linear_fwd_kernel
+
+        monkeypatch.setattr(type(linear_fwd_kernel), "run", lambda kernel, *_, **__: launched.append(kernel.__name__))
+    for empty in empty_inputs(name):
+        if backend == "triton" and empty == "T":
+            continue
+        tensors = made(name, 1, 18, device, empty=empty)
+        outputs, gradients = outputs_and_gradients(function(name), tensors)
+        if empty == "B" and one_sample:
+            assert [o.shape for o in outputs] == [(0, *o.shape[1:]) for o in one_sample]
+        for key, gradient in gradients.items():
+            assert torch.equal(gradient, torch.zeros_like(tensors[key])), (empty, key)
+        assert not launched, empty
+
+
+@not_interpreted
+def test_a_table_without_tokens_but_the_prefix(backend, device):
+    """All tokens are prefix: nothing is rotated."""
+    x = inputs("normal", 2, 5, 2, 16, dtype=torch.float32, device=device)
+    from fastvit import ops
+
+    none = torch.zeros(0, 16, device=device)
+    assert torch.equal(ops.rotary(x, ops.Rotary(none, none, 5)), x)
