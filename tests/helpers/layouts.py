@@ -19,14 +19,16 @@ def padded(t: Tensor, dim: int, count: int | None = None) -> Tensor:
 
 def swapped(t: Tensor, first: int, second: int) -> Tensor:
     """Swap two dimensions in memory; of a tensor with fewer, the last ones."""
-    dims = (max(min(dim, t.dim() - 1), -t.dim()) for dim in (first, second))
-    first, second = dims
+    first, second = (max(min(dim, t.dim() - 1), -t.dim()) for dim in (first, second))
     return t.transpose(first, second).contiguous().transpose(first, second)
 
 
 def expanded(t: Tensor, dim: int) -> Tensor:
-    """Repeat the first of a dimension without memory. Not of a matrix: norms of its equal results are rounding."""
-    return t if t.dim() in (0, 2) else t.narrow(min(dim, t.dim() - 1), 0, 1).expand(t.shape)
+    """Repeat the first of a dimension without memory. Not of a matrix, norms of whose equal results are rounding,
+    nor of the ends of sequences."""
+    if t.numel() == 0 or t.dim() in (0, 2) or t.dtype in (torch.int32, torch.int64):
+        return t
+    return t.narrow(min(dim, t.dim() - 1), 0, 1).expand(t.shape)
 
 
 def odd_ones(t: Tensor) -> Tensor:

@@ -1,7 +1,5 @@
 """The backward kernels of attention without autograd, against float64 gradients of the formula. Needs triton."""
 
-import math
-
 import pytest
 import torch
 from oracle import GRADIENT, assert_as_accurate, inputs
@@ -79,21 +77,6 @@ def test_short_sequences(shape, dtype, kernels, device):
 def test_long_sequences(shape, device):
     """A tail as wide as the loop's tiles; tiles of 256 columns."""
     check(*packed_inputs("normal", *shape, torch.float32, device))
-
-
-def test_large_scores_in_float32(kernels, device):
-    """P = exp(S - LSE) is as exact as a float32 LSE: 4 roundings of its magnitude. Softmax itself has none in rows that
-    one key dominates. PyTorch's flash attention has the same property."""
-    q, k, v, do = packed_inputs("large", 1, 69, 2, 32, torch.float32, device)
-    scores = torch.einsum("bnhd,bmhd->bhnm", q.double(), k.double()) * 0.5
-    relative = 4 * 2.0**-24 * float(scores.abs().max()) / math.log(2)
-    exact = autograd(q, k, v, do, 0.5, torch.float64)
-    terms = autograd(q, k, v.abs(), do.abs(), 0.5, torch.float64)[2].amax()  # of |P^T| |dO|
-    got = fused(q, k, v, do, 0.5)
-    assert float((got[2] - exact[2]).abs().max()) <= relative * float(terms)
-    eager = autograd(q, k, v, do, 0.5, torch.float32)
-    for name, *triple in zip(("dq", "dk"), got[:2], eager[:2], exact[:2], strict=True):
-        assert_as_accurate(*triple, factor=GRADIENT, what=name)
 
 
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value):RuntimeWarning")  # numpy, in lanes that are masked

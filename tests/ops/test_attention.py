@@ -7,7 +7,6 @@ import math
 import pytest
 import torch
 from attention_inputs import draw_qkv, seeded, with_identities
-from layouts import swapped
 from op_cases import tensors_of
 from oracle import assert_op_as_accurate, inputs
 
@@ -137,16 +136,6 @@ def test_layout_of_sdpa(backend, device):
     torch.testing.assert_close(got, reference, atol=1e-5, rtol=1e-5)
 
 
-def test_a_packed_gradient_is_one_tensor(backend, device):
-    """Also of a view with a storage offset and NaN around it."""
-    frame = torch.full((2, 21, 3, 2, 16), torch.nan, device=device)
-    frame[:, 1:-1] = inputs("normal", 2, 19, 3, 2, 16, dtype=torch.float32, device=device)
-    view = frame[:, 1:-1].requires_grad_()
-    (dqkv,) = torch.autograd.grad(ops.attention_qkvpacked(view).sum(), view)
-    assert dqkv.is_contiguous()
-    assert dqkv.isfinite().all()
-
-
 # ---- hidden keys ----
 
 
@@ -273,14 +262,3 @@ def test_blocks_of_scores(kv_heads, dtype, device, monkeypatch):
     tolerance = 1e-5 if dtype is torch.float32 else 4e-2
     for other in runs[1:]:
         torch.testing.assert_close(other, runs[0], atol=tolerance, rtol=tolerance)
-
-
-def test_more_scores_than_are_held_at_once(device):
-    """Where ATen materialises them, as for a strided head dimension: one sample after the other."""
-    tensors = draw_qkv(2, 2049, 4, 16, device=device)
-    results = []
-    for arrange in (torch.clone, lambda t: swapped(t, 1, 3)):
-        leaves = [arrange(t.detach()).requires_grad_() for t in tensors.values()]
-        o = ops.attention(*leaves)
-        results.append((o, *torch.autograd.grad(o, leaves, leaves[0].detach())))
-    torch.testing.assert_close(*results, atol=1e-5, rtol=1e-4)

@@ -19,9 +19,9 @@ def ends_of(*lengths, device=None):
 
 
 def test_max_seqlen_changes_nothing(triton_backend, device):
-    tensors, ends = draw_qkv(55, 1, 16, device=device), ends_of(20, 35, device=device)
+    tensors, ends = draw_qkv(20, 1, 16, device=device), ends_of(3, 17, device=device)
     runs = []
-    for longest in (35, 60, None):
+    for longest in (17, 20, None):
         o = ops.attention_varlen(**tensors, cu_seqlens=ends.long(), max_seqlen=longest)
         runs.append((o, *torch.autograd.grad(o.sum(), list(tensors.values()))))
     for other in runs[1:]:
@@ -76,11 +76,11 @@ def test_wrong_ends_and_lengths(ascending, counted, device, monkeypatch):
     longer than max_seqlen, in the output and in every gradient."""
     if not ascending:  # sequences overlap: two programs store one element
         monkeypatch.setattr(counted._Counter, "_move", lambda *_: None)
-    draw, T = random.Random(1), 40
-    for longest in (1, 5, 17, 40, 60):
-        tensors = draw_qkv(T, 2, 16, device=device, kv_heads=draw.choice((1, 2)))
+    draw, T = random.Random(1), 24
+    for longest in (5, 17, 40):
+        tensors = draw_qkv(T, 2, 16, device=device, kv_heads=1)
         ends = [draw.choice((draw.randint(0, T), draw.randint(-9, 60), 1 << 40, -1 << 40)) for _ in range(4)]
-        ends = [3, 10, 20, 35] if longest == 17 else sorted(ends) if ascending else ends
+        ends = [3, 10, 12, 20] if longest == 17 else sorted(ends) if ascending else ends
         inside = [min(max(end, 0), T) for end in ends]
         with counted.count():
             o = ops.attention_varlen(**tensors, cu_seqlens=torch.tensor(ends, device=device), max_seqlen=longest)
@@ -100,8 +100,8 @@ def test_wrong_ends_and_lengths(ascending, counted, device, monkeypatch):
 def test_wrong_ends_and_lengths_of_keys(counted, device):
     """The same of sequences whose keys are packed by themselves."""
     draw = random.Random(2)
-    T, T_k = 30, 45
-    for longest, longest_k in ((30, 45), (5, 45), (30, 9), (12, 20), (7, 7)):
+    T, T_k = 20, 30
+    for longest, longest_k in ((20, 30), (5, 30), (20, 9), (7, 7)):
         q = draw_qkv(T, 2, 16, device=device)["q"]
         tensors = {"q": q, **{key: draw_qkv(T_k, 1, 16, device=device)[key] for key in "kv"}}
         ends, ends_k = (

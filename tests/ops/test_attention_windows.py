@@ -15,7 +15,6 @@ from fastvit.ops.attention import aten, relative_aten, windows_aten
 from fastvit.ops.runtime import backend as backends
 from fastvit.ops.runtime.backend import Path
 from fastvit.ops.runtime.call import UNKEPT
-from fastvit.study.accuracy import formulas
 from fastvit.study.accuracy.formulas import attention_windows as eager
 from fastvit.study.memory.allocations import Allocations, as_on
 
@@ -100,24 +99,6 @@ def test_planned_memory():
 
 
 # ---- relative positions ----
-
-
-def test_products_of_queries_and_tables(backend, device):
-    """SAM makes them so: rows and columns have the layouts of einsum, and q gets a gradient from both. q, k and v are
-    parts of one tensor; the gradient of the output has heads before tokens."""
-    B, h, w, H, d = 2, 3, 5, 2, 16
-    tensors = tensors_of(
-        {"qkv": (B, h * w, 3, H, d), "row_table": (h, h, d), "column_table": (w, w, d)}, torch.float32, device
-    )
-
-    def attend(module, qkv, row_table, column_table):
-        q, k, v = qkv.unbind(2)
-        grid = q.unflatten(1, (h, w))
-        rows = torch.einsum("byxhc,ykc->byxhk", grid, row_table).flatten(1, 2)
-        columns = torch.einsum("byxhc,xkc->byxhk", grid, column_table).flatten(1, 2)
-        return module.attention(q, k, v, relative=ops.Relative(rows, columns), scale=0.3).transpose(1, 2)
-
-    assert_op_as_accurate(lambda **t: attend(ops, **t), lambda **t: attend(formulas, **t), tensors)
 
 
 @pytest.mark.parametrize("flash", [True, False])

@@ -44,35 +44,6 @@ def test_three_layers(dtype, backend, device):
     assert_op_as_accurate(of_layers(ops), of_layers(formulas), tensors)
 
 
-def test_three_layers_are_a_packed_one(device):
-    """In float32 up to the order of sums. Held against float64 they would test PyTorch's kernel of attention, which on
-    some CPUs has up to five times the formula's error in the gradients of q and k."""
-    packed_layer = draw(F32, device)
-    parts = {key: t for key, t in packed_layer.items() if not key.startswith("qkv")}
-    for kind in ("qkv_weight", "qkv_bias"):
-        chunks = packed_layer[f"{kind}0"].detach().chunk(3)
-        parts |= {f"{kind}{i}": part.clone().requires_grad_() for i, part in enumerate(chunks)}
-    (whole,), want = outputs_and_gradients(of_layers(ops), packed_layer)
-    (out,), got = outputs_and_gradients(of_layers(ops), parts)
-    together = {f"{kind}0": torch.cat([got.pop(f"{kind}{i}") for i in range(3)]) for kind in ("qkv_weight", "qkv_bias")}
-    for name, t in {"out": out, **got, **together}.items():
-        expected = whole if name == "out" else want[name]
-        torch.testing.assert_close(t, expected, rtol=0, atol=1e-5 * float(expected.abs().max()), msg=name)
-
-
-def test_three_layers_under_compile_vmap_and_no_grad(device):
-    tensors = draw(F32, device, layers=3)
-    fused = of_layers(ops)
-    want = fused(**tensors)
-    with torch.no_grad():
-        assert torch.equal(fused(**tensors), want)
-    torch._dynamo.reset()
-    compiled = torch.compile(fused, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(**tensors), want)
-    xs = torch.stack([tensors["x"], tensors["x"] * 2]).detach()
-    torch.testing.assert_close(torch.func.vmap(lambda x: fused(**tensors | {"x": x}))(xs)[0], want)
-
-
 def test_only_the_residual_is_wanted(device):
     """No gradient of the op itself: nothing runs backward."""
     tensors = {key: t.detach() for key, t in made("layer_norm_attention", B, N, device).items()}

@@ -101,41 +101,6 @@ def test_eps(kind, backend, device):
         assert_op_as_accurate(lambda **t: run(ops, **t), lambda **t: run(formulas, **t), tensors)
 
 
-def test_a_nan_stays_in_its_head(backend, device):
-    """In outputs and in gradients of q and k; gradients of one token do not reach another."""
-    q, k, *douts = (inputs("normal", 2, 20, 3, 16, dtype=torch.float32, device=device, seed=s) for s in range(4))
-    weights = [inputs("normal", 16, dtype=torch.float32, device=device, seed=s) for s in (5, 6)]
-    rotary = ops.Rotary(*table(17, 16, device=device), 3)
-
-    def run(q, k):
-        leaves = [t.detach().requires_grad_() for t in (q, k)]
-        out = ops.qk_norm(*leaves, *(ops.Norm(weight) for weight in weights), rotary)
-        return *out, *torch.autograd.grad(out, leaves, douts)
-
-    clean = run(q, k)
-    for in_q, token in ((True, 7), (False, 1), (False, 19)):  # a patch, a prefix token, the last of a part of a block
-        dirty = [t.clone() for t in (q, k)]
-        dirty[not in_q][1, token, 2, 5] = torch.nan
-        for got, want, reached in zip(run(*dirty), clean, (in_q, not in_q, in_q, not in_q), strict=True):
-            got = got.clone()
-            if reached:
-                assert got[1, token, 2].isnan().all()
-                got[1, token, 2] = want[1, token, 2]
-            assert torch.equal(got, want)
-
-
-def test_a_norm_may_serve_both(device):
-    """One weight for q and for k, and one tensor as both."""
-    x, weight = (
-        inputs("normal", *s, dtype=torch.float32, device=device).requires_grad_() for s in ((2, 9, 2, 16), (16,))
-    )
-    fused, eager = (
-        lambda x, weight, module=module: module.qk_norm(x, x, ops.Norm(weight), ops.Norm(weight))
-        for module in (ops, formulas)
-    )
-    assert_op_as_accurate(fused, eager, {"x": x, "weight": weight})
-
-
 def test_an_expanded_table_is_one():
     """Which a program loads once for all; what differs along a dimension stays as it is."""
     launch = pytest.importorskip("fastvit.ops.rotary.launch")

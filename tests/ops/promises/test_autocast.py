@@ -60,7 +60,7 @@ def test_a_wider_position_or_prefix_makes_a_wider_result(option, device):
     """Added in float32 to patches in bfloat16, as in eager."""
     tensors = {key: t.detach() for key, t in made("patch_embed", 2, 6, device).items()}
     with torch.autocast(device.type, torch.bfloat16):
-        plain = {key: tensors[key] for key in ("image", "weight")}
+        plain = {"bias": None, **{key: tensors[key] for key in ("image", "weight")}}
         assert ops.patch_embed(**plain).dtype is torch.bfloat16
         for dtype in (torch.float32, torch.bfloat16):
             given = plain | {option: tensors[option].to(dtype)}

@@ -17,7 +17,7 @@ def test_compile(name, device):
     torch._dynamo.reset()
     compiled = torch.compile(function(name), backend="aot_eager", fullgraph=True, dynamic=True)
     with torch._dynamo.config.patch(error_on_recompile=name != "attention_varlen"):
-        for B in (2, 5):
+        for B in (7, 9):  # no other dimension has these sizes
             tensors = made(name, B, 6, device)
             torch.testing.assert_close(results(compiled, tensors), results(function(name), tensors))
 

@@ -51,7 +51,7 @@ def fuzzed(count):
 
 @every_row
 def test_fuzz(name, device):
-    fuzzed(12)(name, device)
+    fuzzed(40)(name, device)
 
 
 @every_row

@@ -78,7 +78,7 @@ def test_inputs_that_are_edited_before_the_backward_pass(name, device):
         try:
             got = backward(lambda copies, key=key: copies[key].detach().add_(1.0))
         except RuntimeError as error:
-            assert "modified by an inplace operation" in str(error)  # noqa: PT017
+            assert "modified" in str(error)  # noqa: PT017
             raised += 1
         else:
             assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True)), key

@@ -62,10 +62,12 @@ def calls_of(op, device):
 
 @every_registered_op
 def test_opcheck(op, backend, device):
-    calls, only = calls_of(op, device), {}
-    if backend == "triton" and backends.INTERPRET:  # it is slow, and the other checks do not depend on the launcher
-        calls, only = calls[:1], {"test_utils": ("test_schema", "test_faketensor")}
-    for arguments in calls:
+    """The whole check of one kind of call; of the others, and in the interpreter, what depends on the arguments."""
+    first, *others = calls_of(op, device)
+    only = {"test_utils": ("test_schema", "test_faketensor")}
+    interpreted = backend == "triton" and backends.INTERPRET
+    torch.library.opcheck(op, first, **(only if interpreted else {}))
+    for arguments in () if interpreted else others:
         torch.library.opcheck(op, arguments, **only)
 
 
