@@ -93,6 +93,14 @@ FORMULAS = [name for name in ROWS if not name.endswith(("dropout", "recompute"))
 not_interpreted = pytest.mark.parametrize("backend", ["aten", *["triton"] * torch.cuda.is_available()], indirect=True)
 
 
+def on_both(name, aten, interpreted):
+    """Parametrise a test by `backend` and `name`: on a GPU all values on both backends, otherwise few in the
+    interpreter."""
+    values = aten if torch.cuda.is_available() else interpreted
+    cases = [("aten", value) for value in aten] + [("triton", value) for value in values]
+    return pytest.mark.parametrize(("backend", name), cases, indirect=["backend"], ids=str)
+
+
 def function(name, module=ops):
     """Return the op, or its formula, as a function of tensors by name."""
     return ROWS[name].call(module, **more(name))

@@ -212,7 +212,6 @@ LINEAR = [
     case("linear", BF16, 2, 17, D=40, hidden=24, dtypes=WIDE),
     case("linear", F32, 2, 37, D=72, hidden=88, **without(*BRANCH), options={"activation": "gelu"}),
     case("linear", BF16, 2, 37, D=72, hidden=88, **without(*BRANCH), options={"activation": "gelu_tanh"}),
-    case("linear", F16, 2, 37, D=72, hidden=88, **without(*BRANCH), options={"activation": "quick_gelu"}),
     case("linear", F32, 5, 13, D=40, hidden=24, options={"activation": "relu"}),
     case("linear", BF16, 5, 13, D=40, hidden=24, options={"activation": "silu"}),
 ]
@@ -222,9 +221,7 @@ NORMS = [
     case("layer_norm", F32, 2, 197, D=48),
     case("layer_norm", BF16, 3, 7, D=1000),
     case("layer_norm", F32, 37, 130),
-    case("layer_norm", BF16, 4, 3, D=2),
     case("rms_norm", F32, 3, 7, D=1000),
-    case("rms_norm", BF16, 2, 197, D=48),
     # a mean of 1000, which shows a variance in one pass and masked lanes that enter it; rows as small as eps
     case("layer_norm", F32, 2, 5, D=769, kind="offset"),
     case("rms_norm", F32, 2, 5, D=769, kind="offset"),
@@ -233,14 +230,11 @@ NORMS = [
     case("add_layer_norm", F32, 5, 13, D=72, **without("layer_scale", "row_scale")),
     case("add_layer_norm", BF16, 5, 13, D=72, **without("layer_scale", "bias")),
     case("add_layer_norm", F32, 5, 13, D=72, tensors={"bias": None}, options={"norm": "rms"}),
-    case("add_layer_norm", BF16, 5, 13, D=72, tensors={"row_scale": None, "bias": None}, options={"norm": "rms"}),
     # products are not rounded to a dtype narrower than the sum's
     case("add_layer_norm", F32, 5, 13, D=72, dtypes={"branch": BF16}),
     case("add_layer_norm", F32, 5, 13, D=72, dtypes={"residual": BF16, "layer_scale": BF16, "row_scale": BF16}),
-    case("add_layer_norm", F32, 5, 13, D=72, dtypes={"residual": F16, "branch": BF16}),
     case("layer_norm_linear", F32, 1, 1, D=13, H=1, d=9, tensors={"bias": None}),
     case("layer_norm_linear", BF16, D=72, d=8, **RMS),
-    case("layer_norm_linear", F16, 5, 33, H=1),
 ]
 INNER = {"inner_weight": ("hidden",)}
 GATED_INNER = {"inner_weight": ("gated",)}
@@ -249,11 +243,9 @@ MLPS = [
     case("mlp gelu", F32, 3, 7, D=24, tensors=INNER, options={"recompute": "activation"}),
     case("layer_norm_mlp gelu", F16, 3, 37, D=24, **RMS),
     case("layer_norm_mlp inner", F32, 3, 7, D=24, options={"recompute": "all"}),
-    case("mlp swiglu", F16, 3, 7, D=24, options={"recompute": "activation"}),
     case(
         "mlp swiglu", BF16, 3, 7, D=24, tensors=GATED_INNER | {"inner_bias": ("gated",)}, options={"recompute": "all"}
     ),
-    case("layer_norm_mlp gated", F32, 3, 7, D=24, tensors={"gate_bias": None, "norm_bias": None}),
     case("layer_norm_mlp gated", BF16, 3, 7, D=24, tensors={"value_bias": None, "inner_bias": None}),
     case("layer_norm_mlp gated recompute", F32, 3, 7, D=24),
     # a residual of its own, in float32 after matmuls in bfloat16; more rows than hidden units
@@ -283,21 +275,17 @@ ATTENTION = [
     case("attention_qkvpacked", F16, 1, 50, d=64),
     case("attention", F32, 1, 70, H=1, d=96),
     case("attention", F16, 1, 257, H=1),
-    case("attention", BF16, 1, 218, H=1, d=64),
     case("attention", F16, 1, 150, H=1, d=88),
-    case("attention", F32, 1, 32, H=1, d=128),  # as many tokens as a tile has
     case("attention", BF16, 1, 128, H=1, d=128),
     case("attention", F32, 1, 69, H=1, d=32, kind="large", options={"scale": 0.5}),
     # scales that are no power of two round the scores: forward and backward pass must round them alike
     case("attention", F32, 1, d=256, options={"scale": 0.3}),
-    case("attention mask", F32, 1, d=128, options={"scale": 0.3}),
 ]
 MASKS = [
     # broadcast along each dimension, as many dimensions as there are; heads that share keys; masks of another dtype
     case("attention keys", F32, N=37, G=1, **masked("B", "H", "N", "N")),
     case("attention keys", BF16, 1, 21, H=5, **masked("B", 1, 1, "N"), dtypes={"attn_mask": BF16}),
     case("attention keys", F16, N=37, G=1, **masked("B", 1, 1, "N"), dtypes={"attn_mask": torch.bool}),
-    case("attention keys", BF16, N=20, **masked(1, "H", "N", "N"), dtypes={"attn_mask": F32}),
     case("attention keys", F16, 1, 48, H=4, G=2, **masked("H", "N", "N"), dtypes={"attn_mask": F16}),
     case("attention keys", F32, 5, 21, H=1, **masked("N", "N")),
     case("attention keys", F32, N=21, **masked("B", "H", "N", 1)),
@@ -308,19 +296,16 @@ MASKS = [
     case("attention keys", BF16, 1, 70, K=1, G=1, d=24),
     case("attention keys", F32, 1, 7, K=3, d=24, G=1, **masked(causal=True)),
     case("attention keys", F32, 1, 17, K=130, G=1, d=24),
-    case("attention keys", F16, 1, 130, K=17, H=1, d=24),
-    case("attention keys", F32, 1, 96, K=64, H=1, d=24, **masked(causal=True)),
     case("attention keys", F32, N=40, d=32, G=1, **masked(causal=True)),
     case("attention keys", BF16, 1, 150, H=1, d=32, **masked(causal=True)),
     case("attention keys", F32, N=20, K=15, **masked("B", 1, 1, "K", causal=True)),
     case("attention keys", F32, 1, 40, K=30, **masked("H", "N", "K", causal=True), dtypes={"attn_mask": torch.bool}),
-    case("attention keys", F32, 1, 20, K=15, **masked("N", 1, causal=True)),
 ]
 # one key tile; a padded column and row; a grid row in a tile; tiles of columns; several tiles of queries and rows
 GRIDS = [(12, 16, 3, 4, F32), (37, 24, 5, 7, BF16), (20, 72, 3, 32, F16), (33, 16, 2, 40, F32), (70, 32, 12, 8, F32)]
 RELATIVE = [
     case("attention relative", dtype, 1, M, d=d, gh=height, gw=width, K=height * width)
-    for M, d, height, width, dtype in (*GRIDS, (3, 16, 3, 5, F16))
+    for M, d, height, width, dtype in GRIDS
 ] + [
     # windows of one tile; that pad it; of several tiles of queries and rows, which are the grid; of tiles of columns
     case("attention_windows relative", F32, **in_windows((6, 4), (3, 4))),
@@ -332,7 +317,6 @@ RELATIVE = [
 PACKS = [
     # one token and none; fewer than a vector; tails of a tile; several tiles; shared keys; a loop in some programs only
     case("attention_varlen", F32, d=24, **packed((5, 1, 0, 33))),
-    case("attention_varlen", BF16, d=24, **packed((16, 16, 9))),
     case("attention_varlen", F16, d=24, G=1, **packed((1, 1))),
     case("attention_varlen", F32, d=80, G=1, **packed((1, 31, 32, 33), scale=0.2)),
     case("attention_varlen cross", F32, d=24, G=1, **packed((1, 1, 1), (35, 0, 20))),
@@ -343,12 +327,10 @@ WINDOWS = [
     # window larger than the grid, and as large. A mask with a gradient of each head, each window, both; none
     case("attention_windows", F32, 1, **in_windows((3, 8), (3, 4), mask=("H", "n", "n"))),
     case("attention_windows", F32, H=1, **in_windows((6, 8), (3, 4), (1, 2), ("windows", "H", "n", "n"))),
-    case("attention_windows", F32, 1, **in_windows((4, 8), (4, 4), (0, 2), ("windows", 1, "n", "n"))),
     case("attention_windows", BF16, H=1, d=24, **in_windows((5, 6), (3, 4))),
     case("attention_windows", F32, 1, **in_windows((5, 6), (3, 4), (2, 3), ("windows", "H", "n", "n"))),
     case("attention_windows", F16, 1, d=24, **in_windows((1, 10), (1, 4), (0, 3), ("H", "n", "n"))),
     case("attention_windows", F32, 1, **in_windows((3, 5), (4, 7), (2, 6), ("H", "n", "n"))),
-    case("attention_windows", F32, 1, d=24, **in_windows((4, 5), (4, 5), mask=("H", "n", "n"))),
     # several tiles, and a mask that all heads share
     case("attention_windows", F32, 1, **in_windows((6, 10), (6, 8), (3, 4), ("n", "n"), shift_bias=-2.5, scale=0.3)),
     # a mask that hides, next to the shift's, which hides or is added; one row of it for all queries
@@ -364,35 +346,29 @@ HEADS = [
     case("rotary_qkvpacked", BF16, N=21, d=64, T=16, tensors=FIXED | {"sin": None, "cos": None}),
     case("rotary_qkvpacked interleaved", F16, 3, 17, d=72, T=17, tensors=FIXED | {"sin": None, "cos": None}),
     case("rotary_qkvpacked", F32, 1, 18, H=5, d=128, tensors=dict.fromkeys(("sin", "cos"), (1, "T", "d"))),
-    case("rotary_qkvpacked", F32, N=21, H=3, d=24, T=19, tensors=OF_HEADS),
     case("rotary_qkvpacked interleaved", F32, N=21, H=3, d=24, T=19, tensors=OF_SAMPLES),
     case("rotary halves", BF16, 4, 64, d=32, T=64, dtypes={"sin": BF16, "cos": BF16}),
     # shares of steps that are not full; a padded head; nothing but prefix; halves that are no multiple of 8 elements
     case("qk_norm packed", BF16, 1, 19, H=5, d=64, T=16),
     case("qk_norm packed", F32, N=9, d=72, T=9, options={"interleaved": True}, **RMS_HEADS),
     case("qk_norm packed", F16, 1, 9, H=3, d=256, T=6, options={"interleaved": True}),
-    case("qk_norm packed", BF16, 1, 40, H=1, T=0, **RMS_HEADS),
     case("qk_norm packed", F32, N=21, H=3, d=24, T=19, tensors=dict.fromkeys(NO_POSITIONS, ("B", "H", "T", "d"))),
     # without positions: programs that sum over several steps, some of two blocks of tokens
     case("qk_norm packed", F32, 3, 130, H=1, **without(*NO_POSITIONS)),
     case("qk_norm packed", F32, 13, 3, H=1, **without(*NO_POSITIONS, "q_bias", "k_bias")),
-    case("qk_norm packed", F16, 1, 17, H=3, d=24, **without(*NO_POSITIONS)),
     # a mean of 1000 in a padded head
     case("qk_norm packed", F32, 1, 9, d=72, T=8, kind="offset"),
 ]
 IMAGES = [
     # every kind of patch; sums with and without a tail; one patch; one channel; many images in a tile; tubelets
     case("patch_embed", F32, 3, **patches(3, (3, 5), (2, 2), 40, 1)),
-    case("patch_embed", BF16, 2, **patches(4, (3, 2), (4, 4), 72, 0)),
     case("patch_embed", F16, 1, **patches(3, (2, 3), (14, 14), 70, 1)),
-    case("patch_embed", F32, 1, **patches(1, (1, 1), (32, 32), 33, 1)),
     case("patch_embed", BF16, 2, **patches(3, (2, 3), (4, 6), 24, 5)),
     case("patch_embed", F32, 5, **patches(1, (4, 1), (3, 1), 1, 2)),
     case("patch_embed", F16, 70, **patches(3, (1, 1), (2, 2), 130, 1)),
     case("patch_embed video", BF16, 2, **patches(3, (3, 3, 2), (2, 4, 6), 72, 2)),
     case("patch_embed video", F32, 3, **patches(2, (4, 1, 2), (1, 3, 5), 16, 1)),
     case("patch_embed", BF16, 2, **bytes_of(3, (2, 3), (14, 14))),
-    case("patch_embed", F32, 2, **bytes_of(1, (2, 3), (2, 8))),
     case("patch_embed video", F16, 2, **bytes_of(3, (2, 3, 2), (2, 4, 4))),
 ]
 CASES = [*LINEAR, *NORMS, *MLPS, *BLOCKS, *ATTENTION, *MASKS, *RELATIVE, *PACKS, *WINDOWS, *HEADS, *IMAGES]

@@ -94,17 +94,17 @@ def test_sixteen_bit_form_is_within_an_eighth_of_an_ulp(name, device):
         assert not got[~kept & (x < -1)].abs().gt(1e-34).any()
 
 
-@pytest.mark.parametrize("name", ACTIVATIONS)
-def test_float32_form_is_as_accurate_as_eager(name, device):
+def test_float32_form_is_as_accurate_as_eager(device):
     x = torch.linspace(-12, 12, 4096, device=device)
-    exact, exact_grad = reference(name, x)
-    leaf = x.clone().requires_grad_()
-    eager = formulas.ACTIVATIONS[name](leaf)
-    (eager_grad,) = torch.autograd.grad(eager.sum(), leaf)
-    value, again, grad = run(name, x, exact=True)
-    assert_as_accurate(value, eager, exact, what=name)
-    assert_as_accurate(again, eager, exact, what=name)
-    assert_as_accurate(grad, eager_grad, exact_grad, what=f"{name}'s derivative")
+    for name, activation in formulas.ACTIVATIONS.items():
+        exact, exact_grad = reference(name, x)
+        leaf = x.clone().requires_grad_()
+        eager = activation(leaf)
+        (eager_grad,) = torch.autograd.grad(eager.sum(), leaf)
+        value, again, grad = run(name, x, exact=True)
+        assert_as_accurate(value, eager, exact, what=name)
+        assert_as_accurate(again, eager, exact, what=name)
+        assert_as_accurate(grad, eager_grad, exact_grad, what=f"{name}'s derivative")
 
 
 @pytest.mark.parametrize("exact", [False, True], ids=["16bit", "float32"])

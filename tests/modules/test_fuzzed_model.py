@@ -1,4 +1,4 @@
-"""The model with random arguments and frozen parts; see tests/ops/test_fuzz.py."""
+"""The model with random arguments and frozen parts; see tests/ops/promises/test_fuzz.py."""
 
 import copy
 import random
@@ -75,7 +75,7 @@ def step(model: nn.Module, image: Tensor, part: dict[str, Any]) -> dict[str, Ten
     return {"logits": logits} | dict(zip(wanted, gradients, strict=True))
 
 
-# in the interpreter each op is fuzzed by itself, in tests/ops/test_fuzz.py
+# in the interpreter each op is fuzzed by itself, in tests/ops/promises/test_fuzz.py
 @pytest.mark.parametrize("backend", ["aten", *["triton"] * torch.cuda.is_available()], indirect=True)
 @fuzz
 @given(models(), trained(), st.integers(0, 3))

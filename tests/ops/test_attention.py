@@ -1,6 +1,7 @@
 """Softmax attention: what its kernels and ATen functions have beyond the promises of every op. LSE, dropout, scores
 that are large, keys that are hidden."""
 
+import functools
 import itertools
 import math
 
@@ -68,11 +69,10 @@ def test_dropout(dtype, backend, device):
         assert agreement.abs() < 5 * 0.5 / N
 
 
-@pytest.mark.parametrize(("M", "N", "kv_heads"), [(40, 50, 2), (40, 30, 1)])
-def test_causal_dropout(M, N, kv_heads, backend, device):
-    """More and fewer keys than queries, and shared ones. v is an identity matrix in the first call, which shows the
+def test_causal_dropout(backend, device):
+    """Fewer keys than queries, and shared ones. v is an identity matrix in the first call, which shows the
     mask."""
-    p = 0.3
+    M, N, kv_heads, p = 40, 30, 1, 0.3
     keys = dict.fromkeys("kv", (1, N, kv_heads, 64))
     tensors = tensors_of({"q": (1, M, 2, 64), **keys}, torch.float32, device)
     eye = torch.eye(N, 64, device=device)[None, :, None].expand(keys["v"]).detach()
@@ -102,8 +102,9 @@ def test_dropout_mask_does_not_depend_on_tiles(triton_backend, device, monkeypat
     torch.testing.assert_close(*outputs, atol=2e-3, rtol=2e-3)
 
 
-@pytest.mark.parametrize("largest", ["first", "last"])
-@pytest.mark.parametrize(("N", "dtype"), [(70, torch.float32), (197, torch.bfloat16)], ids=str)
+@pytest.mark.parametrize(
+    ("N", "dtype", "largest"), [(70, torch.float32, "first"), (150, torch.bfloat16, "last")], ids=str
+)
 def test_one_key_far_above_the_others(N, dtype, largest, backend, device):
     """800 above: exp of the difference overflows, unless the maximum is that of all tiles, in whichever order."""
     v = inputs("normal", 1, N, 1, 64, dtype=dtype, device=device)
@@ -113,15 +114,16 @@ def test_one_key_far_above_the_others(N, dtype, largest, backend, device):
     assert torch.equal(ops.attention(q, k, v, scale=1.0), v[:, key : key + 1].expand_as(v))
 
 
-@pytest.mark.parametrize("scale", [-0.5, 0.0])
-def test_scale_that_is_not_positive(scale, backend, device):
+def test_scale_that_is_not_positive(backend, device):
     """The forward kernels refuse it; ATen takes it."""
     tensors = draw_qkv(1, 20, 2, 16, device=device)
-    with ops.use_backend(backend, strict=False):
-        assert_op_as_accurate(lambda **t: ops.attention(**t, scale=scale), lambda **t: eager(**t, scale=scale), tensors)
-    if backend == "triton":
-        with pytest.raises(backends.KernelUnsupported, match="positive scale"):
-            ops.attention(**tensors, scale=scale)
+    for scale in (-0.5, 0.0):
+        fused, formula = (functools.partial(function, scale=scale) for function in (ops.attention, eager))
+        with ops.use_backend(backend, strict=False):
+            assert_op_as_accurate(fused, formula, tensors)
+        if backend == "triton":
+            with pytest.raises(backends.KernelUnsupported, match="positive scale"):
+                fused(**tensors)
 
 
 def test_layout_of_sdpa(backend, device):
@@ -144,9 +146,7 @@ def test_layout_of_sdpa(backend, device):
     [
         ("bool", "first"),
         ("bool", "all"),
-        ("minus infinity", "last"),
         ("minus infinity", "all"),
-        ("lowest", "all but two"),
         ("lowest", "all"),
     ],
 )
@@ -155,7 +155,7 @@ def test_hidden_keys(kind, hidden, backend, device):
     hides them: that is finite, and all keys weigh the same."""
     N = 70
     visible = torch.ones(1, 1, N, N, dtype=torch.bool, device=device)
-    which = {"first": slice(0, 33), "last": slice(33, N), "all but two": slice(2, N), "all": slice(0, N)}[hidden]
+    which = {"first": slice(0, 33), "all": slice(0, N)}[hidden]
     visible[..., which] = False
     visible[..., 3, :] = True  # but a query
     lowest = -torch.inf if kind == "minus infinity" else torch.finfo(torch.float32).min
@@ -168,7 +168,7 @@ def test_hidden_keys(kind, hidden, backend, device):
         assert not ops.attention(**tensors, attn_mask=mask)[:, 4:].any()
 
 
-@pytest.mark.parametrize(("fill", "N"), [(-1e9, 5), (-65504.0, 17), (torch.finfo(torch.float32).min, 70), (1e9, 17)])
+@pytest.mark.parametrize(("fill", "N"), [(-1e9, 5), (torch.finfo(torch.float32).min, 40), (1e9, 17)])
 def test_rows_whose_keys_all_have_a_huge_number(fill, N, backend, device):
     """A padded sample and a padded query: the weights sum to one, and gradients are those of these weights.
     Integers, so that scores and mask have the same sum in any order."""
@@ -192,8 +192,8 @@ def test_rows_whose_keys_all_have_a_huge_number(fill, N, backend, device):
     torch.testing.assert_close(ones, torch.ones_like(o))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_rows_of_the_lowest_number_in_16_bits(dtype, backend, device):
+def test_rows_of_the_lowest_number_in_16_bits(backend, device):
+    dtype = torch.float16
     mask = torch.zeros(2, 1, 33, 33, dtype=dtype, device=device)
     mask[1] = mask[0, :, 3] = torch.finfo(dtype).min
     tensors = {**draw_qkv(2, 33, 1, 16, dtype=dtype, device=device), "attn_mask": mask.requires_grad_()}

@@ -40,8 +40,9 @@ def draw(*shape, device, dtype=torch.float32, outs=(24, 8, 40)):
     return tensors_of(shapes | {f"bias{i}": (out,) for i, out in enumerate(outs)}, dtype, device)
 
 
-@pairs
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("pair", "dtype"), zip(PAIRS.values(), (torch.float32, torch.bfloat16), strict=True), ids=PAIRS
+)
 def test_as_accurate_as_eager(dtype, pair, backend, device):
     tensors = draw(2, 17, 72, dtype=dtype, device=device) | {"bias1": None}
     assert_op_as_accurate(*pair, tensors, what="one without bias")

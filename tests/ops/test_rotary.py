@@ -21,10 +21,10 @@ def table(*shape, device):
     return angles.sin().float(), angles.cos().float()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_16_bits_are_rounded_once(dtype, backend, device):
+def test_16_bits_are_rounded_once(backend, device):
     """Arithmetic is float32, as in the libraries, and nothing is rounded between the norm and the rotation: the result
     is nearly always the nearest number."""
+    dtype = torch.bfloat16
     qkv = inputs("normal", 2, 50, 3, 2, 32, dtype=dtype, device=device)
     sin, cos = table(50, 32, device=device)
     parameters = [inputs("normal", 32, dtype=dtype, device=device, seed=s) for s in range(4)]
@@ -39,11 +39,10 @@ def test_16_bits_are_rounded_once(dtype, backend, device):
         assert (got != want.to(dtype)).float().mean() < 0.002
 
 
-@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
-def test_prefix_tokens_and_values_are_copied(interleaved, backend, device):
+def test_prefix_tokens_and_values_are_copied(backend, device):
     """To the bit, whatever they are, and the rest does not see them."""
     qkv = inputs("normal", 2, 20, 3, 2, 16, dtype=torch.bfloat16, device=device)
-    rotary = ops.Rotary(*table(17, 16, device=device), 3, interleaved)
+    rotary = ops.Rotary(*table(17, 16, device=device), 3)
     clean = ops.rotary_qkvpacked(qkv, rotary)
     assert torch.equal(clean[:, :, 2], qkv[:, :, 2])
     qkv[:, :3, 0], qkv[:, :3, 1], qkv[:, :, 2] = torch.inf, -torch.inf, torch.nan
@@ -88,7 +87,7 @@ def test_gradients_of_norms_in_place(kind, backend, device):
 @pytest.mark.parametrize("kind", ["layer", "rms"])
 def test_eps(kind, backend, device):
     """Heads as small as its root, where it counts, in numbers of heads that fill shares and that do not; and none."""
-    for eps, heads in ((0.02, 4), (0.0, 5)):
+    for eps, heads in ((0.02, 2), (0.0, 3)):
         tensors = tensors_of(
             {"qkv": (1, 17, 3, heads, 16), "q_weight": (16,), "k_weight": (16,)}, torch.float32, device
         )

@@ -117,9 +117,8 @@ def test_attention_saves_what_recompute_says(recompute, device):
         assert saved("layer_norm_attention", device, alone, **options) == numbers[recompute], alone
 
 
-@pytest.mark.parametrize("recompute", ["none", "all"])
-def test_attention_saves_on_triton_what_it_says(recompute, triton_backend, device):
-    assert saved("layer_norm_attention", device, num_heads=H, recompute=recompute) == RECOMPUTED_ATTENTION[recompute]
+def test_attention_saves_on_triton_what_it_says(triton_backend, device):
+    assert saved("layer_norm_attention", device, num_heads=H, recompute="none") == RECOMPUTED_ATTENTION["none"]
 
 
 MLPS = {  # x, the activation's input and the activation, statistics

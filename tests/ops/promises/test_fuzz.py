@@ -12,6 +12,9 @@ pytest.importorskip("hypothesis")  # a machine with a GPU may lack it
 from fuzzing import examples, fuzz_cases
 from hypothesis import given
 from hypothesis import strategies as st
+from op_cases import on_both
+
+from fastvit.ops.runtime import backend as backends
 
 FUZZED = [
     "layer_norm",
@@ -35,25 +38,17 @@ FUZZED = [
     "patch_embed",
     "patch_embed video",
 ]
-every_row = pytest.mark.parametrize("name", FUZZED)
+INTERPRETED = ["layer_norm", "add_layer_norm", "linear", "layer_norm_mlp gated", "attention keys", "attention_windows"]
+INTERPRETED += ["attention_varlen cross", "rotary_qkvpacked", "qk_norm packed", "patch_embed video"]
 
 
-def fuzzed(count):
-    """Return a test of a row with so many cases."""
+@on_both("name", FUZZED, INTERPRETED)
+def test_fuzz(name, backend, device):
+    few = backend == "triton" and backends.INTERPRET
 
-    @examples(count)
+    @examples(4 if few else 40)
     @given(st.data())
-    def check(name, device, data):
-        data.draw(fuzz_cases(name)).check(device)
+    def check(data):
+        data.draw(fuzz_cases(name, few)).check(device)
 
-    return check
-
-
-@every_row
-def test_fuzz(name, device):
-    fuzzed(40)(name, device)
-
-
-@every_row
-def test_fuzz_of_kernels(name, triton_backend, device):
-    fuzzed(4)(name, device)
+    check()

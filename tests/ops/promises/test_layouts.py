@@ -5,17 +5,18 @@ import itertools
 import pytest
 import torch
 from layouts import ALIGNED, UNALIGNED, odd_ones
-from op_cases import ROWS, function, made, outputs_and_gradients, outputs_of, wanted
+from op_cases import ROWS, function, made, on_both, outputs_and_gradients, outputs_of, wanted
 from oracle import inputs
 
 # of a gradient: one number for all elements, as a sum has
 ONE_NUMBER = {"one number": lambda t: torch.ones((), dtype=t.dtype, device=t.device).expand(t.shape)}
 LAID_OUT = [name for name in ROWS if "recompute" not in name and "attention dropout" not in name]
-HEADS = ("attention", "attention_", "rotary", "qk_norm")
+HEADS = ["attention", "attention mask", "attention relative", "attention_varlen cross", "attention_windows"]
+HEADS += ["attention_windows relative", "rotary halves", "qk_norm"]
+TOKENS = ["layer_norm", "add_layer_norm", "linear residual", "layer_norm_linear", "layer_norm_mlp gated", "dropout"]
+TOKENS += ["mlp swiglu", "layer_norm_attention rotary", "patch_embed", "patch_embed video"]
 # in the interpreter: of rows that read heads by stride also layouts that keep 16 bytes together
-ON_BOTH = [("aten", name, "all") for name in LAID_OUT]
-ON_BOTH += [("triton", name, "unaligned") for name in LAID_OUT]
-ON_BOTH += [("triton", name, "aligned") for name in LAID_OUT if name.startswith(HEADS)]
+INTERPRETED = [(name, "unaligned") for name in HEADS + TOKENS] + [(name, "aligned") for name in HEADS]
 
 
 def laid_out(name, turn, layouts, tensors):
@@ -48,9 +49,10 @@ def assert_layout_does_not_matter(name, tensors, arrange, bitwise):
         torch.testing.assert_close(strided, plain, atol=atol, rtol=1e-5)  # a small sum rounds as its large terms do
 
 
-@pytest.mark.parametrize(("backend", "name", "kinds"), ON_BOTH, indirect=["backend"])
-def test_layouts(name, kinds, backend, device):
+@on_both("case", [(name, "all") for name in LAID_OUT], INTERPRETED)
+def test_layouts(case, backend, device):
     """Every tensor of a call has another layout at once; on ATen in every turn."""
+    name, kinds = case
     tensors = made(name, 3, 6, device)
     layouts = {"all": ALIGNED | UNALIGNED, "aligned": ALIGNED, "unaligned": UNALIGNED}[kinds]
     bitwise = not any(part in name for part in ("linear", "mlp", "attention", "patch_embed"))
@@ -60,12 +62,7 @@ def test_layouts(name, kinds, backend, device):
         assert_layout_does_not_matter(name, arranged, arrange, bitwise)
 
 
-ALONE = ["layer_norm", "linear residual", "attention mask", "attention_varlen", "qk_norm", "patch_embed"]
-
-
-@pytest.mark.parametrize(
-    ("backend", "name"), [("aten", name) for name in ROWS] + [("triton", name) for name in ALONE], indirect=["backend"]
-)
+@on_both("name", ROWS, ["layer_norm", "attention mask", "patch_embed"])
 def test_strides_of_dimensions_of_one(name, backend, device):
     """One sample and one token: contiguous to PyTorch, whatever the strides of these dimensions say."""
     several = any(dimension in str(ROWS[name].tensors) for dimension in ("'T'", "'P'", "'2P'"))
@@ -80,14 +77,9 @@ def test_strides_of_dimensions_of_one(name, backend, device):
 
 
 OF_SAMPLES = [name for name, row in ROWS.items() if "row_scale" in row.tensors and "attention" not in name]
-ON_TRITON = ["add_layer_norm", "linear residual", "layer_norm_mlp gated"]
 
 
-@pytest.mark.parametrize(
-    ("backend", "name"),
-    [("aten", name) for name in OF_SAMPLES] + [("triton", name) for name in ON_TRITON],
-    indirect=["backend"],
-)
+@on_both("name", OF_SAMPLES, ["add_layer_norm", "linear residual"])
 def test_a_sample_of_rows_and_columns(name, backend, device):
     """A sample (h, w, D) is one of h * w tokens, with one row_scale."""
     tensors = {key: t.detach() for key, t in made(name, 3, 6, device).items()}

@@ -1,8 +1,7 @@
 """A NaN reaches what is computed from it, and nothing else; what is hidden or dropped changes nothing."""
 
-import pytest
 import torch
-from op_cases import function, made
+from op_cases import function, made, on_both
 
 ROWS_OF_X = ("x", (1, 2, 3), (1, 2))
 # by row: the tensor and the place of the NaN, and what becomes NaN
@@ -26,7 +25,11 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize("name", PLACES)
+INTERPRETED = ["layer_norm", "linear gelu", "layer_norm_mlp gated", "rotary_qkvpacked interleaved", "qk_norm"]
+INTERPRETED += ["attention_qkvpacked", "attention_varlen", "attention_windows relative", "patch_embed"]
+
+
+@on_both("name", PLACES, INTERPRETED)
 def test_nan_stays_in_its_place(name, backend, device):
     key, place, region = PLACES[name]
     tensors = {key: t.detach() for key, t in made(name, 2, 18, device).items()}
