@@ -171,9 +171,9 @@ def _of_the_op(
         return {key: value for key, value in more.items() if key != "D"}, {}
     if "varlen" in op:
         lengths = draw(LENGTHS)
-        of_keys = [draw(st.one_of(st.just(0), st.integers(2, 40))) for _ in lengths]
-        more = packed(*([lengths, of_keys] if "cross" in name else [lengths]))
-        more["options"] = more["options"] if max(lengths) and max(of_keys) and draw(st.booleans()) else {}
+        key_lengths = [draw(st.one_of(st.just(0), st.integers(2, 40))) for _ in lengths]
+        more = packed(*([lengths, key_lengths] if "cross" in name else [lengths]))
+        more["options"] = more["options"] if max(lengths) and max(key_lengths) and draw(st.booleans()) else {}
         return more, {"scale": scale}
     if op == "attention_windows":
         relative = "relative" in name

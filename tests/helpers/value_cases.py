@@ -100,8 +100,8 @@ class ValueCase:
 
     def every_size(self) -> dict[str, int]:
         given = SMALL | {"B": 2, "N": 17} | self.sizes
-        of_sizes = {name: given.pop(name) for name in ("B", "N", *SMALL, "height", "width") if name in given}
-        return {"G": of_sizes["H"], "K": of_sizes["N"]} | sizes(**of_sizes) | given
+        basic = {name: given.pop(name) for name in ("B", "N", *SMALL, "height", "width") if name in given}
+        return {"G": basic["H"], "K": basic["N"]} | sizes(**basic) | given
 
     def draw(self, device: torch.device) -> dict[str, Tensor | None]:
         """Draw the tensors. Masks show nine of ten keys, or add small numbers: PyTorch's flash kernel on the CPU takes
@@ -133,15 +133,17 @@ class ValueCase:
         row = self.row
 
         def run(**tensors: Tensor | None) -> Any:
-            found = row.arguments(tensors)
-            if found.get("rotary") is not None:
-                found["rotary"] = found["rotary"]._replace(num_prefix_tokens=self._prefix(found["rotary"].sin))
+            arguments = row.arguments(tensors)
+            if arguments.get("rotary") is not None:
+                arguments["rotary"] = arguments["rotary"]._replace(
+                    num_prefix_tokens=self._prefix(arguments["rotary"].sin)
+                )
             if row.op == "layer_norm_attention":
-                found["num_heads"] = self.every_size()["H"]
+                arguments["num_heads"] = self.every_size()["H"]
             if module is formulas:
-                found.pop("recompute", None)
-                found |= {"empty_rows": True} if row.op.startswith("attention") else {}
-            return getattr(module, row.op)(**found)
+                arguments.pop("recompute", None)
+                arguments |= {"empty_rows": True} if row.op.startswith("attention") else {}
+            return getattr(module, row.op)(**arguments)
 
         return run
 
@@ -186,9 +188,9 @@ def packed(*lengths: tuple[int, ...], **options: Any) -> dict[str, Any]:
 def patches(C: int, grid: tuple[int, ...], patch: tuple[int, ...], D: int, prefix: int) -> dict[str, Any]:
     image = [n * step for n, step in zip(grid, patch, strict=True)]
     names = ("frames", "height", "width")[-len(grid) :]
-    found = dict(zip(names, image, strict=True)) | dict(zip(("pt", "ph", "pw")[-len(patch) :], patch, strict=True))
-    found |= {"C": C, "P": math.prod(grid), "D": D, "prefix": prefix}
-    return found if prefix else {**found, **without("prefix")}
+    dimensions = dict(zip(names, image, strict=True)) | dict(zip(("pt", "ph", "pw")[-len(patch) :], patch, strict=True))
+    dimensions |= {"C": C, "P": math.prod(grid), "D": D, "prefix": prefix}
+    return dimensions if prefix else {**dimensions, **without("prefix")}
 
 
 def bytes_of(C: int, grid: tuple[int, ...], patch: tuple[int, ...]) -> dict[str, Any]:

@@ -22,10 +22,10 @@ INTERPRETED = [(name, "unaligned") for name in HEADS + TOKENS] + [(name, "aligne
 def laid_out(name, turn, layouts, tensors):
     """Give neighbours among the tensors, and the outputs' gradients, different layouts."""
     choices, gradients = list(layouts.values()), list((layouts | ONE_NUMBER).values())
-    found = {}
+    arranged = {}
     for i, (key, t) in enumerate(tensors.items(), turn):
-        found[key] = choices[i % len(choices)](t.detach()).requires_grad_(t.requires_grad)
-    return found, lambda t: gradients[turn % len(gradients)](t)
+        arranged[key] = choices[i % len(choices)](t.detach()).requires_grad_(t.requires_grad)
+    return arranged, lambda t: gradients[turn % len(gradients)](t)
 
 
 def assert_layout_does_not_matter(name, tensors, arrange, bitwise):
@@ -58,8 +58,7 @@ def test_layouts(case, backend, device):
     bitwise = not any(part in name for part in ("linear", "mlp", "attention", "patch_embed"))
     bitwise |= backend == "triton" and name.startswith(("attention", "patch_embed"))
     for turn in range(len(layouts)) if backend == "aten" else [[*ROWS].index(name)]:
-        arranged, arrange = laid_out(name, turn, layouts, tensors)
-        assert_layout_does_not_matter(name, arranged, arrange, bitwise)
+        assert_layout_does_not_matter(name, *laid_out(name, turn, layouts, tensors), bitwise)
 
 
 @on_both("name", ROWS, ["layer_norm", "attention mask", "patch_embed"])
@@ -70,10 +69,10 @@ def test_strides_of_dimensions_of_one(name, backend, device):
     for arrange in (torch.clone, odd_ones):
         tensors = {key: arrange(t.detach()).requires_grad_(t.requires_grad) for key, t in plain.items()}
         runs.append(outputs_and_gradients(function(name), tensors))
-    (outputs, gradients), (others, of_others) = runs
+    (outputs, gradients), (others, other_gradients) = runs
     assert all(map(torch.equal, outputs, others))
     for key, gradient in gradients.items():
-        assert torch.equal(gradient, of_others[key]), key
+        assert torch.equal(gradient, other_gradients[key]), key
 
 
 OF_SAMPLES = [name for name, row in ROWS.items() if "row_scale" in row.tensors and "attention" not in name]

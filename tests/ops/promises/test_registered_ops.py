@@ -55,9 +55,9 @@ def recorded(device):
 
 
 def calls_of(op, device):
-    found = [arguments for called, arguments in recorded(device) if called is op]
-    assert found, "no row of the table calls it"
-    return found
+    calls = [arguments for called, arguments in recorded(device) if called is op]
+    assert calls, "no row of the table calls it"
+    return calls
 
 
 # where a launcher's outputs may have other shapes or strides than the fake says
