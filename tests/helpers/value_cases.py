@@ -289,7 +289,7 @@ MASKS = [
     case("attention keys", BF16, 1, 21, H=5, **masked("B", 1, 1, "N"), dtypes={"attn_mask": BF16}),
     case("attention keys", F16, N=37, G=1, **masked("B", 1, 1, "N"), dtypes={"attn_mask": torch.bool}),
     case("attention keys", F16, 1, 48, H=4, G=2, **masked("H", "N", "N"), dtypes={"attn_mask": F16}),
-    case("attention keys", F32, 5, 21, H=1, **masked("N", "N")),
+    case("attention keys", F32, 5, 20, K=37, H=1, **masked("N", "K")),
     case("attention keys", F32, N=21, **masked("B", "H", "N", 1)),
     case("attention keys", F32, 1, 70, H=1, d=32, **masked("N", "N"), dtypes={"attn_mask": torch.bool}),
     case("attention keys", BF16, 1, 150, H=1, d=96, **masked("H", "N", "N"), dtypes={"attn_mask": BF16}),

@@ -48,7 +48,7 @@ def test_lse_of_the_registered_op(backend, device):
 def test_dropout(dtype, backend, device):
     """The backward pass applies the same mask; those of heads, samples and seeds are independent. With and without an
     attn_mask, the same weights are dropped."""
-    N, p = 40, 0.3
+    N, p = 24, 0.3
     tensors = with_identities(draw_qkv(2, N, 2, N, dtype=dtype, device=device))
     fused = seeded(ops.attention, dropout_p=p)
     keep = fused(**tensors).detach().transpose(1, 2) != 0

@@ -67,6 +67,18 @@ def test_dropout(backend, device):
     assert not torch.equal(dropped(**tensors), got[0][0])
 
 
+@pytest.mark.parametrize("recompute", ["none", "all"])
+def test_causal(recompute, device):
+    """As with a mask that hides what lies after a query."""
+    tensors = draw(F32, device)
+    seen = torch.ones(N, N, dtype=torch.bool, device=device).tril()
+    causal, masked = (
+        outputs_and_gradients(of_layers(ops, recompute=recompute, **options), tensors)
+        for options in ({"is_causal": True}, {"attn_mask": seen})
+    )
+    torch.testing.assert_close(causal, masked, atol=1e-5, rtol=1e-4)
+
+
 # ---- positions, and norms of q and k ----
 
 

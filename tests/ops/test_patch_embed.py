@@ -32,7 +32,7 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 )
 def test_integers_are_exact(name, sizes, without, backend, device):
     """Small integers: every value is exact, so an indexing error cannot hide in a tolerance."""
-    tensors = case(name, torch.float32, 2, **patches(*sizes)).draw(device)
+    tensors = case(name, torch.float32, 3, **patches(*sizes)).draw(device)
     for i, (key, t) in enumerate(tensors.items()):
         exact = inputs("integer", *t.shape, dtype=torch.float32, device=device, seed=i).requires_grad_()
         tensors[key] = None if key in without else exact

@@ -86,16 +86,17 @@ def test_gradients_of_norms_in_place(kind, backend, device):
 
 @pytest.mark.parametrize("kind", ["layer", "rms"])
 def test_eps(kind, backend, device):
-    """Heads as small as its root, where it counts, in numbers of heads that fill shares and that do not; and none."""
-    for eps, heads in ((0.02, 2), (0.0, 3)):
+    """Heads as small as its root, where it counts, rotated and not; and an eps of 0."""
+    for eps, heads in ((0.02, 2), (0.02, 3), (0.0, 3)):
         tensors = tensors_of(
             {"qkv": (1, 17, 3, heads, 16), "q_weight": (16,), "k_weight": (16,)}, torch.float32, device
         )
         tensors["qkv"] = (tensors["qkv"].detach() * 0.1).requires_grad_()
 
-        def run(module, qkv, q_weight, k_weight, eps=eps):
+        def run(module, qkv, q_weight, k_weight, eps=eps, heads=heads):
             norms = (ops.Norm(weight, None, eps, kind) for weight in (q_weight, k_weight))
-            return module.qk_norm(*qkv.unbind(2)[:2], *norms)
+            rotary = ops.Rotary(*(t.to(qkv.dtype) for t in table(17, 16, device=device))) if heads == 2 else None
+            return module.qk_norm(*qkv.unbind(2)[:2], *norms, rotary)
 
         assert_op_as_accurate(lambda **t: run(ops, **t), lambda **t: run(formulas, **t), tensors)
 

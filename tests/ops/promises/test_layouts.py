@@ -16,7 +16,8 @@ HEADS += ["attention_windows relative", "rotary halves", "qk_norm"]
 TOKENS = ["layer_norm", "add_layer_norm", "linear residual", "layer_norm_linear", "layer_norm_mlp gated", "dropout"]
 TOKENS += ["mlp swiglu", "layer_norm_attention rotary", "patch_embed", "patch_embed video"]
 # in the interpreter: of rows that read heads by stride also layouts that keep 16 bytes together
-INTERPRETED = [(name, "unaligned") for name in HEADS + TOKENS] + [(name, "aligned") for name in HEADS]
+INTERPRETED = [(name, "unaligned") for name in HEADS + TOKENS]
+INTERPRETED += [(name, "aligned") for name in HEADS if name != "attention_windows relative"]
 
 
 def laid_out(name, turn, layouts, tensors):
@@ -53,7 +54,8 @@ def assert_layout_does_not_matter(name, tensors, arrange, bitwise):
 def test_layouts(case, backend, device):
     """Every tensor of a call has another layout at once; on ATen in every turn."""
     name, kinds = case
-    tensors = made(name, 3, 6, device)
+    few = backend == "triton" and "windows" in name  # which are many programs
+    tensors = made(name, 1 if few else 2, 6, device, H=1 if few else 2)
     layouts = {"all": ALIGNED | UNALIGNED, "aligned": ALIGNED, "unaligned": UNALIGNED}[kinds]
     bitwise = not any(part in name for part in ("linear", "mlp", "attention", "patch_embed"))
     bitwise |= backend == "triton" and name.startswith(("attention", "patch_embed"))
