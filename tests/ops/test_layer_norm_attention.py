@@ -120,7 +120,7 @@ def test_norms_of_q_and_k(case, backend, device):
 @pytest.mark.parametrize("name", ["layer_norm_attention rotary", "layer_norm_attention qk_norm"])
 def test_directly_and_through_the_dispatcher(name, backend, device):
     """In place in the packed tensor, and as ops: the same bits; and a retained graph gives them twice."""
-    tensors = made(name, B, 6, device)
+    tensors = made(name, 1, 6, device)
     leaves = [t for t in tensors.values() if t.requires_grad]
 
     def run():
