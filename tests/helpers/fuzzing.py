@@ -1,64 +1,43 @@
-"""Strategies for `test_fuzz.py`: tensors of any dtype and layout, some left out, some without a gradient."""
+"""Random cases of a row of the table of ops: sizes of the dimensions that the row names, dtypes, layouts, left-out
+arguments and wanted gradients. How accurate the ops are is for the oracle's rule, which needs many elements to compare
+errors fairly; here is often one.
+"""
 
-import math
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-from oracle import compare, inputs
+from layouts import ALIGNED, LAYOUTS, UNALIGNED
+from oracle import compare
 from torch import Tensor
+from value_cases import ValueCase, in_windows, packed, patches
 
 pytest.importorskip("hypothesis")  # a machine with a GPU may lack it
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
+from fastvit import ops
+from fastvit.ops.runtime.activations import ACTIVATIONS, GATED
+from fastvit.study.accuracy import formulas
+
 EXAMPLES = int(os.environ.get("FASTVIT_FUZZ", "0"))
-fuzz = settings(
-    max_examples=EXAMPLES or 8,  # the interpreter is slow, and a GPU compiles for every case
-    derandomize=not EXAMPLES,
-    database=None,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
 
 
-def _gaps(t: Tensor) -> Tensor:
-    """Put NaN between the elements of the last dimension."""
-    return torch.stack([t, torch.full_like(t, torch.nan)], -1)[..., 0]
-
-
-def _padded(t: Tensor, dim: int) -> Tensor:
-    """Put NaN before and after, along dim."""
-    return torch.cat([torch.full_like(t, torch.nan), t, torch.full_like(t, torch.nan)], dim).narrow(
-        dim, t.shape[dim], t.shape[dim]
+def examples(count: int) -> settings:
+    return settings(
+        max_examples=EXAMPLES or count,  # the interpreter is slow, and a GPU compiles for every case
+        derandomize=not EXAMPLES,
+        database=None,
+        deadline=None,
+        suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
     )
 
 
-def _swapped(t: Tensor, dim: int) -> Tensor:
-    """Swap dim and the last dimension in memory."""
-    return t.transpose(dim, -1).contiguous().transpose(dim, -1)
+fuzz = examples(8)
 
-
-def _odd_ones(t: Tensor) -> Tensor:
-    """Give dimensions of one element meaningless strides."""
-    return t.as_strided(t.shape, [77777 if n == 1 else s for n, s in zip(t.shape, t.stride(), strict=True)])
-
-
-LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "contiguous": lambda t: t,
-    "gaps": _gaps,
-    "last padded": lambda t: _padded(t, -1),
-    "first padded": lambda t: _padded(t, 0),
-    "second padded": lambda t: _padded(t, min(1, t.dim() - 1)),
-    "first swapped": lambda t: _swapped(t, 0),
-    "second swapped": lambda t: _swapped(t, min(1, t.dim() - 1)),
-    "expanded": lambda t: t[:1].expand(t.shape),
-    "odd ones": _odd_ones,
-}
 # applied to an op's output, so that the gradient arrives in another layout
 RESULTS: dict[str, Callable[[Tensor], Tensor]] = {
     "plain": lambda y: y,
@@ -66,37 +45,58 @@ RESULTS: dict[str, Callable[[Tensor], Tensor]] = {
     "summed": lambda y: y.sum(0),  # a gradient of stride 0
     "halved": lambda y: y[..., y.shape[-1] // 2 :],
 }
+DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
+# A row of one element has no variance, and one key no gradient, but rounding: so both are at least two
+SIZES = {
+    "B": st.integers(0, 3), "N": st.integers(2, 40), "K": st.integers(2, 70), "H": st.integers(1, 3),
+    "d": st.integers(2, 12).map(lambda n: 8 * n), **dict.fromkeys(("D", "hidden", "gated"), st.integers(2, 80)),
+    "out": st.integers(1, 80),
+}  # fmt: skip
+OPTIONAL = (
+    "bias",
+    "fc1_bias",
+    "gate_bias",
+    "value_bias",
+    "fc2_bias",
+    "qkv_bias",
+    "proj_bias",
+    "layer_scale",
+    "row_scale",
+)
+OPTIONAL += ("attn_mask", "pos_embed", "prefix", "inner_bias", "scale_bias")
+SMALL, LENGTHS = st.integers(1, 4), st.lists(st.one_of(st.just(0), st.integers(2, 40)), min_size=1, max_size=4)
+LEADING = [("B", "N"), ("B",), ("B", 2, "N"), ()]
+TABLES = [(), (1,), ("H",), ("B", 1), ("B", "H"), (1, "H")]
 
 
 @dataclass(frozen=True)
-class Input:
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    layout: str
-    wanted: bool  # its gradient
+class FuzzCase:
+    """A case, how its tensors lie in memory, which of them want no gradient, and what happens to the outputs."""
 
-    def make(self, name: str, seed: int, device: torch.device) -> Tensor:
-        t = inputs("normal", *self.shape, dtype=torch.float64, device=device, seed=seed)
-        if name.endswith("weight") and t.dim() > 1:
-            t = t * math.prod(self.shape[1:]) ** -0.5
-        return LAYOUTS[self.layout](t.to(self.dtype)).detach().requires_grad_(self.wanted)
-
-
-@dataclass(frozen=True)
-class Case:
-    tensors: dict[str, Input | None]
+    case: ValueCase
+    layouts: dict[str, str]
+    frozen: frozenset[str]
     result: str
-    options: dict[str, Any]
 
-    def check(self, fused: Callable[..., Any], eager: Callable[..., Any], device: torch.device, **only: Any) -> None:
-        def run(function: Callable[..., Any], more: dict[str, Any], **tensors: Any) -> Any:
-            outputs = function(**tensors, **self.options, **more)
-            result = RESULTS[self.result]
-            return tuple(map(result, outputs)) if isinstance(outputs, tuple) else result(outputs)
+    def check(self, device: torch.device) -> None:
+        tensors = {}
+        for name, t in self.case.draw(device).items():
+            if t is not None and "seqlens" not in name:
+                t = LAYOUTS[self.layouts[name]](t.detach()).requires_grad_(t.requires_grad and name not in self.frozen)
+            tensors[name] = t
 
-        made = {n: t and t.make(n, seed, device) for seed, (n, t) in enumerate(self.tensors.items())}
-        for compared in compare(partial(run, fused, only), partial(run, eager, {}), made):
-            assert_right(*compared)
+        def arranged(module: Any) -> Callable[..., Any]:
+            function, result = self.case.function(module), RESULTS[self.result]
+
+            def run(**given: Any) -> Any:
+                outputs = function(**given)
+                return tuple(map(result, outputs)) if isinstance(outputs, tuple) else result(outputs)
+
+            return run
+
+        for compared in compare(arranged(ops), arranged(formulas), tensors):
+            if compared.eager.isfinite().all():  # PyTorch's linear of bfloat16 may read the gaps between rows on a CPU
+                assert_right(*compared)
 
 
 def assert_right(name: str, got: Tensor, same: Tensor, exact: Tensor) -> None:
@@ -111,71 +111,111 @@ def assert_right(name: str, got: Tensor, same: Tensor, exact: Tensor) -> None:
         assert error <= limit, f"{name}: off by {error:.3g} of {size:.3g}, eager by {allowed:.3g}"
 
 
-DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
-BATCH, TOKENS, WIDTH = st.integers(0, 4), st.integers(1, 40), st.integers(1, 80)
-BATCHED = st.one_of(st.tuples(BATCH, TOKENS), st.tuples(BATCH), st.tuples(BATCH, st.integers(1, 6), st.integers(1, 6)))
-LEADING = st.one_of(BATCHED, st.just(()))
-# Before a LayerNorm neither rows of one element nor an expanded vector: a row of equal elements minus its mean is
-# rounding alone.
-NORMED, NORMED_WIDTH = BATCHED, st.integers(2, 80)
+# for the interpreter, where every program counts
+FEW = {"B": st.integers(1, 2), "N": st.integers(2, 20), "K": st.integers(2, 40), "H": st.integers(1, 2)}
 
 
 @st.composite
-def case(
-    draw: st.DrawFn,
-    shapes: dict[str, tuple[int, ...]],
-    optional: str = "",
-    mixed: str = "residual row_scale",
-    **options: st.SearchStrategy[Any],
-) -> Case:
-    """Draw tensors of these shapes in one dtype; those in `mixed` in any dtype. optional: names that may be left
-    out."""
-    dtype = draw(DTYPES)
-    tensors: dict[str, Input | None] = {}
-    for name, shape in shapes.items():
-        if name in optional.split() and draw(st.booleans()):
-            tensors[name] = None
-        else:
-            its_dtype = draw(DTYPES) if name in mixed.split() else dtype
-            layout, wanted = draw(st.sampled_from(list(LAYOUTS))), draw(st.booleans())
-            wanted = wanted and name != "row_scale"  # not differentiated
-            tensors[name] = Input(shape, its_dtype, layout, wanted)
-    return Case(tensors, draw(st.sampled_from(list(RESULTS))), {n: draw(option) for n, option in options.items()})
+def fuzz_cases(draw: st.DrawFn, name: str, few: bool = False) -> FuzzCase:
+    """Draw a case of a row. Rows of equal elements, which an expanded tensor of keys or of packed tokens would make,
+    have gradients of rounding alone."""
+    row = ValueCase(name, torch.float32, {}).row
+    sizes: dict[str, Any] = {dim: draw(strategy) for dim, strategy in (SIZES | FEW if few else SIZES).items()}
+    sizes["G"] = draw(st.sampled_from([h for h in range(1, sizes["H"] + 1) if sizes["H"] % h == 0]))
+    tensors = dict(row.tensors)
+    for key in OPTIONAL:
+        if key in tensors and draw(st.booleans()):
+            tensors[key] = None
+    more, options = _of_the_op(draw, row.op, name, sizes, tensors)
+    if "activation" in row.options or "mlp" in row.op or row.op == "linear":
+        gated = "gated" in str(row.tensors)
+        options["activation"] = draw(st.sampled_from([*(GATED if gated else ACTIVATIONS)]))
+    if "mlp" in row.op or row.op == "layer_norm_attention":
+        tensors["residual"] = draw(st.sampled_from([None, tensors["x"]]))
+        between = "qkv" if "attention" in row.op else "activation"
+        options["recompute"] = draw(st.sampled_from(["none", between, "all"]))
+    _choose_norms(draw, row.op, tensors, options)
+    dtype, dtypes = draw(DTYPES), {}
+    for key in ("residual", "branch", "row_scale", "attn_mask"):
+        if tensors.get(key) is not None:
+            dtypes[key] = draw(DTYPES)
+    if "attn_mask" in dtypes and row.op == "attention_windows":
+        dtypes["attn_mask"] = dtype  # in which the shift's bias is added to it on ATen
+    if "attn_mask" in dtypes and draw(st.booleans()):
+        dtypes["attn_mask"] = torch.bool
+    if row.op == "add_layer_norm":
+        sum_dtype = torch.promote_types(dtypes["residual"], dtypes["branch"])
+        dtypes |= {key: sum_dtype for key in ("weight", "bias") if tensors.get(key) is not None}
+    more["options"] = more.get("options", {}) | options
+    more["tensors"] = {key: shape for key, shape in tensors.items() if "seqlens" not in key}
+    attributes = {key: more.pop(key) for key in ("tensors", "options", "lengths") if key in more}
+    case = ValueCase(name, dtype, sizes | more, dtypes=dtypes, **attributes)
+    choices = ["contiguous", "odd ones", *ALIGNED, *UNALIGNED]
+    choices.remove("second expanded")
+    if "varlen" in row.op:
+        choices.remove("first expanded")
+    layouts = {key: draw(st.sampled_from(choices)) for key in tensors}
+    frozen = frozenset(key for key in tensors if draw(st.booleans()))
+    return FuzzCase(case, layouts, frozen, draw(st.sampled_from(list(RESULTS))))
 
 
-def fuzzed(
-    cases: st.SearchStrategy[Case],
-    fused: Callable[..., Any],
-    eager: Callable[..., Any],
-    **only: st.SearchStrategy[Any],
-) -> Callable[..., None]:
-    """Return the test of an op. only: options of fused that change no result."""
+def _of_the_op(
+    draw: st.DrawFn, op: str, name: str, sizes: dict[str, Any], tensors: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Draw what only this op has: sizes and attributes of a case, and options. Change tensors in place."""
+    scale = draw(st.sampled_from([None, 0.3]))
+    if op == "patch_embed":
+        video = "video" in name
+        grid, patch = (tuple(draw(strategy) for _ in range(2 + video)) for strategy in (SMALL, st.integers(1, 7)))
+        more = patches(draw(SMALL), grid, patch, sizes["D"], draw(SMALL))
+        return {key: value for key, value in more.items() if key != "D"}, {}
+    if "varlen" in op:
+        lengths = draw(LENGTHS)
+        key_lengths = [draw(st.one_of(st.just(0), st.integers(2, 40))) for _ in lengths]
+        more = packed(*([lengths, key_lengths] if "cross" in name else [lengths]))
+        more["options"] = more["options"] if max(lengths) and max(key_lengths) and draw(st.booleans()) else {}
+        return more, {"scale": scale}
+    if op == "attention_windows":
+        relative = "relative" in name
+        window = draw(st.tuples(st.integers(2, 3 if relative else 7), st.integers(2, 12 if relative else 7)))
+        grid = tuple(side * draw(st.integers(1, 2)) if relative else draw(st.integers(3, 9)) for side in window)
+        shift = (0, 0) if relative else tuple(draw(st.integers(0, side - 1)) for side in window)
+        shift_bias = {} if relative else {"shift_bias": draw(st.sampled_from([-torch.inf, -100.0, -1.0]))}
+        if not relative:
+            shape = (draw(st.sampled_from(["windows", 1])), draw(st.sampled_from(["H", 1])))
+            tensors["attn_mask"] = draw(st.sampled_from([None, (*shape, draw(st.sampled_from(["n", 1])), "n")]))
+        return in_windows(grid, window, shift, scale=scale, **shift_bias), {}
+    if name == "attention relative":
+        height, width = draw(st.integers(2, 4)), draw(st.integers(2, 24))
+        return {"gh": height, "gw": width, "K": height * width}, {"scale": scale}
+    if op.startswith("attention"):
+        if "keys" in name:
+            shape = (*(draw(st.sampled_from([dim, 1])) for dim in ("B", "H", "N")), "K")
+            tensors["attn_mask"] = draw(st.sampled_from([None, shape]))
+            return {}, {"scale": scale, "is_causal": tensors["attn_mask"] is None and draw(st.booleans())}
+        return {}, {"scale": scale}
+    if tables := [key for key in tensors if key.endswith(("sin", "cos"))]:
+        shape = draw(st.sampled_from(TABLES if op != "layer_norm_attention" else [()]))
+        left_out = "fixed_sin" in tables and draw(st.booleans())
+        tensors |= dict.fromkeys(tables, None if left_out else (*shape, "T", "d"))
+        if op == "layer_norm_attention":
+            return {"T": sizes["N"] - draw(st.integers(0, 1))}, {"scale": scale}
+        return {"T": sizes["N"] - draw(st.integers(0, min(3, sizes["N"] - 1)))}, {"interleaved": draw(st.booleans())}
+    if "N" in str(tensors):
+        leading = draw(st.sampled_from(LEADING if op in ("linear", "mlp") else LEADING[:-1]))
+        for key, shape in tensors.items():
+            if shape is not None and shape[:2] == ("B", "N"):
+                tensors[key] = leading + shape[2:]
+        if not leading and "row_scale" in tensors:
+            tensors["row_scale"] = None
+    return {}, {}
 
-    @fuzz
-    @given(cases, st.fixed_dictionaries(only))
-    def test(backend: str, device: torch.device, case: Case, only: dict[str, Any]) -> None:
-        case.check(fused, eager, device, **only)
 
-    return test
-
-
-def branch(leading: tuple[int, ...], out: int) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a branch's scales and its residual."""
-    shapes = {"layer_scale": (out,), "residual": (*leading, out)}
-    return shapes | ({"row_scale": leading[:1]} if leading else {})
-
-
-def of_a_kind(draw: st.DrawFn, found: Case, bias: str = "norm_bias") -> Case:
-    """Choose the kind of the norm, and whether a LayerNorm has its bias, which has that name."""
-    norm = draw(st.sampled_from(["layer", "rms"]))
-    without = {bias: None} if norm == "rms" or draw(st.booleans()) else {}
-    return Case(found.tensors | without, found.result, found.options | {"norm": norm})
-
-
-def without_equal_rows(found: Case, *names: str) -> Case:
-    """Make those of the tensors contiguous that were expanded along the first dimension."""
-    for name in names:
-        t = found.tensors.get(name)
-        if t is not None and t.layout == "expanded":
-            found.tensors[name] = replace(t, layout="contiguous")
-    return found
+def _choose_norms(draw: st.DrawFn, op: str, tensors: dict[str, Any], options: dict[str, Any]) -> None:
+    """Choose the kind of the norm, and whether a LayerNorm has a bias; the same of norms of q and k."""
+    bias = "bias" if op in ("layer_norm", "add_layer_norm") else "norm_bias"
+    if "norm_weight" in tensors or op in ("layer_norm", "add_layer_norm"):
+        options["norm"] = draw(st.sampled_from(["layer", "rms"]))
+        tensors[bias] = None if options["norm"] == "rms" or draw(st.booleans()) else ("D",)
+    if "q_weight" in tensors and draw(st.booleans()):
+        tensors |= {"q_bias": None, "k_bias": None}

@@ -21,7 +21,6 @@ from fastvit.study.accuracy.cases import (
     SCALES,
     OpCase,
     X,
-    arguments,
     sizes,
 )
 from fastvit.study.memory.peak import saved_bytes
@@ -94,6 +93,14 @@ FORMULAS = [name for name in ROWS if not name.endswith(("dropout", "recompute"))
 not_interpreted = pytest.mark.parametrize("backend", ["aten", *["triton"] * torch.cuda.is_available()], indirect=True)
 
 
+def on_both(name, aten, interpreted):
+    """Parametrise a test by `backend` and `name`: on a GPU all values on both backends, otherwise few in the
+    interpreter."""
+    values = aten if torch.cuda.is_available() else interpreted
+    cases = [("aten", value) for value in aten] + [("triton", value) for value in values]
+    return pytest.mark.parametrize(("backend", name), cases, indirect=["backend"], ids=str)
+
+
 def function(name, module=ops):
     """Return the op, or its formula, as a function of tensors by name."""
     return ROWS[name].call(module, **more(name))
@@ -104,22 +111,17 @@ def more(name):
     return {"num_heads": 2} if name.startswith("layer_norm_attention") else {}
 
 
-def gathered(op, eps=1e-6):
-    """Return op as a function of tensors by name."""
-    return lambda **tensors: op(**arguments(tensors, eps=eps))
-
-
-def tensors_of(shapes, dtype, device, kind="normal", seed=0):
+def tensors_of(shapes, dtype, device, kind="normal"):
     """Draw tensors by name, None for a shape of None. All of them, except row_scale and fixed ones, require a gradient.
-    Matrices are divided by the root of the size that they sum over, but not integers. seed: another draw."""
+    Matrices are divided by the root of the size that they sum over, but not integers."""
     made: dict[str, Tensor | None] = {}
-    for its_seed, (name, shape) in enumerate(shapes.items(), 100 * seed):
+    for number, (name, shape) in enumerate(shapes.items()):
         if shape is None:
             made[name] = None
         elif name == "row_scale":
             made[name] = torch.arange(*shape, device=device).to(dtype) % 4 * 1.25  # no neighbours have the same
         else:
-            t = inputs(kind, *shape, dtype=torch.float64, device=device, seed=its_seed)
+            t = inputs(kind, *shape, dtype=torch.float64, device=device, seed=number)
             if name.endswith("weight") and len(shape) > 1 and kind == "normal":
                 t = t / math.prod(shape[1:]) ** 0.5
             t = getattr(t, name[-3:])() if name.endswith(("sin", "cos")) else t
@@ -165,39 +167,6 @@ def results(op, tensors):
     return *outputs, *gradients.values()
 
 
-def assert_freezing_changes_no_other_gradient(op, tensors, choices):
-    """choices: groups of names of tensors, each frozen together."""
-    _, everything = outputs_and_gradients(op, tensors)
-    for frozen in choices:
-        partly = {n: t.detach().requires_grad_(t.requires_grad and n not in frozen) for n, t in tensors.items()}
-        _, gradients = outputs_and_gradients(op, partly)
-        assert gradients.keys() == everything.keys() - set(frozen)
-        for name, got in gradients.items():
-            want = everything[name]
-            atol = 1e-6 * max(1.0, float(want.abs().max()))  # sums round by their largest terms
-            torch.testing.assert_close(got, want, atol=atol, rtol=1e-5, msg=f"{name} with {frozen} frozen")
-
-
 def saved_numel(op, tensors):
     """Count the float32 elements that a call keeps for backward, without the tensors other than x."""
     return saved_bytes(lambda: op(**tensors), [t for name, t in tensors.items() if name != "x"]) / 4
-
-
-def assert_layout_does_not_matter(name, tensors, arrange_dout, bitwise):
-    """Check that results are those of contiguous tensors; ATen's matmuls may round differently, and so may a GPU's
-    kernels, which move other layouts in other tiles."""
-    runs = []
-    for arranged, arrange in (
-        ({k: t.contiguous() for k, t in tensors.items()}, lambda t: arrange_dout(t).contiguous()),
-        (tensors, arrange_dout),
-    ):
-        leaves = {k: t.detach().requires_grad_(tensors[k].requires_grad) for k, t in arranged.items()}
-        torch.manual_seed(4)
-        outputs = outputs_of(function(name)(**leaves))
-        assert outputs[0].is_contiguous()
-        douts = [arrange(inputs("normal", *o.shape, dtype=o.dtype, device=o.device, seed=50)) for o in outputs]
-        runs.append((*outputs, *torch.autograd.grad(outputs, list(wanted(leaves).values()), douts)))
-    for plain, strided in zip(*runs, strict=True):
-        assert not bitwise or plain.is_cuda or torch.equal(strided, plain)
-        atol = 1e-5 if name.startswith("attention") else 1e-6 * max(2.0, float(plain.detach().abs().max()))
-        torch.testing.assert_close(strided, plain, atol=atol, rtol=1e-5)  # a small sum rounds as its large terms do

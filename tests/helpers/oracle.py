@@ -6,12 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastvit.study.accuracy.rule import GRADIENT, OUTPUT, compare, errors, misplaced, pooled_ratios
+from fastvit.study.accuracy.rule import GRADIENT, OUTPUT, compare, errors, misplaced
 
 __all__ = [
     "GRADIENT",
     "assert_as_accurate",
-    "assert_draws_as_accurate",
     "assert_op_as_accurate",
     "assert_op_is_exact",
     "compare",
@@ -57,16 +56,6 @@ def assert_op_as_accurate(
     """Outputs and gradients of fused(**tensors) against eager in the same dtypes and in float64."""
     for one in compare(fused, eager, tensors):
         assert_as_accurate(one.got, one.eager, one.exact, factor=one.factor, what=f"{what} {one.name}")
-
-
-def assert_draws_as_accurate(
-    fused: Callable[..., Any], eager: Callable[..., Any], draw: Callable[[int], dict[str, Tensor | None]]
-) -> None:
-    """Outputs and gradients of few numbers, whose largest error is chance: where the first draw misses the rule,
-    several draws count as one. draw: function of the draw's number that returns the tensors."""
-    for name, ratio in pooled_ratios(lambda i: compare(fused, eager, draw(i))).items():
-        factor = GRADIENT if name.startswith("d") else OUTPUT
-        assert ratio <= factor, f"{name}: {ratio:.3g} times the error of eager, which may be {factor}"
 
 
 def assert_op_is_exact(

@@ -1,7 +1,5 @@
 """The backward kernels of attention without autograd, against float64 gradients of the formula. Needs triton."""
 
-import math
-
 import pytest
 import torch
 from oracle import GRADIENT, assert_as_accurate, inputs
@@ -68,49 +66,17 @@ def packed_inputs(kind, B, N, H, d, dtype, device):
 
 @pytest.mark.parametrize(
     ("shape", "dtype"),
-    [
-        ((2, 1, 1, 16), torch.float16),
-        ((1, 17, 3, 88), torch.float32),
-        ((1, 17, 3, 88), torch.float16),
-        ((2, 50, 2, 64), torch.bfloat16),
-        ((1, 197, 1, 32), torch.float32),
-        ((1, 197, 1, 32), torch.bfloat16),
-    ],
+    [((2, 1, 1, 16), torch.float16), ((1, 17, 3, 88), torch.float32), ((2, 50, 2, 64), torch.bfloat16)],
     ids=str,
 )
 def test_short_sequences(shape, dtype, kernels, device):
     check(*packed_inputs("normal", *shape, dtype, device))
 
 
-@pytest.mark.parametrize(
-    ("N", "d", "dtype"),
-    [
-        (257, 64, torch.bfloat16),
-        (129, 72, torch.float32),
-        (90, 96, torch.float32),  # the tail as wide as the loop's tiles
-        (40, 256, torch.float32),  # a tile of 256 columns in float32
-        (258, 128, torch.float16),
-        (130, 256, torch.float16),
-    ],
-    ids=str,
-)
-def test_long_sequences(N, d, dtype, device):
-    check(*packed_inputs("normal", 1, N, 1, d, dtype, device))
-
-
-def test_large_scores_in_float32(kernels, device):
-    """P = exp(S - LSE) is as exact as a float32 LSE: 4 roundings of its magnitude. Softmax itself has none in rows that
-    one key dominates. PyTorch's flash attention has the same property."""
-    q, k, v, do = packed_inputs("large", 1, 69, 2, 32, torch.float32, device)
-    scores = torch.einsum("bnhd,bmhd->bhnm", q.double(), k.double()) * 0.5
-    relative = 4 * 2.0**-24 * float(scores.abs().max()) / math.log(2)
-    exact = autograd(q, k, v, do, 0.5, torch.float64)
-    terms = autograd(q, k, v.abs(), do.abs(), 0.5, torch.float64)[2].amax()  # of |P^T| |dO|
-    got = fused(q, k, v, do, 0.5)
-    assert float((got[2] - exact[2]).abs().max()) <= relative * float(terms)
-    eager = autograd(q, k, v, do, 0.5, torch.float32)
-    for name, *triple in zip(("dq", "dk"), got[:2], eager[:2], exact[:2], strict=True):
-        assert_as_accurate(*triple, factor=GRADIENT, what=name)
+@pytest.mark.parametrize("shape", [(1, 90, 1, 96), (1, 40, 1, 256)], ids=str)
+def test_long_sequences(shape, device):
+    """A tail as wide as the loop's tiles; tiles of 256 columns."""
+    check(*packed_inputs("normal", *shape, torch.float32, device))
 
 
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value):RuntimeWarning")  # numpy, in lanes that are masked
@@ -122,20 +88,16 @@ def test_negative_scores_beyond_the_range_of_exp(kernels, device):
     check(q, k, v, do, scale=1.0)
 
 
-def test_strided_and_expanded_gradients_of_the_output(kernels, device):
+def test_layouts(kernels, device):
+    """Strided and expanded gradients of the output; unaligned strides, and those of dimensions of one element."""
     q, k, v, do = packed_inputs("normal", 2, 21, 2, 16, torch.float32, device)
     check(q, k, v, do.transpose(1, 2).contiguous().transpose(1, 2))
-    check(q, k, v, do[..., :1].expand_as(do))
-    check(q, k, v, torch.ones((), device=device).expand_as(do))
     check(q, k, v, do[:1, :, :1].expand_as(do))
-
-
-def test_unaligned_strides_and_strides_of_dimensions_of_one_element(kernels, device):
     wide = inputs("normal", 1, 18, 1, 3 * 25, dtype=torch.float16, device=device)  # rows 75 apart
-    q, k, v = (wide[..., 25 * i : 25 * i + 24] for i in range(3))
-    do = inputs("normal", 1, 18, 1, 24, dtype=torch.float16, device=device, seed=1)
-    check(q, k, v, do)
-    check(*(t.as_strided(t.shape, (3331333, t.stride(1), 99990001, 1)) for t in (q, k, v)), do)
+    q, k, v = (
+        wide[..., 25 * i : 25 * i + 24].as_strided((1, 18, 1, 24), (3331333, 75, 99990001, 1), 25 * i) for i in range(3)
+    )
+    check(q, k, v, inputs("normal", 1, 18, 1, 24, dtype=torch.float16, device=device, seed=1))
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")

@@ -18,8 +18,8 @@ LOUD = {"Tokens"}
 
 
 def groups():
-    found = {v for module in MODULES for v in vars(module).values() if isinstance(v, type) and issubclass(v, tuple)}
-    return {of.__name__: get_type_hints(of) for of in found if hasattr(of, "_fields")}
+    classes = {v for module in MODULES for v in vars(module).values() if isinstance(v, type) and issubclass(v, tuple)}
+    return {group.__name__: get_type_hints(group) for group in classes if hasattr(group, "_fields")}
 
 
 def test_no_group_in_a_group_has_a_constexpr():

@@ -49,11 +49,11 @@ MATMULS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("matmul", MATMULS.values(), ids=MATMULS)
-def test_linear(matmul: Callable[[Tensor, Tensor], Tensor], device: torch.device) -> None:
+def test_linear(device: torch.device) -> None:
     x, w = normal(70, 100, seed=1, device=device), normal(66, 100, seed=2, device=device)
     exact, scale = x.double() @ w.double().T, x.double().abs() @ w.double().abs().T
-    assert_bounds(lambda: matmul(x, w), exact, scale)
+    for matmul in MATMULS.values():
+        assert_bounds(lambda matmul=matmul: matmul(x, w), exact, scale)
 
 
 def test_patch_embed(device: torch.device) -> None:
@@ -85,14 +85,3 @@ def test_attention(device: torch.device) -> None:
     exact = eager_attention(q.double(), k.double(), v.double())
     bound = float(torch.tensor(2 * off).exp()) * (1 + PRODUCT) - 1
     assert_bounds(lambda: ops.attention(q, k, v), exact, scale, bound=bound)
-
-
-@pytest.mark.parametrize("precision", ["high", "highest"])
-def test_nan_and_inf_stay(precision: str, device: torch.device) -> None:
-    torch.set_float32_matmul_precision(precision)
-    x, w = torch.ones(4, 32, device=device), torch.ones(16, 32, device=device)
-    x[1, 3], x[2, 5] = float("nan"), float("inf")
-    out = ops.linear(x, w)
-    assert out[1].isnan().all()
-    assert out[2].isposinf().all()
-    assert out[[0, 3]].eq(32).all()

@@ -1,129 +1,64 @@
-"""ops.attention and ops.attention_qkvpacked against float64 and eager PyTorch, on both backends."""
+"""Softmax attention: what its kernels and ATen functions have beyond the promises of every op. LSE, dropout, scores
+that are large, keys that are hidden."""
 
+import functools
 import itertools
 import math
 
 import pytest
 import torch
-from attention_inputs import DTYPES, LAYOUTS, draw_qkv, seeded, with_identities
-from op_cases import assert_layout_does_not_matter, tensors_of
+from attention_inputs import draw_qkv, seeded, with_identities
+from op_cases import tensors_of
 from oracle import assert_op_as_accurate, inputs
-from torch.utils.flop_counter import FlopCounterMode
 
 from fastvit import ops
 from fastvit.kernels import _attention_configs, _tuned
+from fastvit.ops.attention import aten
 from fastvit.ops.runtime import backend as backends
 from fastvit.study.accuracy.formulas import attention as eager
-from fastvit.study.accuracy.formulas import attention_qkvpacked
 
 registered = torch.ops.fastvit
 
-# One key; fewer than a SIMD vector; keys of one tile and of several, with one and two tail tiles. A head of one part,
-# of two that fit exactly, of two with masked columns.
-SHAPES = [(2, 1, 1, 16), (1, 7, 2, 80), (1, 17, 2, 72), (2, 50, 2, 64)]
-LONG = [
-    ((1, 70, 1, 96), torch.float32),
-    ((1, 197, 1, 64), torch.bfloat16),
-    ((1, 257, 1, 16), torch.float16),
-    ((1, 346, 1, 64), torch.bfloat16),
-    ((1, 337, 1, 88), torch.float16),
-    ((1, 256, 1, 128), torch.bfloat16),
-]
+
+def random_mask(*shape, kind, device, seed=9):
+    """A mask: "bool", True at nine of ten; or small numbers to be added, of that dtype, with a gradient."""
+    m = inputs("normal", *shape, dtype=torch.float64, device=device, seed=seed)
+    return m > -1.28 if kind == "bool" else (m / 2).to(kind).requires_grad_()
 
 
-def packed(B, N, H, d, dtype=torch.float32, *, device):
-    return inputs("normal", B, N, 3, H, d, dtype=dtype, device=device).requires_grad_()
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_packed(shape, dtype, backend, device):
-    qkv = packed(*shape, dtype=dtype, device=device)
-    assert_op_as_accurate(ops.attention_qkvpacked, attention_qkvpacked, {"qkv": qkv})
-
-
-@pytest.mark.parametrize(("shape", "dtype"), LONG, ids=str)
-def test_separate_and_long(shape, dtype, backend, device):
-    assert_op_as_accurate(ops.attention, eager, draw_qkv(*shape, dtype=dtype, device=device))
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kind", ["integer", "large"])
-def test_inputs(kind, dtype, backend, device):
-    """Integer scores are exact at scale 0.5; large ones lie hundreds apart."""
-    tensors = draw_qkv(1, 69, 2, 32, dtype=dtype, device=device, kind=kind)
-    assert_op_as_accurate(
-        lambda **t: ops.attention(**t, scale=0.5), lambda **t: eager(**t, scale=0.5), tensors, what=kind
-    )
-
-
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize(("d", "scale"), [(32, 0.6), (128, 0.3), (256, 0.3)])
-def test_scores_of_a_deviation_of_several(d, scale, masked, backend, device):
-    """Scales that are no power of two round the scores: forward and backward pass must round them alike."""
-    tensors = draw_qkv(2, 64 if backend == "aten" else 17, 2, d, device=device)
-    if masked:
-        tensors |= tensors_of({"attn_mask": (tensors["q"].shape[1],) * 2}, torch.float32, device)
-    assert_op_as_accurate(lambda **t: ops.attention(**t, scale=scale), lambda **t: eager(**t, scale=scale), tensors)
-
-
-@pytest.mark.parametrize("N", [16, 32, 64, 128])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_as_many_tokens_as_a_tile_has(dtype, N, triton_backend, device):
-    assert_op_as_accurate(ops.attention, eager, draw_qkv(1, N, 1, 128, dtype=dtype, device=device))
-
-
-def test_more_scores_than_are_held_at_once(device):
-    """Where ATen materialises them, as for a strided head dimension: one sample after the other."""
-    tensors = draw_qkv(2, 2049, 4, 16, device=device)
-    results = []
-    for layout in ("packed", "head_dim_strided"):
-        leaves = [t.detach().requires_grad_() for t in LAYOUTS[layout](*tensors.values())]
-        o = ops.attention(*leaves)
-        results.append((o, *torch.autograd.grad(o, leaves, leaves[0].detach())))
-    torch.testing.assert_close(*results, atol=1e-5, rtol=1e-4)
-
-
-def test_lse_and_output_of_the_registered_op(backend, device):
-    """Layout and meaning are equal on both paths: (B, H, N) float32, natural logarithm."""
-    for N in (9, 50):
+def test_lse_of_the_registered_op(backend, device):
+    """Layout and meaning are equal on both paths: (B, H, N) float32, natural logarithm of scores and mask. If a query
+    sees no key, exp(S - LSE) = 0 for any S."""
+    for N in (9, 45):
         q, k, v = (t.detach() for t in draw_qkv(2, N, 3, 16, device=device).values())
-        o, lse = registered.attention_fwd(q, k, v, None, None, 0.3, 0.0)
-        exact = (q.double().transpose(1, 2) @ k.double().permute(0, 2, 3, 1) * 0.3).logsumexp(-1)
-        torch.testing.assert_close(lse, exact.float())
-        assert o.is_contiguous()
-        assert lse.is_contiguous()
-
-
-@pytest.mark.parametrize("layout", LAYOUTS, ids=list(LAYOUTS))
-def test_layouts(layout, backend, device):
-    """Strided q, k, v and output gradients give what contiguous ones give; on Triton bitwise. Over several tiles."""
-    q, k, v = draw_qkv(2, 40, 2, 24, device=device).values()
-    strided = dict(zip("qkv", LAYOUTS[layout](q, k, v), strict=True))
-    assert_layout_does_not_matter("attention", strided, lambda do: LAYOUTS[layout](do, do, do)[1], backend == "triton")
-
-
-def test_token_slice_of_a_packed_tensor(backend, device):
-    """Views with a storage offset; what is around them is NaN. dqkv is one contiguous tensor."""
-    qkv = inputs("normal", 2, 19, 3, 2, 16, dtype=torch.float32, device=device)
-    frame = torch.full((2, 21, 3, 2, 16), torch.nan, device=device)
-    frame[:, 1:-1] = qkv
-    view, plain = (t.detach().requires_grad_() for t in (frame[:, 1:-1], qkv))
-    o, want = ops.attention_qkvpacked(view), ops.attention_qkvpacked(plain)
-    torch.testing.assert_close(o, want)
-    (dqkv,) = torch.autograd.grad(o.sum(), view)
-    torch.testing.assert_close(dqkv, torch.autograd.grad(want.sum(), plain)[0])
-    assert dqkv.is_contiguous()
+        mask = random_mask(2, 3, N, N, kind="bool", device=device)
+        mask[1, :, 4] = False
+        scores = q.double().transpose(1, 2) @ k.double().permute(0, 2, 3, 1) * 0.3
+        for given, seen in ((None, scores), (mask, scores.masked_fill(~mask, -torch.inf))):
+            o, lse = registered.attention_fwd(q, k, v, given, None, 0.3, 0.0)
+            exact = seen.logsumexp(-1)
+            assert (lse > -torch.inf).all()
+            exact = torch.where(exact == -torch.inf, lse.double(), exact)
+            torch.testing.assert_close(lse, exact.float())
+            assert o.is_contiguous()
+            assert lse.is_contiguous()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_dropout(dtype, backend, device):
-    """The backward pass applies the same mask; those of heads, samples and seeds are independent."""
-    N, p = 40, 0.3
-    tensors = with_identities(draw_qkv(2, N, 3, N, dtype=dtype, device=device))
+    """The backward pass applies the same mask; those of heads, samples and seeds are independent. With and without an
+    attn_mask, the same weights are dropped."""
+    N, p = 24, 0.3
+    tensors = with_identities(draw_qkv(2, N, 2, N, dtype=dtype, device=device))
     fused = seeded(ops.attention, dropout_p=p)
     keep = fused(**tensors).detach().transpose(1, 2) != 0
-    assert_op_as_accurate(fused, lambda **t: eager(**t, factors=keep / (1 - p)), tensors)
+    given = tensors
+    if dtype is torch.float32:
+        mask = random_mask(1, 2, N, N, kind=torch.float32, device=device)
+        with torch.no_grad():
+            mask[:, :, 5] = torch.finfo(torch.float32).min  # all keys weigh the same
+        given = {**tensors, "attn_mask": mask}
+    assert_op_as_accurate(fused, lambda **t: eager(**t, factors=keep / (1 - p)), given)
     for dims in ((0, 1, 2, 3), (3,), (2,), (2, 3)):
         count = math.prod(keep.shape[dim] for dim in dims)
         assert (keep.float().mean(dims) - (1 - p)).abs().max() < 5 * math.sqrt(p * (1 - p) / count)
@@ -134,10 +69,25 @@ def test_dropout(dtype, backend, device):
         assert agreement.abs() < 5 * 0.5 / N
 
 
-@pytest.mark.parametrize("N", [190, 300])
-def test_dropout_mask_does_not_depend_on_tiles(N, triton_backend, device, monkeypatch):
+def test_causal_dropout(backend, device):
+    """Fewer keys than queries, and shared ones. v is an identity matrix in the first call, which shows the
+    mask."""
+    M, N, kv_heads, p = 40, 30, 1, 0.3
+    keys = dict.fromkeys("kv", (1, N, kv_heads, 64))
+    tensors = tensors_of({"q": (1, M, 2, 64), **keys}, torch.float32, device)
+    eye = torch.eye(N, 64, device=device)[None, :, None].expand(keys["v"]).detach()
+    fused = seeded(ops.attention, dropout_p=p, is_causal=True)
+    seen = torch.ones(M, N, device=device).tril()
+    kept = (fused(**(tensors | {"v": eye})).detach()[..., :N] != 0).transpose(1, 2) | (seen == 0)
+    share = (kept & (seen > 0)).sum() / (2 * seen.sum())
+    assert abs(share - (1 - p)) < 0.05
+    assert_op_as_accurate(fused, lambda **t: eager(**t, is_causal=True, factors=kept / (1 - p)), tensors)
+
+
+def test_dropout_mask_does_not_depend_on_tiles(triton_backend, device, monkeypatch):
     """Over several tiles: every tiling draws the mask of its elements."""
-    qkv = packed(1, N, 1, 16, dtype=torch.float16, device=device).detach()
+    N = 190
+    qkv = inputs("normal", 1, N, 3, 1, 16, dtype=torch.float16, device=device)
     outputs = []
     for config in (
         _attention_configs.attention_fwd(N, 16, 2, True, "sm_90"),
@@ -152,21 +102,9 @@ def test_dropout_mask_does_not_depend_on_tiles(N, triton_backend, device, monkey
     torch.testing.assert_close(*outputs, atol=2e-3, rtol=2e-3)
 
 
-def test_nan_stays_in_its_row(backend, device):
-    for N in (5, 16, 34, 130):
-        qkv = packed(1, N, 2, 16, device=device).detach()
-        clean = ops.attention_qkvpacked(qkv)
-        qkv[0, 2, 0, 1, 3] = torch.nan
-        dirty = ops.attention_qkvpacked(qkv)
-        assert dirty[0, 2, 1].isnan().all()
-        dirty[0, 2, 1] = clean[0, 2, 1]
-        assert torch.equal(dirty, clean)
-        qkv[0, 1, 1, 0, 0] = torch.nan  # in a key: all rows of that head
-        assert ops.attention_qkvpacked(qkv)[0, :, 0].isnan().all()
-
-
-@pytest.mark.parametrize("largest", ["first", "last"])
-@pytest.mark.parametrize(("N", "dtype"), [(70, torch.float32), (197, torch.bfloat16), (346, torch.bfloat16)], ids=str)
+@pytest.mark.parametrize(
+    ("N", "dtype", "largest"), [(70, torch.float32, "first"), (150, torch.bfloat16, "last")], ids=str
+)
 def test_one_key_far_above_the_others(N, dtype, largest, backend, device):
     """800 above: exp of the difference overflows, unless the maximum is that of all tiles, in whichever order."""
     v = inputs("normal", 1, N, 1, 64, dtype=dtype, device=device)
@@ -176,32 +114,151 @@ def test_one_key_far_above_the_others(N, dtype, largest, backend, device):
     assert torch.equal(ops.attention(q, k, v, scale=1.0), v[:, key : key + 1].expand_as(v))
 
 
-@pytest.mark.parametrize("scale", [-0.5, 0.0])
-def test_scale_that_is_not_positive(scale, backend, device):
+def test_scale_that_is_not_positive(backend, device):
     """The forward kernels refuse it; ATen takes it."""
     tensors = draw_qkv(1, 20, 2, 16, device=device)
-    with ops.use_backend(backend, strict=False):
-        assert_op_as_accurate(lambda **t: ops.attention(**t, scale=scale), lambda **t: eager(**t, scale=scale), tensors)
-    if backend == "triton":
-        with pytest.raises(backends.KernelUnsupported, match="positive scale"):
-            ops.attention(**tensors, scale=scale)
+    for scale in (-0.5, 0.0):
+        fused, formula = (functools.partial(function, scale=scale) for function in (ops.attention, eager))
+        with ops.use_backend(backend, strict=False):
+            assert_op_as_accurate(fused, formula, tensors)
+        if backend == "triton":
+            with pytest.raises(backends.KernelUnsupported, match="positive scale"):
+                fused(**tensors)
 
 
-class Module(torch.nn.Module):
-    def forward(self, qkv):
-        return ops.attention_qkvpacked(qkv, dropout_p=0.1 if self.training else 0.0).flatten(2)
+def test_layout_of_sdpa(backend, device):
+    """Heads before tokens give the same numbers, bit by bit, in that layout."""
+    q, k, v = (inputs("normal", 2, n, 2, 24, dtype=torch.float32, device=device, seed=n) for n in (20, 33, 33))
+    mask = torch.rand(20, 33, device=device) > 0.2
+    want = ops.attention(q, k, v, attn_mask=mask)
+    heads_first = [t.transpose(1, 2) for t in (q, k, v)]
+    got = ops.attention(*heads_first, attn_mask=mask, layout="bhnd")
+    assert torch.equal(got.transpose(1, 2), want)
+    reference = torch.nn.functional.scaled_dot_product_attention(*heads_first, mask)
+    torch.testing.assert_close(got, reference, atol=1e-5, rtol=1e-5)
 
 
-def test_export(backend, device):
-    tokens = torch.export.Dim("tokens", min=2, max=100)
-    qkv = packed(2, 18, 2, 16, device=device).detach()
-    program = torch.export.export(Module().eval(), (qkv,), dynamic_shapes={"qkv": {1: tokens}})
-    longer = packed(2, 31, 2, 16, device=device).detach()
-    assert torch.equal(program.module()(longer), Module().eval()(longer))
+# ---- hidden keys ----
 
 
-def test_flops(device):
-    qkv = packed(2, 18, 3, 16, device=device)
-    with FlopCounterMode(display=False) as counter:
-        (ops.attention_qkvpacked(qkv).sum() + ops.attention(*qkv.unbind(2)).sum()).backward()
-    assert counter.get_total_flops() == 2 * 3.5 * 4 * 2 * 3 * 18 * 18 * 16
+@pytest.mark.parametrize(
+    ("kind", "hidden"),
+    [
+        ("bool", "first"),
+        ("bool", "all"),
+        ("minus infinity", "all"),
+        ("lowest", "all"),
+    ],
+)
+def test_hidden_keys(kind, hidden, backend, device):
+    """Across tiles; where a query sees none, it and what it would have changed get zeros, unless the lowest number
+    hides them: that is finite, and all keys weigh the same."""
+    N = 40
+    visible = torch.ones(1, 1, N, N, dtype=torch.bool, device=device)
+    which = {"first": slice(0, 33), "all": slice(0, N)}[hidden]
+    visible[..., which] = False
+    visible[..., 3, :] = True  # but a query
+    lowest = -torch.inf if kind == "minus infinity" else torch.finfo(torch.float32).min
+    mask = visible if kind == "bool" else torch.zeros(visible.shape, device=device).masked_fill(~visible, lowest)
+    tensors = draw_qkv(1, N, 1, 16, device=device)
+    assert_op_as_accurate(
+        lambda **t: ops.attention(**t, attn_mask=mask), lambda **t: eager(**t, attn_mask=mask, empty_rows=True), tensors
+    )
+    if hidden == "all" and kind != "lowest":
+        assert not ops.attention(**tensors, attn_mask=mask)[:, 4:].any()
+
+
+@pytest.mark.parametrize(("fill", "N"), [(-1e9, 5), (torch.finfo(torch.float32).min, 40), (1e9, 17)])
+def test_rows_whose_keys_all_have_a_huge_number(fill, N, backend, device):
+    """A padded sample and a padded query: the weights sum to one, and gradients are those of these weights.
+    Integers, so that scores and mask have the same sum in any order."""
+    generator = {"dtype": torch.float64, "device": device}
+    tensors = {
+        name: inputs("integer", 2, N, 1, 16, **generator, seed=i).float().requires_grad_()
+        for i, name in enumerate("qkv")
+    }
+    mask = torch.zeros(2, 1, N, N, device=device)
+    mask[1] = mask[0, :, 3] = fill
+    tensors["attn_mask"] = mask.requires_grad_()
+    runs = []
+    for function in (ops.attention, eager):
+        o = function(**tensors, scale=0.125)
+        do = inputs("normal", *o.shape, dtype=o.dtype, device=device, seed=5)
+        fixed = function(**tensors | {"attn_mask": mask.detach()}, scale=0.125)
+        gradients_of_fixed = torch.autograd.grad(fixed, [tensors[name] for name in "qkv"], do)
+        runs.append((o, *torch.autograd.grad(o, list(tensors.values()), do), *gradients_of_fixed))
+    torch.testing.assert_close(*runs, atol=1e-5, rtol=1e-4)
+    ones = ops.attention(tensors["q"], tensors["k"], torch.ones_like(o), attn_mask=mask[:, :, :1])
+    torch.testing.assert_close(ones, torch.ones_like(o))
+
+
+def test_rows_of_the_lowest_number_in_16_bits(backend, device):
+    dtype = torch.float16
+    mask = torch.zeros(2, 1, 33, 33, dtype=dtype, device=device)
+    mask[1] = mask[0, :, 3] = torch.finfo(dtype).min
+    tensors = {**draw_qkv(2, 33, 1, 16, dtype=dtype, device=device), "attn_mask": mask.requires_grad_()}
+    assert_op_as_accurate(ops.attention, eager, tensors)
+
+
+def test_what_is_hidden_changes_nothing(backend, device):
+    """Padded tokens hold anything. What lies after a query has no influence, not even NaN."""
+    tensors = {name: t.detach() for name, t in draw_qkv(2, 48, 1, 16, device=device).items()}
+    mask = torch.ones(2, 1, 1, 48, dtype=torch.bool, device=device)
+    mask[1, ..., 25:] = False
+    clean, causal = ops.attention(**tensors, attn_mask=mask), ops.attention(**tensors, is_causal=True)
+    alone = ops.attention(*(t[1:, :25] for t in tensors.values()))
+    torch.testing.assert_close(clean[1:, :25], alone, atol=2e-6, rtol=2e-6)
+    tensors["k"][1, 25:] = 1e4
+    assert torch.equal(ops.attention(**tensors, attn_mask=mask), clean)
+    # PyTorch's kernel on the CPU multiplies hidden NaN of the same tile by zero
+    hidden = torch.nan if backend == "triton" else 1e3
+    tensors["k"][:, 40:] = tensors["v"][:, 40:] = hidden
+    tensors["k"][1, 25:40] = 1e4
+    dirty = ops.attention(**tensors, is_causal=True)
+    torch.testing.assert_close(dirty[0, :32], causal[0, :32], atol=1e-6, rtol=1e-6)
+
+
+def test_one_key(backend, device):
+    """Softmax over one key is constant, and no gradient reaches q and k but rounding; unless that key is hidden."""
+    q, k, v = draw_qkv(2, 1, 2, 16, device=device).values()
+    o = ops.attention(q, k, v, attn_mask=torch.tensor([True, False], device=device).view(2, 1, 1, 1))
+    assert torch.equal(o, torch.stack([v[0], torch.zeros_like(v[0])]))
+    dq, dk, dv = torch.autograd.grad(o, (q, k, v), torch.ones_like(o))
+    assert torch.equal(dv, torch.stack([torch.ones_like(v[0]), torch.zeros_like(v[0])]))
+    assert max(dq.abs().max(), dk.abs().max()) < 1e-5
+    assert not dq[1].any()
+    assert not dk[1].any()
+
+
+# ---- on ATen: scores of the formula, in blocks ----
+
+
+def test_a_row_below_the_least_float32(device):
+    """Of a float64 mask, it hides all keys of float32, also in a backward pass that computes weights again."""
+    mask = torch.zeros(20, 20, dtype=torch.float64, device=device)
+    mask[0] = -1e300
+    for p in (0.0, 0.3):
+        tensors = {**draw_qkv(1, 20, 2, 16, device=device), "attn_mask": mask.clone().requires_grad_()}
+        with ops.use_backend("aten"):
+            o = ops.attention(**tensors, dropout_p=p)
+            gradients = torch.autograd.grad(o.sum(), list(tensors.values()))
+        assert not o[:, 0].any()
+        assert all(t.isfinite().all() for t in gradients)
+
+
+@pytest.mark.parametrize(("kv_heads", "dtype"), [(2, torch.bfloat16), (4, torch.float32)], ids=str)
+def test_blocks_of_scores(kv_heads, dtype, device, monkeypatch):
+    """Several samples, heads or queries at a time change neither a value, nor what is dropped, nor a gradient, the
+    mask's among them, which samples share."""
+    tensors = draw_qkv(3, 20, 4, 16, kv_heads=kv_heads, dtype=dtype, device=device)
+    tensors["attn_mask"] = random_mask(4, 20, 20, kind=torch.float32, device=device)
+    runs = []
+    for scores in (3 * 4 * 400, 2 * 4 * 400, 2 * 400, 7 * 20, 1):
+        monkeypatch.setattr(aten, "_BYTES", scores * 4)
+        with ops.use_backend("aten"):
+            torch.manual_seed(3)
+            o = ops.attention(**tensors, dropout_p=0.3)
+            runs.append((o, *torch.autograd.grad(o, list(tensors.values()), tensors["q"].detach())))
+    tolerance = 1e-5 if dtype is torch.float32 else 4e-2
+    for other in runs[1:]:
+        torch.testing.assert_close(other, runs[0], atol=tolerance, rtol=tolerance)

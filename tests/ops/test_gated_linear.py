@@ -1,16 +1,13 @@
-"""The registered ops of gated linear layers, and what a gated MLP makes of its layers, on both backends."""
+"""The registered ops of gated linear layers, and what a gated MLP makes of its layers."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 from op_cases import function, made, outputs_and_gradients
-from oracle import GRADIENT, assert_as_accurate, assert_op_as_accurate, inputs
-from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
+from oracle import assert_op_as_accurate, inputs
 
 from fastvit.ops.linear import gated as registered
 from fastvit.study.accuracy import formulas
-from fastvit.study.accuracy.formulas import GATED
 
 
 @pytest.mark.parametrize("pair", [False, True], ids=["packed", "pair"])
@@ -30,71 +27,28 @@ def test_integers(pair, backend, device):
     assert torch.equal(registered.gated_fwd(x, *layers, "relu"), h)
 
 
-def test_weights_of_other_strides(triton_backend, device):
-    """Each is read by its own, without a copy."""
-    name = "layer_norm_mlp gated"
-    args = made(name, 2, 5, device)
-    want = function(name)(**args)
-    wide = torch.cat([args["value_weight"], torch.full((20, 32), torch.nan, device=device)], 1)[:, :16]
-    assert torch.equal(function(name)(**args | {"value_weight": wide}), want)
-
-
-def test_value_rows_first(backend, device):
-    """The two halves as views, in the other order: of the same values the same, bit for bit."""
-    args = made("mlp swiglu", 2, 5, device)
-    (want,), of_want = outputs_and_gradients(function("mlp swiglu"), args)
-    turned = {n: torch.cat(args[n].detach().chunk(2)[::-1]).requires_grad_() for n in ("fc1_weight", "fc1_bias")}
+def test_value_rows_first(device):
+    """The two halves as views, in the other order: of the same values the same."""
+    arguments = made("mlp swiglu", 2, 5, device)
+    (want,), wanted_gradients = outputs_and_gradients(function("mlp swiglu"), arguments)
+    turned = {
+        name: torch.cat(arguments[name].detach().chunk(2)[::-1]).requires_grad_() for name in ("fc1_weight", "fc1_bias")
+    }
 
     def as_views(fc1_weight, fc1_bias, **rest):
         pairs = {"fc1_weight": fc1_weight.chunk(2)[::-1], "fc1_bias": fc1_bias.chunk(2)[::-1]}
         return function("mlp swiglu")(**rest, **pairs)
 
-    (out,), gradients = outputs_and_gradients(as_views, args | turned)
+    (out,), gradients = outputs_and_gradients(as_views, arguments | turned)
     torch.testing.assert_close(out, want)
-    for name, gradient in of_want.items():
+    for name, gradient in wanted_gradients.items():
         got = gradients[name]
         torch.testing.assert_close(torch.cat(got.chunk(2)[::-1]) if name in turned else got, gradient)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("activation", ["silu", "gelu"])
-def test_registered_gradients(activation, dtype, backend, device):
-    """gated_dact, gated_act_bwd and gated_act against float64 and eager, of rows that are wider apart than they are."""
-    wide = inputs("normal", 3, 50, 2 * 96 + 16, dtype=dtype, device=device)
-    pre, weight = wide[..., : 2 * 96], inputs("normal", 40, 96, dtype=dtype, device=device, seed=1) / 6
-    dy = inputs("normal", 3, 50, 40, dtype=dtype, device=device, seed=2)
-    act = {"silu": GATED["swiglu"], "gelu": GATED["geglu"]}[activation]
-
-    def eager(dtype):
-        leaf = pre.detach().to(dtype).requires_grad_()
-        gate, value = leaf.chunk(2, -1)
-        h = act(gate) * value
-        (dpre,) = torch.autograd.grad(h, leaf, dy.to(dtype) @ weight.to(dtype))
-        return dpre, h.detach(), dpre.sum((0, 1))
-
-    same, exact = eager(dtype), eager(torch.float64)
-    assert_all(registered.gated_dact(dy, weight, pre, activation), same, exact)
-    (dpre, dbias), h = registered.gated_act_bwd(dy @ weight, pre, activation), registered.gated_act(pre, activation)
-    assert_all((dpre, h, dbias), same, exact)
-
-
-def assert_all(got: tuple[Tensor, ...], same: tuple[Tensor, ...], exact: tuple[Tensor, ...]) -> None:
-    for name, *triple in zip(("dpre", "h", "dbias"), got, same, exact, strict=True):
-        assert_as_accurate(*triple, factor=GRADIENT, what=name)
-
-
-def test_flop_formulas(backend, device):
-    x, gate, weight, pre = (torch.randn(*shape, device=device) for shape in ((8, 64), (24, 64), (64, 24), (8, 48)))
-    with FlopCounterMode(display=False) as counter:
-        registered.gated_fwd(x, gate, gate, None, None, "silu")
-        registered.gated_act_fwd(x, gate, gate, None, None, "silu")
-        registered.gated_dact(x, weight, pre, "silu")
-        registered.gated_act(pre, "silu")
-    assert counter.get_total_flops() == 2 * 8 * 64 * 24 * (2 + 2 + 1)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", ["mlp swiglu", "layer_norm_mlp gated"])
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("mlp swiglu", torch.bfloat16), ("layer_norm_mlp gated", torch.float32)], ids=str
+)
 def test_vendor_matmuls(name, dtype, monkeypatch, triton_backend, device):
     """Where the kernel is not used, gate and value are two matmuls into one buffer and a pass over it."""
     from fastvit.ops.linear import gated_launch as launch

@@ -1,214 +1,135 @@
-"""ops.layer_norm_attention against float64 and eager PyTorch, on both backends."""
+"""ops.layer_norm_attention: three layers, norms of q and k, positions in place, dropout."""
 
 import pytest
 import torch
-from op_cases import outputs_and_gradients, saved_numel, tensors_of
-from oracle import assert_op_as_accurate, inputs
+from op_cases import function, made, outputs_and_gradients, tensors_of
+from oracle import assert_op_as_accurate
+from torch.utils.flop_counter import FlopCounterMode
+from value_cases import case, packed
 
 from fastvit import ops
 from fastvit.study.accuracy import formulas
+from fastvit.study.accuracy.cases import FIXED_TABLES, NORM, QK_WEIGHTS
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-LAYERS = ("qkv_weight", "qkv_bias")
 B, N, H, D, HEAD_DIM = 2, 17, 2, 24, 16  # H * HEAD_DIM is not D
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 
 
-def tensors(dtype, device, B=B, N=N, D=D, out=D, **options):
+def draw(dtype, device, layers=1):
+    """layers: 3 for q, k and v with a layer each."""
     inner = H * HEAD_DIM
     shapes = {"x": (B, N, D), "norm_weight": (D,), "norm_bias": (D,)}
-    shapes |= {"qkv_weight": (3 * inner, D), "qkv_bias": (3 * inner,), "proj_weight": (out, inner), "proj_bias": (out,)}
-    return tensors_of(shapes | options, dtype, device)
+    for i in range(layers):
+        rows = 3 * inner // layers
+        shapes |= {f"qkv_weight{i}": (rows, D), f"qkv_bias{i}": (rows,)}
+    return tensors_of(shapes | {"proj_weight": (D, inner), "proj_bias": (D,)}, dtype, device)
 
 
-def parted(args):
-    """With q, k and v as layers of their own."""
-    args = dict(args)
-    for name in LAYERS:
-        parts = args.pop(name).detach().chunk(3)
-        args |= {f"{name}{i}": part.clone().requires_grad_() for i, part in enumerate(parts)}
-    return args
+def of_layers(module, **options):
+    """The op or its formula with x as its residual; of tensors as `draw` makes them."""
 
-
-def of(module, **options):
-    """The op or its formula with x as its residual; of tensors as `tensors` or `parted` make them."""
-
-    def run(**given):
-        for name in LAYERS:
-            if name not in given:
-                given[name] = [given.pop(f"{name}{i}") for i in range(3)]
-        given.setdefault("residual", given["x"])
-        return module.layer_norm_attention(**given, num_heads=H, **options)
+    def run(**tensors):
+        for kind in ("qkv_weight", "qkv_bias"):
+            parts = [tensors.pop(key) for key in sorted(tensors) if key.startswith(kind)]
+            tensors[kind] = parts if len(parts) > 1 else parts[0]
+        return module.layer_norm_attention(**tensors, residual=tensors["x"], num_heads=H, **options)
 
     return run
 
 
-fused, eager = of(ops), of(formulas)
+def test_three_layers(backend, device):
+    """The one of k without a bias."""
+    tensors = draw(F16, device, layers=3) | {"qkv_bias1": None}
+    assert_op_as_accurate(of_layers(ops), of_layers(formulas), tensors)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_everything_at_once(dtype, backend, device):
-    args = tensors(dtype, device, layer_scale=(D,), row_scale=(B,))
-    assert_op_as_accurate(of(ops, scale=0.3), of(formulas, scale=0.3), args, what="packed")
-
-
-@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
-def test_three_layers(dtype, backend, device):
-    args = parted(tensors(dtype, device))
-    assert_op_as_accurate(fused, eager, args, what="three")
-    assert_op_as_accurate(fused, eager, args | {"qkv_bias1": None}, what="k without bias")
-
-
-def test_three_layers_are_a_packed_one(backend, device):
-    """In float32 up to the order of sums. Held against float64 they would test PyTorch's kernel of attention, which on
-    some CPUs has up to five times the formula's error in the gradients of q and k."""
-    packed = tensors(torch.float32, device)
-    (whole,), want = outputs_and_gradients(fused, packed)
-    (parts,), got = outputs_and_gradients(fused, parted(packed))
-    found = {name: torch.cat([got.pop(f"{name}{i}") for i in range(3)]) for name in LAYERS}
-    for name, t in {"out": parts, **got, **found}.items():
-        expected = whole if name == "out" else want[name]
-        torch.testing.assert_close(t, expected, rtol=0, atol=1e-5 * float(expected.abs().max()), msg=name)
-
-
-def test_without_options(backend, device):
-    """No biases, no residual; one token, whose attention has no gradient; another width of the output."""
-    for n in (1, 17):
-        args = tensors(torch.float32, device, B=3, N=n, D=13, out=5)
-        args |= {"qkv_bias": None, "proj_bias": None, "residual": None}
-        assert_op_as_accurate(fused, eager, args, what=f"{n} tokens")
-
-
-@pytest.mark.parametrize("wide", [False, True], ids=["same", "float32"])
-def test_other_residual(wide, backend, device):
-    """A residual that is not x; a float32 one after bfloat16 matmuls makes a float32 output."""
-    dtype = torch.float32 if wide else torch.bfloat16
-    for scale in ({"layer_scale": (8,)}, {"row_scale": (B,)}, {}):
-        args = tensors(torch.bfloat16, device, out=8, **scale)
-        args["residual"] = inputs("normal", B, N, 8, dtype=dtype, device=device, seed=77).requires_grad_()
-        assert_op_as_accurate(fused, eager, args, what=str(scale))
-
-
-def test_dropout(backend, device):
-    """Outputs and gradients are those of single ops with the same seed; another seed draws another mask."""
-    args = tensors(torch.float32, device)
-
-    def one_by_one(x, norm_weight, norm_bias, qkv_weight, qkv_bias, proj_weight, proj_bias):
-        qkv = ops.layer_norm_linear(x, norm_weight, norm_bias, qkv_weight, qkv_bias).unflatten(-1, (3, H, -1))
-        return ops.linear(ops.attention_qkvpacked(qkv, dropout_p=0.4).flatten(2), proj_weight, proj_bias, residual=x)
-
-    got, want = outputs_and_gradients(of(ops, dropout_p=0.4), args), outputs_and_gradients(one_by_one, args)
-    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
-    again = outputs_and_gradients(of(ops, dropout_p=0.4), args)
-    torch.testing.assert_close(again, got, atol=0, rtol=0)
-    torch.manual_seed(5)
-    assert not torch.equal(of(ops, dropout_p=0.4)(**args), got[0][0])
-
-
-NORMS = {"rms": ("rms", False), "layer": ("layer", True), "no bias": ("layer", False)}  # kind, whether with a bias
-
-
-@pytest.mark.parametrize(
-    ("norm", "scale_norm", "dtype"),
-    [
-        ("rms", None, torch.float32),
-        ("rms", "rms", torch.bfloat16),
-        ("rms", "no bias", torch.float16),
-        ("layer", "layer", torch.bfloat16),
-        ("layer", "rms", torch.float32),
-        ("no bias", "layer", torch.float32),
-    ],
-    ids=str,
-)
-def test_norms(norm, scale_norm, dtype, backend, device):
-    """Both kinds, with and without a bias, before the layers and before the projection."""
-    args = tensors(dtype, device, B=3, layer_scale=(D,), row_scale=(3,))
-    kind, bias = NORMS[norm]
-    args["norm_bias"] = args["norm_bias"] if bias else None
-    calls = [of(module, norm=kind) for module in (ops, formulas)]
-    if scale_norm is not None:
-        kind, bias = NORMS[scale_norm]
-        args |= tensors_of({"scale_weight": (H * HEAD_DIM,), "scale_bias": (H * HEAD_DIM,)}, dtype, device)
-        args["scale_bias"] = args["scale_bias"] if bias else None
-        calls = [with_scale_norm(call, kind) for call in calls]
-    assert_op_as_accurate(*calls, args, what=f"{norm}, {scale_norm}")
-
-
-def with_scale_norm(call, kind="layer"):
-    def run(scale_weight, scale_bias=None, norm_bias=None, **rest):
-        return call(**rest, norm_bias=norm_bias, scale_norm=ops.Norm(scale_weight, scale_bias, 0.01, kind))
-
-    return run
-
-
-def test_scale_norm_saves_its_statistics_only(backend, device):
-    args = tensors(torch.float32, device, scale_weight=(H * HEAD_DIM,), scale_bias=(H * HEAD_DIM,))
-    plain = {name: t for name, t in args.items() if not name.startswith("scale")}
-    more = saved_numel(with_scale_norm(fused), args) - saved_numel(fused, plain)
-    assert more == 2 * B * N
-    del args["norm_bias"]
-    call = with_scale_norm(of(ops, norm="rms"))
-    assert saved_numel(call, args) == saved_numel(fused, plain) + B * N  # no mean of the first
-    only = {name: t.detach().requires_grad_(name == "scale_weight") for name, t in args.items()}
-    assert saved_numel(call, only) == B * N * H * HEAD_DIM + 2 * B * N
-
-
-def test_saves_what_is_wanted(backend, device):
-    args = tensors(torch.float32, device, layer_scale=(D,), residual=(B, N, D))
-    x, inner, statistics, lse = B * N * D, B * N * H * HEAD_DIM, 2 * B * N, B * N * H
-    for wanted, want in (
-        (args.keys(), x + 4 * inner + statistics + lse),
-        (("norm_weight",), x + 4 * inner + statistics + lse),
-        (("qkv_weight",), x + 4 * inner + lse),
-        (("qkv_bias",), 4 * inner + lse),
-        (("proj_weight",), inner),
-        (("layer_scale",), inner),
-        (("proj_bias",), 0),
-        (("residual",), 0),
-    ):
-        partly = {name: t.detach().requires_grad_(name in wanted) for name, t in args.items()}
-        assert saved_numel(fused, partly) == want, wanted
-
-
-def test_three_layers_under_compile_vmap_and_no_grad(backend, device):
-    args = parted(tensors(torch.float32, device))
-    want = fused(**args)
-    with torch.no_grad():
-        assert torch.equal(fused(**args), want)
-    torch._dynamo.reset()
-    compiled = torch.compile(fused, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(**args), want)
-    xs = torch.stack([args["x"], args["x"] * 2]).detach()
-    torch.testing.assert_close(torch.func.vmap(lambda x: fused(**args | {"x": x}))(xs)[0], want)
-
-
-def test_only_the_residual_is_wanted(backend, device):
+def test_only_the_residual_is_wanted(device):
     """No gradient of the op itself: nothing runs backward."""
-    args = {name: t.detach() for name, t in tensors(torch.float32, device).items()}
-    residual = torch.zeros(B, N, D, device=device, requires_grad=True)
-    out = fused(**args, residual=residual)
+    tensors = {key: t.detach() for key, t in made("layer_norm_attention", B, N, device).items()}
+    residual = torch.zeros(B, N, 16, device=device, requires_grad=True)
+    out = function("layer_norm_attention")(**tensors, residual=residual)
     (gradient,) = torch.autograd.grad(out, residual, out.detach())
     assert torch.equal(gradient, out)
 
 
-@pytest.mark.parametrize(("normed", "recompute"), [(False, "all"), (True, "none"), (True, "attention")], ids=str)
-def test_sequences_of_several_lengths_with_positions(normed, recompute, backend, device):
-    """Layers, statistics and tables of all tokens; norms of q and k write into the packed gradient, too."""
-    T, ends = 30, torch.tensor([0, 7, 7, 8, 30], dtype=torch.int32, device=device)
-    args = tensors(torch.float32, device, layer_scale=(D,), row_scale=(T,))
-    args["x"] = inputs("normal", T, D, dtype=torch.float32, device=device).requires_grad_()
-    args |= tensors_of({"fixed_sin": (T, HEAD_DIM), "fixed_cos": (T, HEAD_DIM)}, torch.float32, device)
-    if normed:
-        args |= tensors_of({"q_weight": (HEAD_DIM,), "k_weight": (HEAD_DIM,)}, torch.float32, device)
+def test_dropout(backend, device):
+    """Outputs and gradients are those of single ops with the same seed; another seed draws another mask."""
+    tensors = draw(F32, device)
 
-    def of_sequences(module, **options):
-        def run(fixed_sin, fixed_cos, q_weight=None, k_weight=None, **rest):
-            norms = None if q_weight is None else (ops.Norm(q_weight, kind="rms"), ops.Norm(k_weight, kind="rms"))
-            return of(module, rotary=ops.Rotary(fixed_sin, fixed_cos), qk_norm=norms, cu_seqlens=ends, **options)(
-                **rest
-            )
+    def one_by_one(x, norm_weight, norm_bias, qkv_weight0, qkv_bias0, proj_weight, proj_bias):
+        qkv = ops.layer_norm_linear(x, norm_weight, norm_bias, qkv_weight0, qkv_bias0).unflatten(-1, (3, H, -1))
+        return ops.linear(ops.attention_qkvpacked(qkv, dropout_p=0.4).flatten(2), proj_weight, proj_bias, residual=x)
 
-        return run
+    dropped = of_layers(ops, dropout_p=0.4)
+    got, want = outputs_and_gradients(dropped, tensors), outputs_and_gradients(one_by_one, tensors)
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+    torch.manual_seed(5)
+    assert not torch.equal(dropped(**tensors), got[0][0])
 
-    for max_seqlen in (22, None):
-        fused = of_sequences(ops, max_seqlen=max_seqlen, recompute=recompute)
-        assert_op_as_accurate(fused, of_sequences(formulas), args)
+
+@pytest.mark.parametrize("recompute", ["none", "all"])
+def test_causal(recompute, device):
+    """As with a mask that hides what lies after a query."""
+    tensors = draw(F32, device)
+    seen = torch.ones(N, N, dtype=torch.bool, device=device).tril()
+    causal, masked = (
+        outputs_and_gradients(of_layers(ops, recompute=recompute, **options), tensors)
+        for options in ({"is_causal": True}, {"attn_mask": seen})
+    )
+    torch.testing.assert_close(causal, masked, atol=1e-5, rtol=1e-4)
+
+
+# ---- positions, and norms of q and k ----
+
+
+def with_our_attention(function):
+    """The formula with ops.attention in it, but for float64. The gradients of the norms are sums over all tokens, in
+    which rounding of q's and k's gradients shows that attention's own tests, element by element, allow flash attention:
+    the row sums of its scores' gradients are not as near zero as eager's."""
+
+    def run(**tensors):
+        with pytest.MonkeyPatch.context() as patch:
+            if tensors["x"].dtype is not torch.float64:
+                patch.setattr(formulas, "attention", lambda q, k, v, **_: ops.attention(q, k, v))
+                patch.setattr(
+                    formulas, "attention_varlen", lambda q, k, v, ends, **_: ops.attention_varlen(q, k, v, ends)
+                )
+            return function(**tensors)
+
+    return run
+
+
+BIASES = {"q_bias": ("d",), "k_bias": ("d",)}
+HEADS = [
+    # k's bias with positions only: without them, its gradient is zero but for rounding
+    case("layer_norm_attention qk_norm", F32, N=23, D=32, d=24, T=18, tensors=BIASES),
+    case("layer_norm_attention qk_norm", F16, N=23, D=32, d=24, options={"interleaved": True}),
+    case("layer_norm_attention qk_norm", BF16, N=23, D=32, d=24, tensors=dict.fromkeys(FIXED_TABLES)),
+    case(
+        "layer_norm_attention lengths", F32, D=24, tensors={**QK_WEIGHTS, **NORM}, **packed((7, 0, 1, 22), norm="layer")
+    ),
+]
+
+
+@pytest.mark.parametrize("case", HEADS, ids=str)
+def test_norms_of_q_and_k(case, backend, device):
+    tensors = case.draw(device)
+    assert_op_as_accurate(case.function(ops), with_our_attention(case.function(formulas)), tensors)
+
+
+@pytest.mark.parametrize("name", ["layer_norm_attention rotary", "layer_norm_attention qk_norm"])
+def test_directly_and_through_the_dispatcher(name, backend, device):
+    """In place in the packed tensor, and as ops: the same bits; and a retained graph gives them twice."""
+    tensors = made(name, 1, 6, device)
+    leaves = [t for t in tensors.values() if t.requires_grad]
+
+    def run():
+        out = function(name)(**tensors)
+        return out, *(torch.autograd.grad(out.sum(), leaves, retain_graph=retain) for retain in (True, False))
+
+    direct, first, second = run()
+    with FlopCounterMode(display=False):
+        dispatched, third, _ = run()
+    assert torch.equal(direct, dispatched)
+    for several in zip(first, second, third, strict=True):
+        assert all(torch.equal(several[0], one) for one in several[1:])

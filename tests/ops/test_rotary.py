@@ -1,115 +1,58 @@
-"""ops.rotary and ops.rotary_qkvpacked: values, layouts, places."""
-
-from itertools import cycle
+"""ops.rotary and ops.qk_norm: what is rounded once, written in place, copied, and read as one table."""
 
 import pytest
 import torch
-from op_cases import assert_layout_does_not_matter, tensors_of
+from op_cases import tensors_of
 from oracle import assert_op_as_accurate, inputs
-from rotary_inputs import LAYOUTS, SPELLINGS, table, widened
 
 from fastvit import ops
+from fastvit.ops.qk_norm.op import qk_norm_bwd
 from fastvit.ops.rotary.op import rotary_op
 from fastvit.ops.runtime.backend import Path
 from fastvit.ops.runtime.call import UNKEPT
 from fastvit.study.accuracy import formulas
 
-
-@pytest.mark.parametrize(
-    ("B", "N", "H", "d", "prefix", "interleaved", "dtype"),
-    [
-        (2, 41, 6, 64, 5, False, torch.bfloat16),
-        (1, 50, 3, 32, 1, True, torch.float32),
-        (1, 50, 3, 32, 1, False, torch.float16),
-        (3, 33, 2, 72, 0, False, torch.float32),
-        (3, 33, 2, 72, 0, True, torch.bfloat16),
-        (2, 40, 1, 16, 40, True, torch.float16),
-        (1, 18, 5, 128, 1, False, torch.float32),
-        (2, 9, 2, 256, 3, True, torch.bfloat16),
-    ],
-    ids=str,
-)
-def test_accuracy(B, N, H, d, prefix, interleaved, dtype, backend, device):
-    """float32 tables, whatever q and k are."""
-    qkv = inputs("normal", B, N, 3, H, d, dtype=dtype, device=device).requires_grad_()
-    rotary = ops.Rotary(*table(N - prefix, d, device=device), prefix, interleaved)
-    fused, eager = (
-        lambda qkv, module=module: module.rotary_qkvpacked(qkv, widened(rotary, qkv)) for module in (ops, formulas)
-    )
-    assert_op_as_accurate(fused, eager, {"qkv": qkv})
+EPS = 1e-5
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_16_bits_are_rounded_once(dtype, backend, device):
-    """Arithmetic is float32, as in the libraries: the result is nearly always the nearest number."""
-    x = inputs("normal", 2, 50, 2, 32, dtype=dtype, device=device)
+def table(*shape, device):
+    """Return (sin, cos) of angles that all differ, so that an entry from the wrong place shows."""
+    angles = inputs("normal", *shape, dtype=torch.float64, device=device, seed=30) * 3
+    return angles.sin().float(), angles.cos().float()
+
+
+def test_16_bits_are_rounded_once(backend, device):
+    """Arithmetic is float32, as in the libraries, and nothing is rounded between the norm and the rotation: the result
+    is nearly always the nearest number."""
+    dtype = torch.bfloat16
+    qkv = inputs("normal", 2, 50, 3, 2, 32, dtype=dtype, device=device)
     sin, cos = table(50, 32, device=device)
-    exact = formulas.rotary(x.double(), ops.Rotary(sin.double(), cos.double()))
-    got = ops.rotary(x, ops.Rotary(sin, cos))
-    assert (got != exact.to(dtype)).float().mean() < 0.002
+    parameters = [inputs("normal", 32, dtype=dtype, device=device, seed=s) for s in range(4)]
+
+    def run(module, qkv, sin, cos, parameters):
+        q_norm, k_norm = (ops.Norm(*parameters[i : i + 2], EPS) for i in (0, 2))
+        rotary = ops.Rotary(sin, cos)
+        return module.rotary(qkv[:, :, 0], rotary), *module.qk_norm(*qkv.unbind(2)[:2], q_norm, k_norm, rotary)
+
+    exact = run(formulas, qkv.double(), sin.double(), cos.double(), [t.double() for t in parameters])
+    for got, want in zip(run(ops, qkv, sin, cos, parameters), exact, strict=True):
+        assert (got != want.to(dtype)).float().mean() < 0.002
 
 
-@pytest.mark.parametrize(
-    ("shape", "interleaved"), zip([(), (1,), (3,), (1, 3), (2, 1), (2, 3)], cycle([False, True])), ids=str
-)
-def test_tables_of_a_sample_or_a_head(shape, interleaved, backend, device):
-    """And their gradients, which are sums over what shares them; in more than one block of tokens."""
-    sin, cos = (t.requires_grad_() for t in table(*shape, 75, 24, device=device))
-    qkv = inputs("normal", 2, 77, 3, 3, 24, dtype=torch.float32, device=device).requires_grad_()
-    tensors = {"qkv": qkv, "sin": sin, "cos": cos}
-    fused, eager = (
-        lambda qkv, sin, cos, module=module: module.rotary_qkvpacked(qkv, ops.Rotary(sin, cos, 2, interleaved))
-        for module in (ops, formulas)
-    )
-    assert_op_as_accurate(fused, eager, tensors)
-    alone, eager_alone = (
-        lambda qkv, sin, cos, module=module: module.rotary(qkv[:, :, 1], ops.Rotary(sin, cos, 2, interleaved))
-        for module in (ops, formulas)
-    )
-    assert_op_as_accurate(alone, eager_alone, tensors)
-
-
-@pytest.mark.parametrize("of_cos", [torch.bfloat16, torch.float32], ids=str)
-def test_gradients_of_tables_in_16_bits(of_cos, backend, device):
-    """Both tables, or one with a float32 one, whose gradient keeps its dtype."""
-    sin, cos = table(64, 32, device=device, dtype=torch.bfloat16)
-    sin, cos = sin.requires_grad_(), cos.to(of_cos).requires_grad_()
-    x = inputs("normal", 4, 64, 2, 32, dtype=of_cos, device=device)
-    fused, eager = (
-        lambda sin, cos, module=module: module.rotary(
-            x.to(torch.promote_types(x.dtype, sin.dtype)), ops.Rotary(sin, cos)
-        )
-        for module in (ops, formulas)
-    )
-    assert_op_as_accurate(fused, eager, {"sin": sin, "cos": cos})
-
-
-@SPELLINGS
-def test_prefix_tokens_and_values_are_copied(interleaved, backend, device):
-    """To the bit, whatever they are, and the rest does not see them; nor does a token see another."""
+def test_prefix_tokens_and_values_are_copied(backend, device):
+    """To the bit, whatever they are, and the rest does not see them."""
     qkv = inputs("normal", 2, 20, 3, 2, 16, dtype=torch.bfloat16, device=device)
-    rotary = ops.Rotary(*table(17, 16, device=device), 3, interleaved)
+    rotary = ops.Rotary(*table(17, 16, device=device), 3)
     clean = ops.rotary_qkvpacked(qkv, rotary)
     assert torch.equal(clean[:, :, 2], qkv[:, :, 2])
-    qkv[:, :3, 0], qkv[:, :3, 1], qkv[:, :, 2], qkv[1, 7, :2] = torch.inf, -torch.inf, torch.nan, torch.nan
+    qkv[:, :3, 0], qkv[:, :3, 1], qkv[:, :, 2] = torch.inf, -torch.inf, torch.nan
     got = ops.rotary_qkvpacked(qkv, rotary)
     assert torch.equal(got[:, :3, :2], qkv[:, :3, :2])
     assert got[:, :, 2].isnan().all()
-    assert got[1, 7].isnan().all()
-    got[1, 7, :2] = clean[1, 7, :2]
     assert torch.equal(got[:, 3:, :2], clean[:, 3:, :2])
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts(layout, backend, device):
-    """Layouts of q, of the tables and of the gradient."""
-    table_shape = (2, 3, 11, 24)
-    shapes = {"x": (2, 12, 3, 24), "fixed_sin": table_shape, "fixed_cos": table_shape}
-    tensors = {name: LAYOUTS[layout](t) for name, t in tensors_of(shapes, torch.float32, device).items()}
-    assert_layout_does_not_matter("rotary halves", tensors, LAYOUTS[layout], bitwise=True)
-
-
-def test_in_place_is_the_same(backend, device):
+def test_rotation_in_place(backend, device):
     """The registered op's result, written over x; without that option x stays unchanged."""
     x = inputs("normal", 2, 85, 9, 24, dtype=torch.float32, device=device)  # several blocks of tokens
     sin, cos = (t[None, None] for t in table(82, 24, device=device))
@@ -121,6 +64,41 @@ def test_in_place_is_the_same(backend, device):
         got = rotary_op(same, sin, cos, 6, False, transposed, call=UNKEPT[Path(backend)], out=same)
         assert got is same
         assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("kind", ["layer", "rms"])
+def test_gradients_of_norms_in_place(kind, backend, device):
+    """The registered op's results, written over its inputs, which are parts of a packed tensor."""
+    dqkv, qkv = (inputs("normal", 2, 35, 3, 5, 24, dtype=torch.float32, device=device, seed=s) for s in (1, 2))
+    weights = [inputs("normal", 24, dtype=torch.float32, device=device, seed=s) for s in (3, 4)]
+    sin, cos = (t[None, None] for t in table(32, 24, device=device))
+    (dq, dk, dv), (q, k, _) = dqkv.unbind(2), qkv.unbind(2)
+    before = dqkv.clone()
+    arguments = dq, dk, q, k, *weights, sin, cos, EPS, kind == "rms", kind == "layer", False
+    want = qk_norm_bwd(*arguments)
+    assert torch.equal(dqkv, before)
+    got = qk_norm_bwd(*arguments, call=UNKEPT[Path(backend)], out=(dq, dk))
+    assert got[0] is dq
+    assert got[1] is dk
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    assert torch.equal(dv, before[:, :, 2])
+
+
+@pytest.mark.parametrize("kind", ["layer", "rms"])
+def test_eps(kind, backend, device):
+    """Heads as small as its root, where it counts, rotated and not; and an eps of 0."""
+    for eps, heads in ((0.02, 2), (0.02, 3), (0.0, 3)):
+        tensors = tensors_of(
+            {"qkv": (1, 17, 3, heads, 16), "q_weight": (16,), "k_weight": (16,)}, torch.float32, device
+        )
+        tensors["qkv"] = (tensors["qkv"].detach() * 0.1).requires_grad_()
+
+        def run(module, qkv, q_weight, k_weight, eps=eps, heads=heads):
+            norms = (ops.Norm(weight, None, eps, kind) for weight in (q_weight, k_weight))
+            rotary = ops.Rotary(*(t.to(qkv.dtype) for t in table(17, 16, device=device))) if heads == 2 else None
+            return module.qk_norm(*qkv.unbind(2)[:2], *norms, rotary)
+
+        assert_op_as_accurate(lambda **t: run(ops, **t), lambda **t: run(formulas, **t), tensors)
 
 
 def test_an_expanded_table_is_one():

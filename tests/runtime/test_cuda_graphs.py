@@ -1,7 +1,7 @@
 """CUDA graphs: every op is captured and replayed, seeds move on from replay to replay, and graphed models train.
 
 Without a GPU a replay runs the step again, which tries these tests but no graph. That nothing here needs the host is
-seen without one as well: launchers and ops run on meta tensors (test_targets.py) and on fake ones (test_every_op.py),
+seen without one as well: launchers and ops run on meta tensors (test_targets.py) and on fake ones (tests/ops/promises),
 which have no values to be read.
 """
 

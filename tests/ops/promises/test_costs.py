@@ -1,0 +1,175 @@
+"""What a call costs: FLOPs, as PyTorch counts them, and what is kept for the backward pass."""
+
+import pytest
+import torch
+from op_cases import ROWS, function, made, outputs_of, saved_numel, wanted
+from torch.utils.flop_counter import FlopCounterMode
+
+from fastvit.study.memory.peak import saved_bytes
+
+B, N, D, H, d, HIDDEN, GATED = 2, 6, 16, 2, 16, 40, 20
+HD, ROWS_OF_X, PATCHES = H * d, B * N, 6
+
+
+def matmuls(*products, passes=3):
+    """Products (in, out) of all rows, in `passes` of the forward pass and the two gradients."""
+    return passes * sum(2 * ROWS_OF_X * i * o for i, o in products)
+
+
+def scores(*pairs, heads=B * H):
+    """Two matmuls forward and five backward; queries and keys count in full."""
+    return 14 * heads * d * sum(queries * keys for queries, keys in pairs)
+
+
+FLOPS = {
+    "layer_norm": 0,
+    "linear gelu": matmuls((D, HIDDEN)),
+    "layer_norm_linear": matmuls((D, 3 * HD)),
+    "mlp gelu": matmuls((D, HIDDEN), (HIDDEN, D)),
+    "mlp recompute": matmuls((D, HIDDEN), (HIDDEN, D)) + matmuls((D, HIDDEN), passes=1),
+    "mlp swiglu": matmuls((D, 2 * GATED), (GATED, D)),
+    "attention": scores((N, N)),
+    "attention_qkvpacked": scores((N, N)),
+    "attention mask": scores((N, N)),
+    "attention causal": scores((N, N)),
+    "attention cross": scores((N, N - 1)),
+    "attention relative": scores((N, N)),
+    "attention_varlen": 14 * B * N * H * d * B * N,  # max_seqlen is not given: each query has the keys of all
+    "attention_varlen cross": 14 * B * N * H * d * 5,
+    "attention_windows": scores(*[(16, 16)] * 4),
+    "attention_windows relative": scores(*[(24, 24)] * 4),
+    "rotary_qkvpacked": 0,
+    "qk_norm": 0,
+    "layer_norm_attention": matmuls((D, 3 * HD), (HD, D)) + scores((N, N)),
+    "layer_norm_attention rotary": matmuls((D, 3 * HD), (HD, D)) + scores((N, N)),
+    "layer_norm_attention recompute": matmuls((D, 3 * HD), (HD, D))
+    + matmuls((D, 3 * HD), passes=1)
+    + scores((N, N)) * 9 // 7,
+    "patch_embed": 3 * 2 * B * PATCHES * 3 * 16 * D,
+    "patch_embed video": 3 * 2 * B * 2 * PATCHES * 3 * 2 * 16 * D,
+    "patch_embed uint8": 2 * 2 * B * PATCHES * 3 * 16 * D,  # bytes have no gradient
+}
+
+
+def counted(name, device, frozen=()):
+    tensors = {
+        key: t.detach().requires_grad_(t.requires_grad and key not in frozen)
+        for key, t in made(name, B, N, device).items()
+    }
+    with FlopCounterMode(display=False) as counter:
+        outputs = outputs_of(function(name)(**tensors))
+        torch.autograd.grad(sum(o.sum() for o in outputs), list(wanted(tensors).values()))
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("name", FLOPS)
+def test_flops(name, device):
+    assert counted(name, device) == FLOPS[name]
+
+
+@pytest.mark.parametrize("frozen", ["x", "weight"])
+@pytest.mark.parametrize("name", ["linear gelu", "layer_norm_linear"])
+def test_no_matmul_for_a_frozen_tensor(name, frozen, device):
+    """Of x, whatever norm comes before."""
+    others = ("norm_weight", "norm_bias") if frozen == "x" else ()
+    assert counted(name, device, (frozen, *others)) == counted(name, device) * 2 // 3
+
+
+# ---- what is saved, in float32 elements, without parameters and tensors other than x ----
+
+X, INNER, STATISTICS, LSE = B * N * D, B * N * HD, 2 * B * N, B * N * H
+RECOMPUTED_ATTENTION = {
+    "none": X + 4 * INNER + STATISTICS + LSE,
+    "attention": X + 3 * INNER + STATISTICS,
+    "qkv": X + INNER + STATISTICS + LSE,
+    "all": X + STATISTICS,
+}
+# of what wants a gradient alone, for every choice of recompute
+ALONE = {
+    "norm_weight": RECOMPUTED_ATTENTION,
+    "qkv_weight": {choice: saved - STATISTICS for choice, saved in RECOMPUTED_ATTENTION.items()},
+    "qkv_bias": {"none": 4 * INNER + LSE, "attention": 3 * INNER, "qkv": X + INNER + LSE, "all": X},
+    "proj_weight": dict.fromkeys(RECOMPUTED_ATTENTION, INNER),  # is smaller than what it is computed from
+    "layer_scale": dict.fromkeys(RECOMPUTED_ATTENTION, INNER),
+    "proj_bias": dict.fromkeys(RECOMPUTED_ATTENTION, 0),
+}
+
+
+def saved(name, device, alone=None, compiled=False, **options):
+    tensors = {
+        key: t.detach().requires_grad_(t.requires_grad and alone in (None, key))
+        for key, t in made(name, B, N, device).items()
+        if key != "row_scale"
+    }
+    run = lambda **tensors: ROWS[name].call(**options)(**tensors)  # noqa: E731
+    if compiled:
+        torch._dynamo.reset()
+        run = torch.compile(run, backend="aot_eager")
+        run(**tensors)
+    return saved_numel(run, tensors)
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTED_ATTENTION)
+def test_attention_saves_what_recompute_says(recompute, device):
+    options = {"num_heads": H, "recompute": recompute}
+    assert saved("layer_norm_attention", device, **options) == RECOMPUTED_ATTENTION[recompute]
+    for alone, numbers in ALONE.items():
+        assert saved("layer_norm_attention", device, alone, **options) == numbers[recompute], alone
+
+
+def test_attention_saves_on_triton_what_it_says(triton_backend, device):
+    assert saved("layer_norm_attention", device, num_heads=H, recompute="none") == RECOMPUTED_ATTENTION["none"]
+
+
+MLPS = {  # x, the activation's input and the activation, statistics
+    "mlp gelu": (HIDDEN, HIDDEN, 0),
+    "layer_norm_mlp gelu": (HIDDEN, HIDDEN, 1),
+    "layer_norm_mlp inner": (HIDDEN, HIDDEN, 2),
+    "mlp swiglu": (2 * GATED, GATED, 0),
+    "layer_norm_mlp gated": (2 * GATED, GATED, 2),
+}
+
+
+@pytest.mark.parametrize("name", MLPS)
+def test_an_mlp_saves_what_recompute_says(name, device):
+    before, after, norms = MLPS[name]
+    kept = X + norms * STATISTICS
+    for recompute, more in (("none", before + after), ("activation", before), ("all", 0)):
+        assert saved(name, device, recompute=recompute) == kept + ROWS_OF_X * more, recompute
+    assert saved(name, device, "fc2_bias") == (STATISTICS if norms else 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "recompute", "want"),
+    [
+        ("layer_norm_attention", "all", RECOMPUTED_ATTENTION["all"]),
+        ("layer_norm_attention", "qkv", RECOMPUTED_ATTENTION["qkv"]),
+        ("layer_norm_mlp gated", "all", X + 2 * STATISTICS),
+    ],
+)
+def test_the_compiler_saves_what_it_says(name, recompute, want, device):
+    """It does not find results of the forward pass for what the backward pass computes again."""
+    heads = {"num_heads": H} if "attention" in name else {}
+    assert saved(name, device, compiled=True, recompute=recompute, **heads) == want
+
+
+OF_TOKENS = ("x", "q", "k", "v", "qkv", "rows", "columns", "branch")
+GRID = 8 * 12 * B * H
+SAVED = {
+    "layer_norm_linear": X + STATISTICS,
+    "rms_norm": X + STATISTICS // 2,
+    "linear gelu": X + ROWS_OF_X * HIDDEN,
+    "linear residual": X,
+    "attention_qkvpacked": 4 * INNER + LSE,
+    "attention relative": 4 * INNER + LSE + B * N * H * (2 + 3),
+    "attention_windows relative": GRID * (4 * d + 4 + 6 + 1),
+    "qk_norm": B * N * 3 * d,
+}
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_saves(name, device):
+    """Nothing of the size of the scores, and nothing twice."""
+    tensors = made(name, B, N, device)
+    parameters = [t for key, t in tensors.items() if key not in OF_TOKENS]
+    assert saved_bytes(lambda: function(name)(**tensors), parameters) == 4 * SAVED[name]
