@@ -97,3 +97,24 @@ def compile_and_check(model: nn.Module, *inputs: Tensor, **options: Any) -> Repo
 def details(report: Report, kind: str) -> list[str]:
     """Return for every place of that kind the op, or "left: reason"."""
     return [entry.detail if entry.fused else f"left: {entry.detail}" for entry in report.entries if entry.kind == kind]
+
+
+Row = tuple[
+    Callable[..., Any], str
+]  # how a module spells it, and the outcome as `details` has it; "...": its beginning
+
+
+def check_rows(
+    kind: str, rows: dict[str, Row], build: Callable[[list[Callable[..., Any]]], nn.Module], *inputs: Tensor,
+    dynamic: bool = False,
+) -> Report:  # fmt: skip
+    """Check numbers and outcomes of a table's rows, which are compiled as one model.
+
+    build: makes the model that returns the outputs of all these spellings, in their order.
+    """
+    report = compile_and_check(build([spelling for spelling, _ in rows.values()]), *inputs, dynamic=dynamic)
+    for (name, (_, expected)), outcome in zip(rows.items(), details(report, kind), strict=True):
+        beginning = expected.removesuffix("...")
+        same = outcome.startswith(beginning) if expected != beginning else outcome == expected
+        assert same, f"{name}: {outcome!r}, expected {expected!r}"
+    return report
