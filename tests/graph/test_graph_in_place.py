@@ -108,15 +108,15 @@ def keywords(m, x):
     return torch.tanh(input=torch.add(torch.matmul(input=p, other=q), other=q)) * torch.sigmoid(input=q)
 
 
-OF_HEADS = [reshaped, added_to, scores_as_integers, probabilities_in_half, viewed]
-OF_TOKENS = [
+ON_HEADS = [reshaped, added_to, scores_as_integers, probabilities_in_half, viewed]
+ON_TOKENS = [
     leaky_relu, set_item, gelu_of_scaled, tanh_gelu_of_halved, tanh_gelu_with_alpha,
     learnt_gate_out_of_a_view, keywords,
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("forwards", "shape"), [(OF_HEADS, (B, H, N, SIZE)), (OF_TOKENS, (B, N, D))], ids=["heads", "tokens"]
+    ("forwards", "shape"), [(ON_HEADS, (B, H, N, SIZE)), (ON_TOKENS, (B, N, D))], ids=["heads", "tokens"]
 )
 def test_right(forwards, shape, device):
     assert not compile_and_check(module(*forwards), torch.randn(shape, device=device)).left

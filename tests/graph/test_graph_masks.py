@@ -25,12 +25,12 @@ def filled_twice(m, q, k, v):
     return s.masked_fill(m.mask.roll(1, 1) & ~m.mask.mT, LEAST).softmax(-1) @ v
 
 
-def of_a_constant(m, q, k, v):
+def filled_with_a_constant(m, q, k, v):
     """The spelling of transformers' text models"""
     return torch.where(m.mask, scores(q, k), torch.full([], LEAST, dtype=q.dtype)).softmax(-1) @ v
 
 
-def of_halves(m, q, k, v):
+def halves_of_the_batch(m, q, k, v):
     """q (B, 2, H, N, d)"""
     q, k, v = (t.unflatten(0, (-1, 2)) for t in (q, k, v))
     return ATTEND(q, k, v, attn_mask=m.halves).flatten(0, 1)
@@ -46,7 +46,7 @@ SPELLINGS = {
     "sdpa, bool": (lambda m, q, k, v: ATTEND(q, k, v, attn_mask=m.mask), HALF),
     "sdpa, float": (lambda m, q, k, v: ATTEND(q, k, v, m.bias, scale=0.2), HALF),
     "of each image": (lambda m, q, k, v: ATTEND(q, k, v, m.bias[0, 0].expand(len(q), 1, 1, -1)), HALF),
-    "of each half of the batch": (of_halves, "attention (..."),
+    "of each half of the batch": (halves_of_the_batch, "attention (..."),
     "bias first": (lambda m, q, k, v: torch.add(m.bias[None], scores(q, k)).softmax(-1) @ v, HALF),
     "bias, scaled with the scores": (lambda m, q, k, v: ((q @ k.mT + m.bias) / 3.0).softmax(-1) @ v, HALF),
     "two biases": (lambda m, q, k, v: ((scores(q, k) + m.bias) * 0.5 + m.bias.mT.sin()).softmax(-1) @ v, HALF),
@@ -56,7 +56,7 @@ SPELLINGS = {
     ),
     "in place": (in_place, HALF),
     "where not": (lambda m, q, k, v: torch.where(~m.mask, -torch.inf, scores(q, k)).softmax(-1) @ v, HALF),
-    "where, of a constant": (of_a_constant, ROWS_OF_Q_MASKED),
+    "where, of a constant": (filled_with_a_constant, ROWS_OF_Q_MASKED),
     "where, as a method": (
         lambda m, q, k, v: scores(q, k).where(m.mask, torch.tensor(-torch.inf)).softmax(-1) @ v, HALF,
     ),

@@ -176,7 +176,7 @@ POSITIONS = {
     "of patches": lambda m, i: m.pos[0, 3:] + m.conv(i).reshape(len(i), D, -1).permute(0, 2, 1),
 }
 PARTLY = {  # the op computes patches only
-    "a table of each image": lambda m, i: patches(m, i) + m.of_each,
+    "a table of each image": lambda m, i: patches(m, i) + m.table_of_each,
     "a prefix of each image": lambda m, i: torch.cat([m.cls * i.mean((1, 2, 3)).view(-1, 1, 1), patches(m, i)], dim=1),
 }
 OTHER_CONVOLUTIONS = {
@@ -201,7 +201,7 @@ def embedding(forwards) -> FunctionModule:
     return FunctionModule(
         doubled(forwards), conv=nn.Conv2d(3, D, 4, 4), cls=nn.Parameter(torch.randn(1, 1, D)),
         registers=nn.Parameter(torch.randn(1, 2, D)), pos=nn.Parameter(torch.randn(1, 6 + 3, D)),
-        of_each=nn.Parameter(torch.randn(B, 6, D)),
+        table_of_each=nn.Parameter(torch.randn(B, 6, D)),
     )  # fmt: skip
 
 
