@@ -1,6 +1,8 @@
 """Graphs in which a rewrite could change the result: writes in place, strides, dtypes on the way, `out=`, keywords,
 transforms. Outputs and gradients are those of eager mode."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from fastvit.graph.match.values import mutated
 from fastvit.graph.rewrites import mlp
 
+checked = partial(compile_and_check, aot=True)
 ROOT, SIZE = 0.7978845608028654, 16  # the root of 2 / pi; of a head
 
 
@@ -119,7 +122,7 @@ ON_TOKENS = [
     ("forwards", "shape"), [(ON_HEADS, (B, H, N, SIZE)), (ON_TOKENS, (B, N, D))], ids=["heads", "tokens"]
 )
 def test_right(forwards, shape, device):
-    assert not compile_and_check(module(*forwards), torch.randn(shape, device=device)).left
+    assert not checked(module(*forwards), torch.randn(shape, device=device)).left
 
 
 def written_patches(m, image):
@@ -130,8 +133,8 @@ def written_patches(m, image):
 @torch.no_grad()
 def test_patches(device):
     image = torch.randn(B, 3, 16, 16, device=device)
-    compile_and_check(module(written_patches, lambda m, i: m.conv(i[0]).flatten(1)), image)
-    compile_and_check(module(lambda m, i: torch.cat([m.cls.expand(0, -1, -1), tokens(m, i)], dim=1) * 1.0), image[:0])
+    checked(module(written_patches, lambda m, i: m.conv(i[0]).flatten(1)), image)
+    checked(module(lambda m, i: torch.cat([m.cls.expand(0, -1, -1), tokens(m, i)], dim=1) * 1.0), image[:0])
 
 
 def residual_that_changes(m, x):
@@ -149,7 +152,7 @@ def residual_in_place(m, x):
 
 @torch.no_grad()
 def test_residuals(x):
-    report = compile_and_check(module(residual_that_changes, residual_in_place), x)
+    report = checked(module(residual_that_changes, residual_in_place), x)
     in_between = "attention_qkvpacked (what it reads is changed in place before its end)"
     assert details(report, "attention") == [in_between, "layer_norm_attention"]
 
@@ -163,7 +166,7 @@ def test_out_is_written(x):
         h = m.fc1(x)
         return m.fc2(h * torch.sigmoid(1.702 * h, out=hidden)), hidden * 1.0
 
-    compile_and_check(module(softmax, sigmoid), x, x.new_zeros(B, N, N), x.new_zeros(B, N, 96))
+    checked(module(softmax, sigmoid), x, x.new_zeros(B, N, N), x.new_zeros(B, N, 96))
 
 
 @torch.no_grad()
@@ -182,7 +185,7 @@ def test_ops_of_others_that_write(x):
         torch.ops.fastvit_test.negate_(x)
         return m.fc2(F.gelu(m.fc1(y)))
 
-    compile_and_check(module(forward), x)
+    checked(module(forward), x)
 
 
 def before_a_break(m, q):
@@ -214,7 +217,7 @@ def test_one_sample_has_the_strides_of_any(device):
         out = [F.scaled_dot_product_attention(q, k, v).transpose(1, 2) for q, k, v in parts]
         return torch.cat(out, dim=1).flatten(2) * 1.0
 
-    report = compile_and_check(module(forward), torch.randn(2 * N, 3, H, SIZE, device=device))
+    report = checked(module(forward), torch.randn(2 * N, 3, H, SIZE, device=device))
     assert report.fused("attention") == (2, 2)
 
 
@@ -245,7 +248,7 @@ def test_views_of_another_dtype(x):
 @torch.no_grad()
 def test_a_failure_of_a_rewrite_leaves_the_graph_as_it_was(x, monkeypatch, caplog):
     monkeypatch.setattr(mlp, "_only_user", None)
-    report = compile_and_check(module(lambda m, x: m.fc2(F.gelu(m.fc1(m.a(m.norm(x)))))), x)
+    report = checked(module(lambda m, x: m.fc2(F.gelu(m.fc1(m.a(m.norm(x)))))), x)
     assert "a graph was left as it was" in caplog.text
     assert not any(entry.fused for entry in report.entries)
     assert report.left == ("TypeError: 'NoneType' object is not callable",)

@@ -21,6 +21,7 @@ PACKAGE = Path(torch_private.__file__).parents[2]
 CHILD = """
 import os, pickle, sys, traceback
 import torch
+import torch.utils.flop_counter  # imports triton, once for all forks
 from torch._ops import _OpNamespace
 
 class Absent:
