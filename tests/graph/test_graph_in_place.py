@@ -1,26 +1,30 @@
 """Graphs in which a rewrite could change the result: writes in place, strides, dtypes on the way, `out=`, keywords,
 transforms. Outputs and gradients are those of eager mode."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
 from compiled_graphs import compile_and_check, compiled, details
-from graph_models import B, D, FunctionModule, H, N
+from graph_models import B, D, FunctionModule, H, N, heads, joined, together
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fastvit.graph.match.values import mutated
 from fastvit.graph.rewrites import mlp
 
-ROOT = 0.7978845608028654  # of 2 / pi
+checked = partial(compile_and_check, aot=True)
+ROOT, SIZE = 0.7978845608028654, 16  # the root of 2 / pi; of a head
 
 
-def layers() -> dict[str, nn.Module | nn.Parameter]:
-    return {
-        "norm": nn.LayerNorm(D), "fc1": nn.Linear(D, 96), "fc2": nn.Linear(96, D), "a": nn.Linear(D, D),
-        "b": nn.Linear(D, D), "gate": nn.Linear(D, 1), "conv": nn.Conv2d(3, D, 4, 4),
-        "pos": nn.Parameter(torch.randn(1, 16, D)), "cls": nn.Parameter(torch.randn(1, 1, D)),
-    }  # fmt: skip
+def module(*forwards) -> FunctionModule:
+    """Return a module with the outputs of all of these functions of the module and its inputs."""
+    return FunctionModule(
+        together(forwards), norm=nn.LayerNorm(D), fc1=nn.Linear(D, 96), fc2=nn.Linear(96, D), a=nn.Linear(D, D),
+        b=nn.Linear(D, D), qkv=nn.Linear(D, 3 * D), conv=nn.Conv2d(3, D, 4, 4),
+        pos=nn.Parameter(torch.randn(1, 16, D)), cls=nn.Parameter(torch.randn(1, 1, D)),
+    )  # fmt: skip
 
 
 def attend(q: Tensor) -> Tensor:
@@ -38,6 +42,9 @@ def written(t: Tensor, view: Tensor) -> Tensor:
     return t * 1.0
 
 
+# ---- of heads, (B, H, N, d) ----
+
+
 def reshaped(m, q):
     out = attend(q)
     return written(out, out.reshape(B, -1))
@@ -45,6 +52,23 @@ def reshaped(m, q):
 
 def added_to(m, q):
     return attend(q).add_(1.0)
+
+
+def scores_as_integers(m, q):
+    return (q @ q.mT).to(torch.int32).to(q.dtype).softmax(-1) @ q
+
+
+def probabilities_in_half(m, q):
+    return (q @ q.mT).softmax(-1).half().to(q.dtype) @ q
+
+
+def viewed(m, q):
+    """Views that need the strides of a product: the op's output has others."""
+    out = attend(q)
+    return out.view(-1, N, SIZE), (out + 1.0).view(-1, SIZE)
+
+
+# ---- of tokens, (B, N, D) ----
 
 
 def leaky_relu(m, x):
@@ -55,13 +79,6 @@ def set_item(m, x):
     h = m.a(m.norm(x))
     h[:, 0] = 0.0
     return h
-
-
-def scaled_in_place(m, x):
-    y = m.norm(x)
-    q, k = m.a(y), m.b(y)
-    q *= 0.25
-    return q + k
 
 
 def gelu_of_scaled(m, x):
@@ -75,20 +92,9 @@ def tanh_gelu_of_halved(m, x):
     return m.fc2(half * (1 + torch.tanh(ROOT * (h + 0.044715 * h**3))))
 
 
-IN_PLACE = [reshaped, added_to, leaky_relu, set_item, scaled_in_place, gelu_of_scaled, tanh_gelu_of_halved]
-
-
 def tanh_gelu_with_alpha(m, x):
     h = m.fc1(x)
     return m.fc2(0.5 * h * (1 + torch.tanh(ROOT * torch.add(h, 0.044715 * h**3, alpha=2))))
-
-
-def scores_as_integers(m, q):
-    return (q @ q.mT).to(torch.int32).to(q.dtype).softmax(-1) @ q
-
-
-def probabilities_in_half(m, q):
-    return (q @ q.mT).softmax(-1).half().to(q.dtype) @ q
 
 
 def learnt_gate_out_of_a_view(m, x):
@@ -105,39 +111,62 @@ def keywords(m, x):
     return torch.tanh(input=torch.add(torch.matmul(input=p, other=q), other=q)) * torch.sigmoid(input=q)
 
 
-OTHERS = [
-    tanh_gelu_with_alpha, scores_as_integers, probabilities_in_half, learnt_gate_out_of_a_view, keywords,
+ON_HEADS = [reshaped, added_to, scores_as_integers, probabilities_in_half, viewed]
+ON_TOKENS = [
+    leaky_relu, set_item, gelu_of_scaled, tanh_gelu_of_halved, tanh_gelu_with_alpha,
+    learnt_gate_out_of_a_view, keywords,
 ]  # fmt: skip
-OF_HEADS = [reshaped, added_to, scores_as_integers, probabilities_in_half]
 
 
-@pytest.mark.parametrize("forward", IN_PLACE + OTHERS, ids=lambda f: f.__name__)
-def test_right(forward, device):
-    shape = (B, H, N, 16) if forward in OF_HEADS else (B, N, D)
-    compile_and_check(FunctionModule(forward, **layers()), torch.randn(shape, device=device))
+@pytest.mark.parametrize(
+    ("forwards", "shape"), [(ON_HEADS, (B, H, N, SIZE)), (ON_TOKENS, (B, N, D))], ids=["heads", "tokens"]
+)
+def test_right(forwards, shape, device):
+    assert not checked(module(*forwards), torch.randn(shape, device=device)).left
+
+
+def written_patches(m, image):
+    y = tokens(m, image) + m.pos
+    return written(y, y.transpose(1, 2).reshape(B, -1)).sum(1)
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("after", [lambda m, y: y + m.pos, lambda m, y: y.relu()], ids=["sum", "relu"])
-def test_patches_that_are_written_to(after, device):
-    def forward(m, image):
-        y = after(m, tokens(m, image))
-        return written(y, y.transpose(1, 2).reshape(B, -1)).sum(1)
+def test_patches(device):
+    image = torch.randn(B, 3, 16, 16, device=device)
+    checked(module(written_patches, lambda m, i: m.conv(i[0]).flatten(1)), image)
+    checked(module(lambda m, i: torch.cat([m.cls.expand(0, -1, -1), tokens(m, i)], dim=1) * 1.0), image[:0])
 
-    compile_and_check(FunctionModule(forward, **layers()), torch.randn(B, 3, 16, 16, device=device))
+
+def residual_that_changes(m, x):
+    x = x * 1.0
+    branch = F.scaled_dot_product_attention(*heads(m.qkv(m.norm(x))))
+    x.add_(1.0)
+    return x + m.a(joined(branch))
+
+
+def residual_in_place(m, x):
+    x = x * 1.0
+    x += m.a(joined(F.scaled_dot_product_attention(*heads(m.qkv(m.norm(x))))))
+    return x
+
+
+@torch.no_grad()
+def test_residuals(x):
+    report = checked(module(residual_that_changes, residual_in_place), x)
+    in_between = "attention_qkvpacked (what it reads is changed in place before its end)"
+    assert details(report, "attention") == [in_between, "layer_norm_attention"]
 
 
 @torch.no_grad()
 def test_out_is_written(x):
-    def of_softmax(m, x, buffer):
-        return torch.softmax(x @ x.mT, -1, out=buffer) @ x, buffer * 1.0
+    def softmax(m, x, scores, hidden):
+        return torch.softmax(x @ x.mT, -1, out=scores) @ x, scores * 1.0
 
-    def of_sigmoid(m, x, buffer):
+    def sigmoid(m, x, scores, hidden):
         h = m.fc1(x)
-        return m.fc2(h * torch.sigmoid(1.702 * h, out=buffer)), buffer * 1.0
+        return m.fc2(h * torch.sigmoid(1.702 * h, out=hidden)), hidden * 1.0
 
-    for forward, columns in ((of_softmax, N), (of_sigmoid, 96)):
-        compile_and_check(FunctionModule(forward, **layers()), x, x.new_zeros(B, N, columns))
+    checked(module(softmax, sigmoid), x, x.new_zeros(B, N, N), x.new_zeros(B, N, 96))
 
 
 @torch.no_grad()
@@ -156,19 +185,13 @@ def test_ops_of_others_that_write(x):
         torch.ops.fastvit_test.negate_(x)
         return m.fc2(F.gelu(m.fc1(y)))
 
-    compile_and_check(FunctionModule(forward, **layers()), x)
+    checked(module(forward), x)
 
 
-def strides_before_a_break(m, q):
+def before_a_break(m, q):
     out = attend(q)
     torch._dynamo.graph_break()
     return out.view(B, -1)
-
-
-def patches_before_a_break(m, image):
-    out = tokens(m, image)
-    torch._dynamo.graph_break()
-    return out.transpose(1, 2).view(B, -1)
 
 
 def out_of_a_checkpoint(m, q):
@@ -179,15 +202,10 @@ def into_a_checkpoint(m, q):
     return checkpoint(lambda out: out.view(B, -1) * 2.0, torch.relu(attend(q)), use_reentrant=False)
 
 
-@pytest.mark.parametrize(
-    "forward",
-    [strides_before_a_break, patches_before_a_break, out_of_a_checkpoint, into_a_checkpoint],
-    ids=lambda f: f.__name__,
-)
+@pytest.mark.parametrize("forward", [before_a_break, out_of_a_checkpoint, into_a_checkpoint])
 def test_strides_that_others_see_are_eagers(forward, device):
-    model = FunctionModule(forward, **layers()).to(device)
-    shape = (B, 3, 16, 16) if forward is patches_before_a_break else (B, H, N, 16)
-    x = torch.randn(shape, device=device)
+    model = module(forward).to(device)
+    x = torch.randn(B, H, N, SIZE, device=device)
     torch.testing.assert_close(compiled(model)[0](x), model(x))
 
 
@@ -195,19 +213,16 @@ def test_one_sample_has_the_strides_of_any(device):
     """A dimension of size 1 may have any stride: no copy, and nothing left."""
 
     def forward(m, qkv):  # (N, 3, H, d), as towers of packed images have it
-        q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in qkv.unbind(1))
-        parts = [
-            F.scaled_dot_product_attention(q, k, v) for q, k, v in zip(*(t.split(9, 2) for t in (q, k, v)), strict=True)
-        ]
-        return torch.cat([part.transpose(1, 2) for part in parts], dim=1).flatten(2) * 1.0
+        parts = zip(*(t.transpose(0, 1).unsqueeze(0).split(9, 2) for t in qkv.unbind(1)), strict=True)
+        out = [F.scaled_dot_product_attention(q, k, v).transpose(1, 2) for q, k, v in parts]
+        return torch.cat(out, dim=1).flatten(2) * 1.0
 
-    report = compile_and_check(FunctionModule(forward), torch.randn(2 * N, 3, H, 16, device=device))
+    report = checked(module(forward), torch.randn(2 * N, 3, H, SIZE, device=device))
     assert report.fused("attention") == (2, 2)
 
 
 def test_gradients_of_tokens_that_were_expanded_outside(device):
-    m = FunctionModule(None, **layers()).to(device)
-    image = torch.randn(B, 3, 16, 16, device=device)
+    m, image = module().to(device), torch.randn(B, 3, 16, 16, device=device)
     prefix = torch.ones(1, 1, D, device=device).expand(B, -1, -1).detach().requires_grad_()
     scale = torch.arange(1.0, B + 1, device=device).view(B, 1, 1)
 
@@ -219,23 +234,12 @@ def test_gradients_of_tokens_that_were_expanded_outside(device):
 
 
 @torch.no_grad()
-def test_an_image_without_a_batch_and_an_empty_batch(device):
-    m = FunctionModule(lambda m, image: m.conv(image[0]).flatten(1), **layers())
-    compile_and_check(m, torch.randn(B, 3, 16, 16, device=device))
-
-    def empty(m, image):
-        return torch.cat([m.cls.expand(len(image), -1, -1), tokens(m, image)], dim=1) * 1.0
-
-    compile_and_check(FunctionModule(empty, **layers()), torch.randn(0, 3, 16, 16, device=device))
-
-
-@torch.no_grad()
 def test_views_of_another_dtype(x):
     def forward(m, x):
-        qkv = m.qkv(m.norm(x)).view(torch.float16).unflatten(-1, (3, H, -1)).permute(2, 0, 3, 1, 4)
-        return m.a(F.scaled_dot_product_attention(*qkv).transpose(1, 2).flatten(2).view(torch.bfloat16))
+        q, k, v = heads(m.qkv(m.norm(x)).view(torch.float16))
+        return m.a(joined(F.scaled_dot_product_attention(q, k, v)).view(torch.bfloat16))
 
-    model, x = FunctionModule(forward, qkv=nn.Linear(D, 3 * D), **layers()).to(x.device, torch.bfloat16), x.bfloat16()
+    model, x = module(forward).to(x.device, torch.bfloat16), x.bfloat16()
     function, reports = compiled(model)
     torch.testing.assert_close(function(x), model(x), atol=0.01, rtol=0.02)
     assert details(reports[0], "attention") == ["attention (view between projection and attention)"]
@@ -244,7 +248,7 @@ def test_views_of_another_dtype(x):
 @torch.no_grad()
 def test_a_failure_of_a_rewrite_leaves_the_graph_as_it_was(x, monkeypatch, caplog):
     monkeypatch.setattr(mlp, "_only_user", None)
-    report = compile_and_check(FunctionModule(lambda m, x: m.fc2(F.gelu(m.fc1(m.a(m.norm(x))))), **layers()), x)
+    report = checked(module(lambda m, x: m.fc2(F.gelu(m.fc1(m.a(m.norm(x)))))), x)
     assert "a graph was left as it was" in caplog.text
     assert not any(entry.fused for entry in report.entries)
     assert report.left == ("TypeError: 'NoneType' object is not callable",)

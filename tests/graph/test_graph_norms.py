@@ -1,77 +1,17 @@
-"""RMSNorms in graphs, in the spellings of libraries and wherever a LayerNorm may be, and norms before attention's
-projection: fused, or left, and right."""
+"""LayerNorms and RMSNorms in graphs, in the spellings of libraries: before linear layers, after a residual sum, before
+attention's projection. Fused, or left, and right."""
 
 import pytest
 import torch
 import torch.nn.functional as F
-from compiled_graphs import compile_and_check, compiled, details, graph_for_inner
-from graph_models import EPS, NORMS, D, FunctionModule, H, half, heads, joined, together
+from compiled_graphs import check_rows, check_under_autocast, compile_and_check, compiled, details, graph_for_inner
+from graph_models import EPS, NORMS, B, D, FunctionModule, H, N, half, heads, joined, together
 from torch import nn
 
 from fastvit.graph.match.calls import name_of
+from fastvit.study.memory.peak import saved_bytes
 
-d = D // H
-
-
-# ---- spellings ----
-
-
-def rounded_after_the_weight(x, weight):
-    h = x.float()
-    return (h * torch.rsqrt(torch.mean(h * h, dim=-1, keepdim=True) + EPS) * weight.float()).to(x.dtype)
-
-
-def of_t5(x, weight):
-    variance = x.to(torch.float32).pow(2).mean(-1, keepdim=True)
-    x = x * torch.rsqrt(variance + EPS)
-    return weight * (x.to(weight.dtype) if weight.dtype in (torch.float16, torch.bfloat16) else x)
-
-
-def of_gemma(x, weight):
-    h = x.float()
-    return (h * torch.pow(h.pow(2).mean(-1, keepdim=True) + EPS, -0.5) * (1.0 + weight.float())).type_as(x)
-
-
-def in_place(x, weight):
-    variance = x.square().mean((2,), True)
-    variance += EPS
-    return x * variance.rsqrt_() * weight
-
-
-SPELLINGS = {
-    "torch": lambda x, weight: F.rms_norm(x, (D,), weight, EPS),
-    "llama": lambda x, weight: (
-        weight * (x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + EPS)).to(x.dtype)
-    ),
-    "rounded after the weight": rounded_after_the_weight,
-    "t5": of_t5,
-    "timm": lambda x, weight: x * torch.rsqrt(torch.mean(x.pow(2), dim=(-1,), keepdim=True) + EPS) * weight,
-    "divided": lambda x, weight: x / torch.sqrt(EPS + (x**2).mean([-1], keepdim=True)) * weight,
-    "gemma": of_gemma,
-    "in place": in_place,
-}
-
-
-def before_linear(norms) -> FunctionModule:
-    """Return a module with each of these norms before a linear layer."""
-    forwards = [lambda m, x, norm=norm: m.qkv(norm(m, x)) for norm in norms]
-    return half(together(forwards), weight=nn.Parameter(1.0 + 0.1 * torch.randn(D)))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["32", "16"])
-def test_rms_norm_is_found(dtype, x):
-    model = before_linear([lambda m, x, norm=norm: norm(x, m.weight) for norm in SPELLINGS.values()])
-    found = details(compile_and_check(model.to(dtype), x.to(dtype)), "RMSNorm")
-    offset = "layer_norm_linear" if dtype == torch.float32 else "left: type_as after it"  # 1 + weight is in float32
-    assert dict(zip(SPELLINGS, found, strict=True)) == dict.fromkeys(SPELLINGS, "layer_norm_linear") | {"gemma": offset}
-
-
-def test_default_eps_is_that_of_the_dtype(x):
-    model = before_linear([lambda m, x: F.rms_norm(x, (D,), m.weight)])
-    small = 1e-3 * x
-    assert details(compile_and_check(model, small), "RMSNorm") == ["layer_norm_linear"]
-    report = compile_and_check(model.bfloat16(), small.bfloat16())
-    assert details(report, "RMSNorm") == ["left: an RMSNorm of torch.bfloat16 without eps"]
+LINEAR, d = "layer_norm_linear", D // H
 
 
 def normalized(x, variance):
@@ -82,56 +22,121 @@ def mean_square(x, dim=-1):
     return x.pow(2).mean(dim, keepdim=True)
 
 
+# ---- spellings of RMSNorm ----
+
+
+def rounded_after_the_weight(m, x):
+    h = x.float()
+    return (h * torch.rsqrt(torch.mean(h * h, dim=-1, keepdim=True) + EPS) * m.weight.float()).to(x.dtype)
+
+
+def t5(m, x):
+    variance = x.to(torch.float32).pow(2).mean(-1, keepdim=True)
+    x = x * torch.rsqrt(variance + EPS)
+    return m.weight * (x.to(m.weight.dtype) if m.weight.dtype in (torch.float16, torch.bfloat16) else x)
+
+
+def gemma(m, x):
+    h = x.float()
+    return (h * torch.pow(h.pow(2).mean(-1, keepdim=True) + EPS, -0.5) * (1.0 + m.weight.float())).type_as(x)
+
+
+def in_place(m, x):
+    variance = x.square().mean((2,), True)
+    variance += EPS
+    return x * variance.rsqrt_() * m.weight
+
+
+def rows_for_columns(m, x):
+    """Of as many"""
+    s = x[0, :1].mT * x[0, :1]
+    return normalized(s, s.pow(2).mean(-1)) * m.weight
+
+
+def root_used_twice(m, x):
+    root = torch.rsqrt(mean_square(x) + EPS)
+    return x * root * m.weight + root
+
+
+def rounded_first(m, x):
+    return normalized(x.bfloat16().float(), mean_square(x.bfloat16().float())) * m.weight
+
+
+SPELLINGS = {
+    "torch": (lambda m, x: F.rms_norm(x, (D,), m.weight, EPS), LINEAR),
+    "llama": (lambda m, x: m.weight * normalized(x.float(), mean_square(x.float())).to(x.dtype), LINEAR),
+    "rounded after the weight": (rounded_after_the_weight, LINEAR),
+    "t5": (t5, LINEAR),
+    "divided": (lambda m, x: x / torch.sqrt(EPS + (x**2).mean([-1], keepdim=True)) * m.weight, LINEAR),
+    "gemma": (gemma, LINEAR),
+    "in place": (in_place, LINEAR),
+}
+OTHER_DIMENSION, NO_WEIGHT = "left: an RMSNorm over another dimension", "left: an RMSNorm without weight"
+ROUNDED = "left: an RMSNorm that is rounded on the way"
 LEFT = {
-    "over tokens": (lambda m, x: normalized(x, mean_square(x, 1)) * m.weight, "an RMSNorm over another dimension"),
-    "over both": (lambda m, x: normalized(x, mean_square(x, (1, 2))) * m.weight, "an RMSNorm over another dimension"),
-    "over rows, for columns": (  # of as many
-        lambda m, x: (lambda s: normalized(s, s.pow(2).mean(-1)) * m.weight)(x[0, :1].mT * x[0, :1]),
-        "an RMSNorm over another dimension",
+    "over tokens": (lambda m, x: normalized(x, mean_square(x, 1)) * m.weight, OTHER_DIMENSION),
+    "over rows, for columns": (rows_for_columns, OTHER_DIMENSION),
+    "of another": (
+        lambda m, x: normalized(x, mean_square(x.sin())) * m.weight, "left: a mean of squares of another tensor",
     ),
-    "of another": (lambda m, x: normalized(x, mean_square(x.sin())) * m.weight, "a mean of squares of another tensor"),
-    "no weight": (lambda m, x: normalized(x, mean_square(x)), "an RMSNorm without weight"),
-    "a weight of tokens": (lambda m, x: normalized(x, mean_square(x)) * x[:, :1], "an RMSNorm without weight"),
-    "the root times x": (
-        lambda m, x: x * (mean_square(x) + EPS).sqrt() * m.weight, "mul after the root of a mean of squares",
-    ),
+    "no weight": (lambda m, x: normalized(x, mean_square(x)), NO_WEIGHT),
+    "a weight of tokens": (lambda m, x: normalized(x, mean_square(x)) * x[:, :1], NO_WEIGHT),
     "the root by x": (
-        lambda m, x: (mean_square(x) + EPS).sqrt() / x * m.weight, "div after the root of a mean of squares",
+        lambda m, x: (mean_square(x) + EPS).sqrt() / x * m.weight, "left: div after the root of a mean of squares",
     ),
-    "rounded": (
-        lambda m, x: normalized(x, mean_square(x)).bfloat16().float() * m.weight,
-        "an RMSNorm that is rounded on the way",
-    ),
+    "rounded": (lambda m, x: normalized(x, mean_square(x)).bfloat16().float() * m.weight, ROUNDED),
+    "rounded first": (rounded_first, ROUNDED),
     "a learnt eps": (
-        lambda m, x: x * torch.rsqrt(mean_square(x) + m.weight[0]) * m.weight, "an RMSNorm whose eps is a tensor",
+        lambda m, x: x * torch.rsqrt(mean_square(x) + m.weight[0]) * m.weight,
+        "left: an RMSNorm whose eps is a tensor",
     ),
-    "used elsewhere": (
-        lambda m, x: (lambda y: y * m.weight + y)(normalized(x, mean_square(x))), "an RMSNorm without weight",
-    ),
-    "its root used elsewhere": (
-        lambda m, x: (lambda r: x * r * m.weight + r)(torch.rsqrt(mean_square(x) + EPS)),
-        "the output of its rsqrt is used 2 times",
-    ),
-    "of cubes": (lambda m, x: normalized(x, x.pow(3).mean(-1, keepdim=True).abs()) * m.weight, None),
-    "of deviations": (lambda m, x: normalized(x, x.var(-1, keepdim=True)) * m.weight, None),
-    "of no squares": (lambda m, x: normalized(x, x.mean(-1, keepdim=True).abs()) * m.weight, None),
-    "rounded first": (
-        lambda m, x: normalized(x.bfloat16().float(), mean_square(x.bfloat16().float())) * m.weight,
-        "an RMSNorm that is rounded on the way",
-    ),
+    "root used twice": (root_used_twice, "left: the output of its rsqrt is used 2 times"),
 }  # fmt: skip
+NO_NORMS = [
+    lambda m, x: normalized(x, x.pow(3).mean(-1, keepdim=True).abs()) * m.weight,
+    lambda m, x: normalized(x, x.mean(-1, keepdim=True).abs()) * m.weight,
+]
 
 
-def test_what_only_looks_like_an_rms_norm_is_left(x):
-    report = compile_and_check(before_linear([forward for forward, _ in LEFT.values()]), x)
-    expected = {name: f"left: {reason}" for name, (_, reason) in LEFT.items() if reason}
-    assert dict(zip(expected, details(report, "RMSNorm"), strict=True)) == expected
+def before_linear(norms) -> FunctionModule:
+    """Return a module with each of these norms before a linear layer."""
+    forwards = [lambda m, x, norm=norm: m.qkv(norm(m, x)) for norm in norms]
+    return half(together(forwards), weight=nn.Parameter(1.0 + 0.1 * torch.randn(D)))
 
 
-# ---- wherever a LayerNorm may be ----
+def test_rms_norms(x):
+    check_rows("RMSNorm", SPELLINGS | LEFT, lambda norms: before_linear([*norms, *NO_NORMS]), x)
 
 
-@pytest.mark.parametrize(("kind", "dynamic"), [("RMSNorm", False), ("RMSNorm", True), ("LayerNorm", False)])
+def test_rms_norms_in_16_bits(x):
+    rows = SPELLINGS | {"gemma": (gemma, "left: type_as after it")}  # 1 + weight is in float32
+    check_rows("RMSNorm", rows, lambda norms: before_linear(norms).bfloat16(), x.bfloat16())
+
+
+def test_default_eps_is_that_of_the_dtype(x):
+    model = before_linear([lambda m, x: F.rms_norm(x, (D,), m.weight)])
+    small = 1e-3 * x
+    assert details(compile_and_check(model, small), "RMSNorm") == [LINEAR]
+    report = compile_and_check(model.bfloat16(), small.bfloat16())
+    assert details(report, "RMSNorm") == ["left: an RMSNorm of torch.bfloat16 without eps"]
+
+
+def test_eps_that_changes_in_a_dynamic_graph(x):
+    model = half(lambda m, x: m.qkv(x * torch.rsqrt(mean_square(x) + m.eps) * m.norm.weight)).to(x.device)
+    function, reports = compiled(model, dynamic=True)
+    for eps in (1e-5, 1.0):
+        model.eps = eps
+        torch.testing.assert_close(function(x), model(x))
+        assert details(reports[-1], "RMSNorm") == [LINEAR]
+
+
+def test_rms_norm_that_no_op_takes_is_one_call(x):
+    model = FunctionModule(lambda m, x: SPELLINGS["llama"][0](m, x).cos(), weight=nn.Parameter(torch.randn(D)))
+    graph = graph_for_inner(model.to(x.device), x)
+    assert [name_of(node) for node in graph.nodes if node.op.startswith("call")] == ["rms_norm", "cos"]
+
+
+@pytest.mark.parametrize(("kind", "dynamic"), [("RMSNorm", True), ("LayerNorm", False)])
 def test_whole_block(kind, dynamic, x):
     def forward(m, x):
         x = x + m.proj(joined(F.scaled_dot_product_attention(*heads(m.qkv(m.norm1(x))))))
@@ -148,55 +153,105 @@ def test_whole_block(kind, dynamic, x):
     assert details(report, "MLP") == ["layer_norm_mlp"]
 
 
-def test_eps_that_changes_in_a_dynamic_graph(x):
-    model = half(lambda m, x: m.qkv(x * torch.rsqrt(mean_square(x) + m.eps) * m.norm.weight)).to(x.device)
-    function, reports = compiled(model, dynamic=True)
-    for eps in (1e-5, 1.0):
-        model.eps = eps
-        torch.testing.assert_close(function(x), model(x))
-        assert details(reports[-1], "RMSNorm") == ["layer_norm_linear"]
+# ---- before linear layers ----
 
 
-def test_rms_norm_that_no_op_takes_is_one_call(x):
-    graph = graph_for_inner(lambda x, weight: SPELLINGS["llama"](x, weight).cos(), x, x[0, 0])
-    assert [name_of(node) for node in graph.nodes if node.op.startswith("call")] == ["rms_norm", "cos"]
+def with_gradients_of_one(m, x):
+    y = m.norm(x)
+    with torch.no_grad():
+        c = m.c(y)
+    return m.a(y) * c
 
 
-# ---- in front of attention's projection ----
+def by_its_own_rows(m, x):
+    y = m.norm(x[0])
+    return m.a(y), F.linear(y, y)
 
 
-def scaled_half(*betweens, **layers) -> FunctionModule:
-    """betweens: functions of the module and attention's output, (B, H, N, d)"""
-
-    def around(between):
-        return lambda m, x: x + m.proj(between(m, F.scaled_dot_product_attention(*heads(m.qkv(m.norm(x))))))
-
-    return half(together(map(around, betweens)), **layers)
+def three_layers(m, x):
+    y = m.norm(x)
+    a = m.a(y).sin()
+    return a, m.b(y).unflatten(-1, (5, 8)).transpose(1, 2), m.c(y) * a
 
 
-@pytest.mark.parametrize("kind", NORMS)
-def test_norm_in_front_of_the_projection(kind, x):
-    report = compile_and_check(scaled_half(lambda m, out: m.scale(joined(out)), scale=NORMS[kind]()), x)
-    assert details(report, "attention") == ["layer_norm_attention"]
-    assert "layer_norm_attention" in details(report, kind)
+BEFORE_LAYERS = {
+    "one layer": (lambda m, x: m.a(m.norm(x)).sin(), LINEAR),
+    "something else": (lambda m, x: m.a(m.norm(x) * 1.0), "left: mul after it"),
+    "three layers": (three_layers, "layer_norm_linears"),
+    "written into": (
+        lambda m, x: (lambda y: (m.a(y), m.c(y).mul_(2.0)))(m.norm(x)), "left: its output is changed in place",
+    ),
+    "grad mode between": (with_gradients_of_one, "left: autocast or grad mode changes within it"),
+    "its weight is the rows": (by_its_own_rows, "left: what it computes on the way is used by its end, too"),
+    "no weight": (lambda m, x: m.a(m.bare(x)), "left: a LayerNorm without weight"),
+    "of two dimensions": (lambda m, x: m.a(m.wide(x)), "left: a LayerNorm over more than the last dimension"),
+}  # fmt: skip
 
 
-OTHER_SCALES = {
-    "of each head": (lambda m, out: m.head(out.transpose(1, 2)).flatten(2), "a norm of single heads after attention"),
+def layers(forwards) -> FunctionModule:
+    """A norm, and layers of three widths, one without a bias"""
+    return FunctionModule(
+        together(forwards), norm=nn.LayerNorm(D), a=nn.Linear(D, 24), b=nn.Linear(D, 40, bias=False),
+        c=nn.Linear(D, 24), bare=nn.LayerNorm(D, elementwise_affine=False), wide=nn.LayerNorm((N, D)),
+    )  # fmt: skip
+
+
+def test_layer_norms(x):
+    check_rows("LayerNorm", BEFORE_LAYERS, layers, x)
+
+
+def test_layer_norms_with_symbolic_sizes(x):
+    check_rows("LayerNorm", {"three layers": BEFORE_LAYERS["three layers"]}, layers, x, dynamic=True)
+
+
+def two_layers(m, x):
+    y = m.norm(x)
+    return m.a(y).sin() + m.c(y).sin()
+
+
+def test_several_layers_save_their_input_once():
+    """They save x and the statistics, and not the normalised rows."""
+    x, model = torch.randn(B, 64, D, requires_grad=True), layers([two_layers])
+    fused, _ = compiled(model, fullgraph=True)
+    plain = torch.compile(model, backend="aot_eager", fullgraph=True)
+    rows = B * 64
+    kept = [saved_bytes(lambda run=run: run(x), model.parameters()) / 4 for run in (fused, plain)]
+    assert kept[0] == rows * (D + 2 + 2 * 24)
+    assert kept[1] == kept[0] + rows * D
+
+
+def test_several_layers_under_autocast(x):
+    report = check_under_autocast(layers([two_layers]).to(x.device), x, torch.bfloat16, within=True)
+    assert details(report, "LayerNorm") == ["layer_norm_linears"]
+
+
+# ---- before attention's projection ----
+
+BEFORE_PROJECTION = {
+    "LayerNorm": (lambda m, out: m.all(joined(out)), "layer_norm_attention"),
+    "RMSNorm": (lambda m, out: m.rms(joined(out)), "layer_norm_attention"),
+    "of each head": (
+        lambda m, out: m.head(out.transpose(1, 2)).flatten(2),
+        "attention_qkvpacked (a norm of single heads after attention)",
+    ),
     "heads in another order": (
         lambda m, out: m.all(out.permute(0, 2, 3, 1).flatten(2)),
-        "a norm of single heads after attention",
+        "attention_qkvpacked (a norm of single heads after attention)",
     ),
-    "two": (lambda m, out: m.all(m.all(joined(out))), "layer_norm after attention"),
+    "two": (lambda m, out: m.all(m.all(joined(out))), "attention_qkvpacked (layer_norm after attention)"),
     "used elsewhere": (
         lambda m, out: (lambda y: m.all(y) + y)(joined(out)),
-        "attention's output is used more than once",
+        "attention_qkvpacked (attention's output is used more than once)",
     ),
 }
 
 
-def test_other_norms_after_attention_are_left(x):
-    betweens = [between for between, _ in OTHER_SCALES.values()]
-    report = compile_and_check(scaled_half(*betweens, head=nn.LayerNorm(d), all=nn.LayerNorm(D)), x)
-    found = dict(zip(OTHER_SCALES, details(report, "attention"), strict=True))
-    assert found == {name: f"attention_qkvpacked ({reason})" for name, (_, reason) in OTHER_SCALES.items()}
+def test_norms_before_the_projection(x):
+    def build(betweens):
+        def around(between):
+            return lambda m, x: x + m.proj(between(m, F.scaled_dot_product_attention(*heads(m.qkv(m.norm(x))))))
+
+        return half(together(map(around, betweens)), head=nn.LayerNorm(d), all=nn.LayerNorm(D), rms=NORMS["RMSNorm"]())
+
+    report = check_rows("attention", BEFORE_PROJECTION, build, x)
+    assert details(report, "RMSNorm") == ["layer_norm_attention"]

@@ -26,11 +26,13 @@ def run(model: Callable[..., Any], parameters: list[Tensor], inputs: list[Tensor
     return [*(t.detach() for t in outputs), *(torch.zeros(()) if g is None else g for g in gradients)]
 
 
-def compiled(function: Callable[..., Any], **options: Any) -> tuple[Callable[..., Any], list[Report]]:
+def compiled(
+    function: Callable[..., Any], inner: str = "aot_eager", **options: Any
+) -> tuple[Callable[..., Any], list[Report]]:
     """Return the function through `fastvit.compile`, and the list to which it appends its reports."""
     torch._dynamo.reset()
     reports: list[Report] = []
-    return fastvit.compile(function, inner="aot_eager", report=reports.append, **options), reports
+    return fastvit.compile(function, inner=inner, report=reports.append, **options), reports
 
 
 def graph_for_inner(function: Callable[..., Any], *inputs: Tensor, **options: Any) -> torch.fx.Graph:
@@ -68,11 +70,16 @@ def check_under_autocast(model: nn.Module, x: Tensor, dtype: torch.dtype, *, wit
     return reports[0]
 
 
-def compile_and_check(model: nn.Module, *inputs: Tensor, **options: Any) -> Report:
+def compile_and_check(model: nn.Module, *inputs: Tensor, dynamic: bool = False, aot: bool = False) -> Report:
     """Check that outputs and all gradients of the compiled model are as accurate as the eager model's, and return the
-    report of its only graph."""
+    report of its only graph.
+
+    aot: whether AOT autograd traces the rewritten graph, too, which takes most of the time. It does if sizes are
+        symbolic, because Dynamo leaves the eps of norms symbolic otherwise.
+    """
     model.to(inputs[0].device)
-    function, reports = compiled(model, fullgraph=True, **options)
+    inner = "aot_eager" if dynamic or aot else "eager"
+    function, reports = compiled(model, inner, fullgraph=True, dynamic=dynamic or None)
     exact = copy.deepcopy(model).double()
     doubles = [t.double() if t.is_floating_point() else t for t in inputs]
     torch.manual_seed(5)
@@ -97,3 +104,23 @@ def compile_and_check(model: nn.Module, *inputs: Tensor, **options: Any) -> Repo
 def details(report: Report, kind: str) -> list[str]:
     """Return for every place of that kind the op, or "left: reason"."""
     return [entry.detail if entry.fused else f"left: {entry.detail}" for entry in report.entries if entry.kind == kind]
+
+
+# How a module spells it, and the outcome as `details` has it; "...": its beginning
+Row = tuple[Callable[..., Any], str]
+
+
+def check_rows(
+    kind: str, rows: dict[str, Row], build: Callable[[list[Callable[..., Any]]], nn.Module], *inputs: Tensor,
+    dynamic: bool = False,
+) -> Report:  # fmt: skip
+    """Check numbers and outcomes of a table's rows, which are compiled as one model.
+
+    build: makes the model that returns the outputs of all these spellings, in their order.
+    """
+    report = compile_and_check(build([spelling for spelling, _ in rows.values()]), *inputs, dynamic=dynamic)
+    for (name, (_, expected)), outcome in zip(rows.items(), details(report, kind), strict=True):
+        beginning = expected.removesuffix("...")
+        same = outcome.startswith(beginning) if expected != beginning else outcome == expected
+        assert same, f"{name}: {outcome!r}, expected {expected!r}"
+    return report

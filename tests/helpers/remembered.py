@@ -1,4 +1,5 @@
-"""Two block ops whose calls are remembered, and what tells a remembered call from the first of its kind."""
+"""Two block ops whose calls are remembered, what tells a remembered call from the first of its kind, and what calls
+launch."""
 
 import contextlib
 import sys
@@ -9,6 +10,7 @@ from op_cases import ROWS
 
 from fastvit import ops
 from fastvit.ops.runtime import call as runtime_call
+from fastvit.ops.runtime import launch as runtime_launch
 
 B, N, D = 2, 16, 16  # a mask's rows are then read in place
 NODES = [name for name in ROWS if name.startswith(("layer_norm_attention", "mlp", "layer_norm_mlp"))]
@@ -45,6 +47,41 @@ def counted():
 
     with _beginning(counting):
         yield count
+
+
+class Recorder:
+    """Notes launches, which then do not run."""
+
+    def __init__(self):
+        self.launches, self.refused, self._names = [], None, {}
+
+    def __call__(self, kernel, programs, tensors, numbers, constants):
+        if kernel.__name__ == self.refused:
+            raise runtime_launch.KernelUnsupported(f"{self.refused} does not fit")
+        self.launches.append((kernel.__name__, programs, numbers, {**constants}, [*map(self._described, tensors)]))
+
+    def _described(self, t):
+        if t is None:
+            return None
+        strides = [stride for size, stride in zip(t.shape, t.stride(), strict=True) if size > 1]
+        return t.shape, strides, t.dtype, self._names.get(t.data_ptr())
+
+    def launched(self, function, tensors=()):
+        """Return what function() launches: kernels, grids, numbers, constants, and for each tensor its layout, and its
+        place among the given ones."""
+        self._names = {t.data_ptr(): i for i, t in reversed([*enumerate(tensors)]) if t is not None}
+        self.launches = []
+        function()
+        launches, self.launches = self.launches, []
+        return launches
+
+
+@contextlib.contextmanager
+def recording():
+    """Launch nothing within the context; yields the `Recorder`."""
+    recorder = Recorder()
+    with runtime_launch.launching(recorder):
+        yield recorder
 
 
 def call(x, weights, **options):

@@ -20,7 +20,7 @@ from unittest import mock
 import torch
 from op_cases import ROWS, made, more, outputs_of
 from remembered import counted
-from stub_checks import DTYPES, hooked
+from stub_launches import DTYPES, _hooked
 
 from benchmarks.codegen.stub_driver import stub_gpu
 from fastvit import ops
@@ -43,7 +43,7 @@ def _another(draw, t):
     return t.detach().clone().requires_grad_(t.requires_grad)
 
 
-def _wants(draw, t):
+def _wants_another_gradient(draw, t):
     return t.detach().requires_grad_(not t.requires_grad) if t.is_floating_point() else t
 
 
@@ -75,8 +75,8 @@ def _negated(draw, t):
     return torch._neg_view(-t.detach()) if t.is_floating_point() and not t.requires_grad else t
 
 
-OF_ONE = (_another, _another, _wants, _wants, _shifted, _shifted, _in_wider_rows, _other_strides, _as_parameter)
-OF_ONE += (_as_subclass, _negated)
+CHANGES = (_another, _wants_another_gradient, _shifted) * 2
+CHANGES += (_in_wider_rows, _other_strides, _as_parameter, _as_subclass, _negated)
 
 
 def _fresh(draw, name, tokens=None, dtype=None):
@@ -109,7 +109,7 @@ def _changed(draw, name, tensors):
     if key in WITHOUT_GRADIENT or key == "cu_seqlens":
         return tensors
     with torch.no_grad():
-        tensors[key] = draw.choice(OF_ONE)(draw, tensors[key])
+        tensors[key] = draw.choice(CHANGES)(draw, tensors[key])
     return tensors
 
 
@@ -172,7 +172,7 @@ class Settings:
             if self.mode is not None:
                 stack.enter_context(self.mode())
             if self.hook is not None:
-                stack.enter_context(hooked(self.hook))
+                stack.enter_context(_hooked(self.hook))
             yield
 
     def on_triton(self, x):
@@ -196,8 +196,7 @@ def _launched(gpu, settings, name, tensors, options):
         address = argument.data_ptr() if isinstance(argument, torch.Tensor) else argument or 0
         if address == 0:
             return None
-        found = [(key, address - start) for key, (start, size) in ranges.items() if 0 <= address - start < size]
-        return found or "new"
+        return [(key, address - start) for key, (start, size) in ranges.items() if 0 <= address - start < size] or "new"
 
     error = []
 
@@ -213,7 +212,7 @@ def _launched(gpu, settings, name, tensors, options):
 
     thread = threading.Thread(target=work)
     (thread.start(), thread.join()) if settings.in_thread else work()
-    found = []
+    launches = []
     for kernel, grid, arguments in gpu.launches:
         signature = [*kernel.src.signature.items()]
         passed = [
@@ -221,11 +220,11 @@ def _launched(gpu, settings, name, tensors, options):
             for (_, kind), a in zip(signature, arguments, strict=True)
             if kind != "constexpr"
         ]
-        found.append((kernel.name, id(kernel), grid, passed))
+        launches.append((kernel.name, id(kernel), grid, passed))
     for t in tensors.values():
         if t is not None and t.is_leaf:
             t.grad = None
-    return found, error, len(settings.seen)
+    return launches, error, len(settings.seen)
 
 
 def main(calls):

@@ -1,8 +1,8 @@
-"""Parameters of remembered.py's two ops."""
+"""Parameters of remembered.py's two ops, and what records their launches."""
 
 import pytest
 import torch
-from remembered import D
+from remembered import D, recording
 
 
 @pytest.fixture
@@ -15,3 +15,9 @@ def weights(device):
 def heads(device):
     torch.manual_seed(2)
     return [torch.randn(*s, device=device) for s in ((48, D), (48,), (D, D), (D,))]
+
+
+@pytest.fixture
+def recorder(triton_backend):
+    with recording() as recorder:
+        yield recorder

@@ -1,7 +1,7 @@
-"""fastvit.ops.runtime.call: which calls are alike, and what is kept of them.
+"""fastvit.ops.runtime.call: which calls are alike, and what is kept of them. Launches are recorded and do not run.
 
-Whole models, refused kernels and modes: test_remembered_calls.py. That remembered calls launch what others launch, on
-tensors of other alignments, is in stub_calls.py.
+Models, refused kernels and modes: test_remembered_calls.py. Tensors at other alignments, and random calls:
+test_random_calls.py.
 """
 
 import weakref
@@ -30,31 +30,40 @@ def other(tensors):
 
 def strided(tensors):
     """Return copies with rows further apart, or with a stride of 2."""
-    found = {}
+    copies = {}
     for name, t in tensors.items():
         room = t.detach().new_zeros((*t.shape[:-1], 2 * t.shape[-1]))
         view = room[..., : t.shape[-1]] if t.dim() > 1 else room[::2]
-        found[name] = view.copy_(t.detach()).requires_grad_(t.requires_grad)
-    return found
+        copies[name] = view.copy_(t.detach()).requires_grad_(t.requires_grad)
+    return copies
 
 
 @pytest.mark.parametrize("kind", ["plain", "empty", "strided"])
 @pytest.mark.parametrize("name", NODES)
-def test_a_call_with_the_signature_of_an_earlier_one(name, kind, triton_backend, device):
+def test_a_call_with_the_signature_of_an_earlier_one(name, kind, recorder, device):
     """A strided tensor is copied in every call, or read in place with the strides of the first call."""
     op, tensors = function(name), made(name, 0 if kind == "empty" else B, N, device)
     changed = other(tensors)
     if kind == "strided":
         tensors, changed = strided(tensors), strided(changed)
     with uncached():
-        want = results(op, changed)
+        want = recorder.launched(lambda: results(op, changed), changed.values())
     with counted() as count:
-        first = results(op, tensors)
+        results(op, tensors)
         assert not count
-        got = results(op, changed)
+        assert recorder.launched(lambda: results(op, changed), changed.values()) == want
     assert kind == "strided" or len(count) == 2  # forward and backward
+
+
+@pytest.mark.parametrize("name", ["layer_norm_attention rotary", "mlp gated dropout"])
+def test_the_results_of_a_remembered_call(name, triton_backend, device):
+    op, tensors = function(name), made(name, B, N, device)
+    changed = other(tensors)
+    with uncached():
+        want = results(op, changed)
+    first, got = results(op, tensors), results(op, changed)
     assert all(map(torch.equal, got, want))
-    assert kind == "empty" or not torch.equal(got[0], first[0])
+    assert not torch.equal(got[0], first[0])
 
 
 CHANGES = {
@@ -69,60 +78,71 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_an_option_changes(change, weights, triton_backend, device):
-    """A call with it after one without, and the other way round."""
+def test_what_an_option_changes(change, weights, recorder, device):
     options = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in CHANGES[change].items()}
     weights = [weights[0], None if change == "norm" else weights[1], *weights[2:]]
     x = x_of(device, B, N, D)
+    given = [t for t in (x, *weights, *options.values()) if isinstance(t, torch.Tensor)]
+    _check_orders(lambda options: recorder.launched(lambda: call(x, weights, **options), given), {}, options)
+
+
+def _check_orders(launched, one, two):
+    """Check that each of two calls launches what it does when nothing is remembered, whichever comes first."""
     with uncached():
-        want = [call(x, weights, **one) for one in ({}, options)]
-    for order in ((0, 1, 0), (1, 0, 1)):
+        want = [launched(given) for given in (one, two)]
+    assert want[0] != want[1]
+    for order in ((0, 1, 0, 1), (1, 0, 1, 0)):
         _tuned.clear_caches()
-        for i in order:
-            assert torch.equal(call(x, weights, **(options if i else {})), want[i])
-    assert not torch.equal(*want)
+        with counted() as count:
+            for i in order:
+                assert launched((one, two)[i]) == want[i]
+        assert len(count) == 2
 
 
-def test_what_a_norm_among_the_arguments_changes(weights, heads, triton_backend, device):
+def test_a_tensor_that_is_there_twice(weights, recorder, device):
+    """Then a call with another tensor in one of the places, and the other way round."""
+    x, vector = x_of(device, B, N, D), torch.linspace(0.5, 2.0, D, device=device)
+    same, apart = [vector, vector, *weights[2:]], [vector, vector.flip(0), *weights[2:]]
+    _check_orders(lambda given: recorder.launched(lambda: call(x, given), [x, *apart]), same, apart)
+
+
+def test_what_a_norm_among_the_arguments_changes(weights, heads, recorder, device):
     x = x_of(device, B, N, D)
     norms = [ops.Norm(*weights[:2]), ops.Norm(*weights[:2], eps=0.5), ops.Norm(weights[0], kind="rms")]
+
+    def launched():
+        return [recorder.launched(lambda norm=norm: attended(x, weights, heads, scale_norm=norm)) for norm in norms]
+
     with uncached():
-        want = [attended(x, weights, heads, scale_norm=norm) for norm in norms]
+        want = launched()
+    assert want[0] != want[1] != want[2]
     with counted() as count:
-        for _ in range(2):
-            for norm, out in zip(norms, want, strict=True):
-                assert torch.equal(attended(x, weights, heads, scale_norm=norm), out)
+        assert launched() == launched() == want
     assert len(count) == 3
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="launches are counted in the interpreter")
-def test_precision(weights, triton_backend, device):
-    x, found = x_of(device, B, N, D), []
-    with runtime_launch.launching(lambda *step: found.append(step[-1].get("PRECISION"))):
-        for precision in ("highest", "high", "highest"):
-            torch.set_float32_matmul_precision(precision)
-            call(x, weights)
-    assert [of for of in found if of] == ["ieee"] * 2 + ["tf32"] * 2 + ["ieee"] * 2
+def test_precision(weights, recorder, device):
+    """By its older setting, and by its newer one, after which PyTorch no longer reports the older."""
+    x, half = x_of(device, B, N, D), [w.to(torch.bfloat16) for w in weights]
 
+    def precisions(*arguments):
+        launches = recorder.launched(lambda: call(*arguments))
+        return {constants["PRECISION"] for *_, constants, _ in launches if "PRECISION" in constants}
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="launches are counted in the interpreter")
-def test_precision_by_its_newer_setting(weights, triton_backend, device):
-    """PyTorch no longer reports the older setting once the newer one is used."""
-    x, found = x_of(device, B, N, D), []
-    half = [w.to(torch.bfloat16) for w in weights]
+    for older, expected in (("highest", "ieee"), ("high", "tf32"), ("highest", "ieee")):
+        torch.set_float32_matmul_precision(older)
+        assert precisions(x, weights) == {expected}
     before = torch.backends.cuda.matmul.fp32_precision
     try:
-        with runtime_launch.launching(lambda *step: found.append(step[-1].get("PRECISION"))):
-            for precision in ("tf32", "ieee"):
-                torch.backends.cuda.matmul.fp32_precision = precision
-                call(x, weights)
-                call(x.bfloat16(), half)
+        for newer in ("tf32", "ieee"):
+            torch.backends.cuda.matmul.fp32_precision = newer
+            assert precisions(x, weights) == {newer}
+            assert precisions(x.bfloat16(), half) == {"ieee"}
     finally:
         torch.backends.cuda.matmul.fp32_precision = before
-    assert [of for of in found if of] == ["tf32"] * 2 + ["ieee"] * 6
 
 
-def test_what_is_equal_and_may_change(weights, heads, triton_backend, device):
+def test_what_is_equal_and_may_change(weights, heads, recorder, device):
     """Weights in a module, a number in a tensor: known by their identity, they would hide a change, and be kept."""
     x, layers = x_of(device, B, N, D), torch.nn.ParameterList(heads[:1])
     layers[0].requires_grad_(False)
@@ -130,17 +150,17 @@ def test_what_is_equal_and_may_change(weights, heads, triton_backend, device):
         layers[0].requires_grad_(wanted)
         out = ops.layer_norm_attention(x, *weights[:2], layers, [heads[1]], *heads[2:], 1)
         assert out.requires_grad == wanted
-    scale, outs = torch.tensor(0.1), []
+    scale, launches = torch.tensor(0.1), []
     for value in (0.1, 0.5):
-        outs.append(attended(x, weights, heads, scale=scale.fill_(value)))
-    assert not torch.equal(*outs)
+        scale.fill_(value)
+        launches.append(recorder.launched(lambda: attended(x, weights, heads, scale=scale)))
+    assert launches[0] != launches[1]
     assert not runtime_call._kept
 
 
-def test_a_state_that_is_forgotten_during_a_call(weights, triton_backend, device):
+def test_a_state_that_is_forgotten_during_a_call(triton_backend, device):
     """The values of the first call are of no use to others then."""
-    x = x_of(device, B, N, D)
-    first = runtime_call.begin("mlp", (x,), ())
+    first = runtime_call.begin("mlp", (x_of(device, B, N, D),), ())
     assert isinstance(first, runtime_call.FirstCall)
     _tuned.clear_caches()
     first.remember()
@@ -185,38 +205,30 @@ def test_a_gradient_of_no_input():
         y.sum().backward()
 
 
-def test_a_mask_that_is_copied(weights, heads, triton_backend, device):
-    """In every call: of 17 keys, whose rows the kernels could not read in place."""
+def test_a_mask_that_is_copied_in_every_call(weights, heads, recorder, device):
+    """Of 17 keys, whose rows the kernels could not read in place."""
     x, mask = x_of(device, B, 17, D), torch.zeros(B, 1, 1, 17, device=device)
-    mask[..., 3:] = -torch.inf
-    other = mask.flip(-1)
-    with uncached():
-        want = [attended(x, weights, heads, attn_mask=m) for m in (mask, other)]
-    for m, out in zip((mask, other), want, strict=True):
-        assert torch.equal(attended(x, weights, heads, attn_mask=m), out)
-    assert not torch.equal(*want)
+    with counted() as count:
+        for _ in range(3):
+            attended(x, weights, heads, attn_mask=mask)
+    assert not count
 
 
-def test_what_the_signature_is_made_of(weights, triton_backend, device):
+def test_what_the_signature_is_made_of(weights, recorder, device):
     """Tokens, samples, dtypes, who wants a gradient, the mode."""
+    x, half = x_of(device, B, N, D), [w.to(torch.bfloat16) for w in weights]
     with counted() as count:
         for shape in ((B, N, D), (1, N, D), (B, N + 1, D), (B * N, D), (D,), (B, 1, N, D)):
-            x = x_of(device, *shape)
-            with uncached():
-                want = call(x, weights)
-            assert torch.equal(call(x, weights), want)
-        half = [w.to(torch.bfloat16) for w in weights]
-        x = x_of(device, B, N, D, dtype=torch.bfloat16)
-        assert call(x, half).dtype is torch.bfloat16
+            call(x_of(device, *shape), weights)
+        assert call(x.bfloat16(), half).dtype is torch.bfloat16
         assert not count
-        x = x_of(device, B, N, D).requires_grad_()
-        out = call(x, weights)
-        (gradient,) = torch.autograd.grad(out, x, torch.ones_like(out))
+        out = call(x.requires_grad_(), weights)
+        torch.autograd.grad(out, x, torch.ones_like(out))
         with torch.no_grad():
             assert call(x, weights).grad_fn is None
         assert not count
         again = call(x, weights)
-        assert torch.equal(torch.autograd.grad(again, x, torch.ones_like(out))[0], gradient)
+        torch.autograd.grad(again, x, torch.ones_like(out))
         assert len(count) == 2
 
 
@@ -232,7 +244,6 @@ def test_tensors_that_kernels_could_not_read(weights, triton_backend, device):
         assert torch.equal(call(negated, weights), want)
         wide = torch.empty(24, 2 * D, device=device)[:, :D].copy_(weights[2])
         assert torch.equal(call(x, [*weights[:2], wide, *weights[3:]]), want)
-        assert not count
         seen = []
 
         class Seen(torch.Tensor):
@@ -241,8 +252,9 @@ def test_tensors_that_kernels_could_not_read(weights, triton_backend, device):
                 seen.append(func)
                 return super().__torch_function__(func, types, args, kwargs or {})
 
-        of_subclass = x.as_subclass(Seen), [*weights[:2], weights[2].as_subclass(Seen), *weights[3:]]
-        for arguments in 2 * [(of_subclass[0], weights), (x, of_subclass[1])]:
+        for arguments in (
+            (x.as_subclass(Seen), weights), (x, [*weights[:2], weights[2].as_subclass(Seen), *weights[3:]]),
+        ):  # fmt: skip
             seen.clear()
             call(*arguments)
             assert seen
@@ -258,59 +270,38 @@ def test_tensors_without_memory(weights, triton_backend, device):
         assert torch.equal(call(t, weights), want)
 
 
-def test_checks_are_made_after_calls_that_passed_them(weights, heads, triton_backend, device):
-    x = x_of(device, B, N, D)
-    scale = torch.ones(B, device=device)
+def test_checks_are_made_after_calls_that_passed_them(weights, heads, recorder, device):
+    x, scale = x_of(device, B, N, D), torch.ones(B, device=device)
     call(x, weights, row_scale=scale)
-    with pytest.raises(ValueError, match="row_scale must not require a gradient"):
-        call(x, weights, row_scale=scale.clone().requires_grad_())
-    with pytest.raises(ValueError, match=r"fc2_weight must have shape \(out, hidden\)"):
-        call(x, [*weights[:4], weights[4][:, 1:], weights[5]])
-    with pytest.raises(TypeError, match="x and fc1_weight must have the same dtype"):
-        call(x, [*weights[:2], weights[2].double(), *weights[3:]])
-    with pytest.raises(TypeError, match="x must be a tensor"):
-        call(x.tolist(), weights)
-    with pytest.raises(ValueError, match="activation"):
-        call(x, weights, activation="gelu_")
-    with pytest.raises(TypeError):
-        call(x, weights, eps=[1e-6])
     attended(x, weights, heads)
-    with pytest.raises(ValueError, match=r"num_heads = 1\.0"):
-        ops.layer_norm_attention(x, *weights[:2], *heads, 1.0)
+    for error, message, wrong in (
+        (ValueError, "row_scale must not", lambda: call(x, weights, row_scale=scale.clone().requires_grad_())),
+        (ValueError, "fc2_weight must have shape", lambda: call(x, [*weights[:4], weights[4][:, 1:], weights[5]])),
+        (TypeError, "the same dtype", lambda: call(x, [*weights[:2], weights[2].double(), *weights[3:]])),
+        (TypeError, "x must be a tensor", lambda: call(x.tolist(), weights)),
+        (ValueError, "activation", lambda: call(x, weights, activation="gelu_")),
+        (TypeError, None, lambda: call(x, weights, eps=[1e-6])),
+        (ValueError, r"num_heads = 1\.0", lambda: ops.layer_norm_attention(x, *weights[:2], *heads, 1.0)),
+    ):
+        with pytest.raises(error, match=message):
+            wrong()
 
 
-def test_a_tensor_that_is_there_twice(weights, triton_backend, device):
-    """Then a call with another tensor in one of the places, and the other way round."""
-    x, vector = x_of(device, B, N, D), torch.linspace(0.5, 2.0, D, device=device)
-    same = [vector, vector, *weights[2:]]
-    apart = [vector, vector.flip(0), *weights[2:]]
-    with uncached():
-        want = [call(x, w) for w in (same, apart)]
-    for order in ((0, 1, 0, 1), (1, 0, 1, 0)):
-        _tuned.clear_caches()
-        with counted() as count:
-            for i in order:
-                assert torch.equal(call(x, (same, apart)[i]), want[i])
-        assert len(count) == 2
-    assert not torch.equal(*want)
-
-
-def test_what_is_kept(weights, triton_backend, device, monkeypatch):
+def test_what_is_kept(weights, recorder, device, monkeypatch):
     """So many calls, until configurations change or launches mean something else; and no tensor, nor one in what
     compares others with it."""
     monkeypatch.setattr(runtime_call, "_MOST", 4)
     for rows in range(1, 12):
         call(x_of(device, rows, D), weights)
         assert 1 <= len(runtime_call._kept) <= 4
-    kept = [found for alike in runtime_call._kept.values() for _, found in alike]
+    kept = [later for alike in runtime_call._kept.values() for _, later in alike]
     assert kept
-    assert not any(isinstance(t, torch.Tensor) for found in kept for t in _flat(found))
+    assert not any(isinstance(t, torch.Tensor) for later in kept for t in _flat(later))
     monkeypatch.setattr(runtime_call, "_MOST_ALIKE", 3)
     x = x_of(device, 5, D)
     for hidden in range(1, 12):  # what tells their keys apart is not the first tensor
-        call(
-            x, [*weights[:2], weights[2][:hidden], weights[3][:hidden], weights[4][:, :hidden].contiguous(), weights[5]]
-        )
+        fc1, fc2 = (weights[2][:hidden], weights[3][:hidden]), weights[4][:, :hidden].contiguous()
+        call(x, [*weights[:2], *fc1, fc2, weights[5]])
     assert max(map(len, runtime_call._kept.values())) == 3
     gone = weakref.ref(x)
     del x

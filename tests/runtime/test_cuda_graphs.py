@@ -14,6 +14,7 @@ from op_cases import ROWS, function, made, outputs_of, wanted
 import fastvit
 
 Tensors = tuple[torch.Tensor, ...]
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
 def captured(step: Callable[[], Tensors]) -> tuple[Callable[[], object], Tensors]:
@@ -78,7 +79,7 @@ def model(device: torch.device) -> fastvit.VisionTransformer:
     ).to(device)  # fmt: skip
 
 
-@pytest.mark.nightly
+@needs_gpu
 def test_seeds_move_on_from_replay_to_replay(triton_backend: None, device: torch.device) -> None:
     """Dropout and DropPath in a training step: each replay draws other numbers, and the same ones after the same
     seed."""
@@ -102,20 +103,7 @@ def test_seeds_move_on_from_replay_to_replay(triton_backend: None, device: torch
     assert_same(tuple(again), tuple(first))
 
 
-def test_inference_of_a_model(triton_backend: None, device: torch.device) -> None:
-    vit, image = model(device).eval(), torch.randn(1, 3, 32, 32, device=device)
-
-    def step() -> Tensors:
-        with torch.inference_mode():
-            return (vit(image),)
-
-    replay, outputs = captured(step)
-    image.normal_()
-    replay()
-    assert_same(outputs, step())
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@needs_gpu
 def test_graphed_callables(triton_backend: None, device: torch.device) -> None:
     """torch.cuda.make_graphed_callables: forward and backward are a graph each."""
     vit, image = model(device).eval(), torch.randn(2, 3, 32, 32, device=device)
@@ -128,7 +116,7 @@ def test_graphed_callables(triton_backend: None, device: torch.device) -> None:
     assert_same((got, *torch.autograd.grad(got.square().sum(), parameters)), (expected, *gradients))
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@needs_gpu
 @pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
 def test_reduce_overhead(training: bool, triton_backend: None, device: torch.device) -> None:
     """torch.compile's own graphs."""

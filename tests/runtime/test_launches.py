@@ -14,16 +14,10 @@ from fastvit.ops.runtime.rows import as_rows
 
 BATCHES = (1, 2, 3, 5, 8, 16, 17)
 
-# Kernels whose launch configuration follows the number of rows: up to three of them, not one for each batch size.
-BY_ROWS = {
-    "linear_fwd_kernel": "smaller tiles where there are few, TMA where there are many",
-    "linear_dact_kernel": "smaller tiles where there are few",
-    "gated_fwd_kernel": "smaller tiles where there are few",
-    "gated_dact_kernel": "smaller tiles where there are few",
-    "patch_embed_fwd_kernel": "smaller tiles where there are few",
-    "patch_embed_bwd_image_kernel": "smaller tiles where there are few",
-    "patch_embed_bwd_weight_kernel": "smaller tiles where there are few; a single split has no float32 partials",
-}
+# Kernels whose launch configuration follows the number of rows (smaller tiles where there are few, TMA where there are
+# many, a single split without float32 partials): up to three of them, not one for each batch size
+BY_ROWS = {"linear_fwd_kernel", "linear_dact_kernel", "gated_fwd_kernel", "gated_dact_kernel", "patch_embed_fwd_kernel"}
+BY_ROWS |= {"patch_embed_bwd_image_kernel", "patch_embed_bwd_weight_kernel"}
 # Kernels that run for few rows only, or for many only: otherwise the vendor's matmul does
 OR_VENDOR = {"linear_fwd_kernel", "linear_dact_kernel", "gated_fwd_kernel", "gated_dact_kernel"}
 OR_VENDOR |= {"act_bwd_kernel", "gated_act_kernel"}
@@ -52,40 +46,31 @@ print(json.dumps([[list(entries(op, sizes, B)) for B in batches] for op, sizes i
 """
 
 CASES = [
-    ("layer_norm", {}),
     ("add_layer_norm", {"row_scale": True}),
     ("dropout", {}),
     ("linear", {"scales": True, "activation": "gelu"}),
-    ("layer_norm_linear", {}),
-    ("layer_norm_attention", {}),
-    ("layer_norm_attention", {"rotary": "halves"}),
-    ("layer_norm_attention", {"rotary": "halves", "qk_norm": "layer"}),
     ("rotary", {"spelling": "interleaved"}),
     ("qk_norm", {"norm": "rms"}),
     ("mlp", {"dropout_p": 0.1, "scales": True}),
-    ("layer_norm_mlp", {}),
     ("layer_norm_mlp", {"activation": "swiglu", "hidden": 512}),
     ("layer_norm_mlp", {"activation": "geglu", "hidden": 1365, "inner": True}),
-    ("attention", {}),
     ("attention", {"separate": True, "dropout_p": 0.1}),
+    ("layer_norm_attention", {"rotary": "halves", "qk_norm": "layer"}),
     ("block", {}),
 ]
-IMAGES = [(224, 16), (196, 14), (98, 14)]  # the last: images of an odd number of pixels
 
 
 def cases() -> list[tuple[str, dict[str, object]]]:
-    found: list[tuple[str, dict[str, object]]] = []
-    for N in (196, 197, 1025):
-        for D in (192, 768):
-            for op, options in CASES:
-                of_heads, width = {"H": D // 64, "d": 64}, {"D": D}
-                sizes = of_heads if op in ("attention", "rotary", "qk_norm") else width
-                sizes |= {"H": D // 64} if op in ("block", "layer_norm_attention") else {}
-                sizes |= {"out": 4 * D} if op in ("linear", "layer_norm_linear") else {}
-                found.append((op, {"N": N, **sizes, **options}))
-    for px, patch in IMAGES:
-        found += [("patch_embed", {"px": px, "patch": patch, "D": 192, "image": i}) for i in ("wanted", "uint8")]
-    return found
+    every: list[tuple[str, dict[str, object]]] = []
+    for N, D in ((196, 192), (197, 768), (1025, 192)):
+        for op, options in CASES:
+            sizes = {"H": D // 64, "d": 64} if op in ("attention", "rotary", "qk_norm") else {"D": D}
+            sizes |= {"H": D // 64} if op in ("block", "layer_norm_attention") else {}
+            sizes |= {"out": 4 * D} if op == "linear" else {}
+            every.append((op, {"N": N, **sizes, **options}))
+    for px, patch in ((224, 16), (98, 14)):  # the last: images of an odd number of pixels
+        every += [("patch_embed", {"px": px, "patch": patch, "D": 192, "image": i}) for i in ("wanted", "uint8")]
+    return every
 
 
 @needs_triton
@@ -95,27 +80,26 @@ def test_a_new_batch_size_compiles_nothing(tmp_path: Path) -> None:
     recorded = json.loads(python(str(script), json.dumps([BATCHES, cases()])))
     seen = set()
     for (op, sizes), batches in zip(cases(), recorded, strict=True):
-        found: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
+        compiled: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
         configs: dict[tuple[str, str], set[str]] = defaultdict(set)
         for B, launches in zip(BATCHES, batches, strict=True):
             for kernel, config, rest in launches:
-                found[kernel][B].add(rest)
+                compiled[kernel][B].add(rest)
                 configs[kernel, rest].add(config)
-        for kernel, by_batch in found.items():
+        for kernel, by_batch in compiled.items():
             most = max(by_batch.values(), key=len) if kernel in OR_VENDOR else by_batch[1]
             for B in BATCHES:
                 same = by_batch[B] <= most if kernel in OR_VENDOR else by_batch[B] == most
                 assert same, f"{op} {sizes}: {kernel} at B = {B}"
         for (kernel, _), several in configs.items():
             assert len(several) <= (3 if kernel in BY_ROWS else 1), f"{op} {sizes}: {kernel} with {several}"
-        seen |= set(found)
-    assert seen >= set(BY_ROWS) | {"attention_bwd_dq_kernel", "layer_norm_bwd_kernel", "column_sum_kernel"}
+        seen |= set(compiled)
+    assert seen >= BY_ROWS | {"attention_bwd_dq_kernel", "layer_norm_bwd_kernel", "column_sum_kernel"}
 
 
 NARROW = """
 import json
 
-import pytest
 import torch
 
 from benchmarks.codegen.launches import compile_all, recording
@@ -131,13 +115,11 @@ def backward(out):
 with recording("sm_90") as recorder:
     for width, wide in ((200, 200), (768, 776)):
         vector = torch.empty(width, dtype=torch.bfloat16, device="meta")
-        backward(ops.layer_norm(rows(width, wide), vector, vector))
         scales = {"layer_scale": vector, "row_scale": torch.empty(8, device="meta")}
         backward(ops.add_layer_norm(rows(width, wide), rows(width, wide), vector, vector, **scales))
         backward(ops.dropout(rows(width, wide), 0.1))
     for width, wide in ((768, 776), (1000, 1000)):
         weight = torch.empty(width, wide, dtype=torch.bfloat16, device="meta")[:, :width].requires_grad_()
-        backward(ops.linear(rows(width, wide), weight, activation="gelu", residual=rows(width, wide)))
         backward(ops.mlp(rows(width, wide), weight, None, weight, None, residual=rows(width, wide)))
         gated = {"activation": "swiglu", "residual": rows(width, wide)}
         backward(ops.mlp(rows(width, wide), (weight, weight), None, weight, None, **gated))
@@ -152,12 +134,12 @@ def test_rows_of_any_multiple_of_8_elements_move_16_bytes_at_a_time(tmp_path: Pa
     """Triton looks for multiples of 16 only. Widths of 8 modulo 16, and rows that are such a width apart."""
     script = tmp_path / "narrow.py"
     script.write_text(NARROW)
-    found = json.loads(python(str(script)))
-    assert {name for name, _ in found} >= {
+    compiled = json.loads(python(str(script)))
+    assert {name for name, _ in compiled} >= {
         "layer_norm_fwd_kernel", "layer_norm_bwd_kernel", "dropout_kernel", "column_sum_kernel", "linear_fwd_kernel",
         "linear_dact_kernel", "act_bwd_kernel", "gated_fwd_kernel", "gated_dact_kernel", "gated_act_kernel",
     }  # fmt: skip
-    assert not [f"{name}: {problems}" for name, problems in found if problems]
+    assert not [f"{name}: {problems}" for name, problems in compiled if problems]
 
 
 def test_an_expanded_row_is_laid_out_alike_at_every_batch_size() -> None:

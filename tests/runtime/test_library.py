@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import runpy
 import subprocess
 import sys
 
@@ -15,9 +16,7 @@ WEIGHT = torch.linspace(-1, 1, 256).view(16, 16)
 
 REPEATS = {
     "linear": lambda x, w: ops.linear(x, w, residual=x),
-    "mlp": lambda x, w: ops.mlp(x, w, None, w, None, residual=x),
     "attention": lambda x, w: ops.attention(*(x.view(2, 5, 1, 16),) * 3),
-    "add_layer_norm": lambda x, w: ops.add_layer_norm(x, x, w[0], w[0])[1],
 }
 
 
@@ -78,11 +77,10 @@ def test_the_environment_counts_whenever_it_changes(monkeypatch):
         monkeypatch.delenv(name)
 
 
-def test_a_wrong_environment_is_an_error_at_import():
-    child = [sys.executable, "-c", "import fastvit.ops"]
-    done = subprocess.run(child, env=os.environ | {"FASTVIT_BACKEND": "cuda"}, capture_output=True, text=True)
-    assert done.returncode
-    assert "FASTVIT_BACKEND must be one of ('auto', 'triton', 'aten'), got 'cuda'" in done.stderr
+def test_a_wrong_environment_is_an_error_at_import(monkeypatch):
+    monkeypatch.setenv("FASTVIT_BACKEND", "cuda")
+    with pytest.raises(ValueError, match=r"FASTVIT_BACKEND must be one of .*, got 'cuda'"):
+        runpy.run_path(backends.__file__)
 
 
 @pytest.mark.parametrize("installed", [True, False], ids=["triton installed", "no triton"])

@@ -11,8 +11,8 @@ from compiling import needs_triton, python
 def test_random_calls_launch_what_first_calls_do(calls: int) -> None:
     """With parameters exchanged, gradients wanted or not, other dtypes, strides, alignments and subclasses, and with
     other modes, settings, environment variables and threads between them (helpers/stub_random_calls.py)."""
-    found = json.loads(python("tests/helpers/stub_random_calls.py", str(calls)).splitlines()[-1])
-    assert "problem" not in found, found["problem"]
-    assert found["calls"] == calls
-    assert found["launches"] > calls
-    assert found["remembered"] > calls / 8
+    counts = json.loads(python("tests/helpers/stub_random_calls.py", str(calls)).splitlines()[-1])
+    assert "problem" not in counts, counts["problem"]
+    assert counts["calls"] == calls
+    assert counts["launches"] > calls
+    assert counts["remembered"] > calls / 8
