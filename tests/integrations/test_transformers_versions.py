@@ -1,8 +1,9 @@
 """Layers of earlier versions of transformers 5, with attention and MLP in two modules each. Stand-ins have their
-structure and names; `make versions` runs test_integrations.py with the real versions.
+structure and names; `make versions` runs test_known_models.py with the real versions.
 """
 
 import copy
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +21,7 @@ from fastvit.integrations.transformers import layers as integration
 D, H, HIDDEN = 48, 3, 96
 
 
-def of_library(model: str, suffix: str, base: type[nn.Module], **attributes: Any) -> Any:
+def library_kind(model: str, suffix: str, base: type[nn.Module], **attributes: Any) -> Any:
     """Make a subclass with the name of a class of transformers."""
     file = model.lower()
     return library_class(f"transformers.models.{file}.modeling_{file}.{model}{suffix}", base, **attributes)
@@ -66,8 +67,8 @@ class Attention(nn.Module):
 
 
 def attention_of(model: str) -> nn.Module:
-    inner, last = of_library(model, "SelfAttention", SelfAttention), of_library(model, "SelfOutput", Output)
-    return of_library(model, "Attention", Attention, inner=inner, last=last)()
+    inner, last = library_kind(model, "SelfAttention", SelfAttention), library_kind(model, "SelfOutput", Output)
+    return library_kind(model, "Attention", Attention, inner=inner, last=last)()
 
 
 class Intermediate(nn.Module):
@@ -80,7 +81,7 @@ class Intermediate(nn.Module):
 
 
 class Checkpointing(nn.Module):
-    """With activation checkpointing around the call."""
+    """With activation checkpointing around the call, and then not in it."""
 
     gradient_checkpointing = False
 
@@ -94,8 +95,8 @@ class ViTLayer(Checkpointing):
     def __init__(self) -> None:
         super().__init__()
         self.attention = attention_of("ViT")
-        self.intermediate = of_library("ViT", "Intermediate", Intermediate)()
-        self.output = of_library("ViT", "Output", ViTOutput)(HIDDEN, 0.3)
+        self.intermediate = library_kind("ViT", "Intermediate", Intermediate)()
+        self.output = library_kind("ViT", "Output", ViTOutput)(HIDDEN, 0.3)
         self.layernorm_before, self.layernorm_after = nn.LayerNorm(D), nn.LayerNorm(D)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -112,105 +113,68 @@ class Mlp(nn.Module):
         return self.fc2(self.activation(self.fc1(x)))
 
 
-class LayerScale(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lambda1 = nn.Parameter(torch.ones(D))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.lambda1
+LAYER = library_kind("ViT", "Layer", ViTLayer)
 
 
-class Dinov2Layer(Checkpointing):
-    def __init__(self) -> None:
-        super().__init__()
-        scale = of_library("Dinov2", "LayerScale", LayerScale)
-        self.norm1, self.attention, self.layer_scale1 = nn.LayerNorm(D), attention_of("Dinov2"), scale()
-        self.norm2, self.mlp, self.layer_scale2 = nn.LayerNorm(D), of_library("Dinov2", "MLP", Mlp)(), scale()
-        self.drop_path = nn.Identity()
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.layer_scale1(self.attention(self.norm1(x)))
-        return x + self.layer_scale2(self.mlp(self.norm2(x)))
-
-
-LAYERS = {"ViT": of_library("ViT", "Layer", ViTLayer), "Dinov2": of_library("Dinov2", "Layer", Dinov2Layer)}
-each = pytest.mark.parametrize("prefix", LAYERS)
-
-
-def layer_of(prefix: str, device: torch.device) -> Any:
+@pytest.fixture
+def layer(device: torch.device) -> Any:
     import_library("transformers")
-    return randomised(LAYERS[prefix]()).to(device).eval()
+    return randomised(LAYER()).to(device).eval()
 
 
-def tokens(device: torch.device) -> Tensor:
-    return torch.randn(2, 17, D, generator=torch.Generator().manual_seed(0)).to(device)
+@pytest.fixture
+def x(device: torch.device) -> Tensor:
+    return torch.randn(2, 17, D, device=device)
 
 
-@each
-def test_a_whole_layer(prefix: str, device: torch.device) -> None:
-    layer = layer_of(prefix, device)
-    own = copy.deepcopy(layer)
+def test_a_whole_layer(layer: Any, x: Tensor) -> None:
+    own, calls = copy.deepcopy(layer), []
     report = fastvit.accelerate(layer, strict=True)
     assert report.accelerated[0].detail == "layer_norm_attention, layer_norm_mlp"
-    assert_same_step(layer, own, tokens(device))
-
-
-@each
-def test_attention_alone_returns_a_tensor(prefix: str, device: torch.device) -> None:
-    layer, x = layer_of(prefix, device), tokens(device)
-    (layer.output if prefix == "ViT" else layer.mlp).register_forward_hook(lambda *_: None)
-    report = accelerate_as_it_was(layer, lambda: layer(x))
-    assert "attention" in {entry.name for entry in report.accelerated}
-
-
-@each
-def test_dropout_applies_where_it_stands(prefix: str, device: torch.device) -> None:
-    layer = layer_of(prefix, device)
-    for training, ps in ((True, (0.1, 0.2, 0.3 if prefix == "ViT" else 0.0)), (False, (0.0, 0.0, 0.0))):
-        attention, mlp = (half.branch for half in integration.read_layer(prefix, layer.train(training)).block)
-        assert (attention.attn_drop, attention.proj_drop, mlp.drop2) == ps
-
-
-@each
-def test_what_is_put_on_inside_is_honoured(prefix: str, device: torch.device) -> None:
-    x = tokens(device)
-    for change, reason in (
-        (lambda attn: attn.register_forward_hook(lambda module, args, out: (out[0] * 2, None)), "attention has hooks"),
-        (lambda attn: setattr(attn, "is_causal", True), "its attention is causal"),
-        (lambda attn: setattr(attn.config, "_attn_implementation", "mine"), "its attention implementation is 'mine'"),
-        (lambda attn: delattr(attn, "config"), "object has no attribute 'config'"),
-    ):
-        layer = layer_of(prefix, device)
-        change(layer.attention.attention)
-        report = accelerate_as_it_was(layer, lambda layer=layer: layer(x))
-        reasons = {entry.name: entry.detail for entry in report.skipped}
-        assert reason in reasons[""]
-        assert reason in reasons["attention"]
-
-
-@each
-def test_a_checkpoint_around_the_call_is_the_only_one(prefix: str, device: torch.device) -> None:
-    layer, x, calls = layer_of(prefix, device), tokens(device), []
+    assert_same_step(layer, own, x)
     layer.gradient_checkpointing = True
     layer._gradient_checkpointing_func = lambda function, *args: calls.append(function) or function(*args)
-    fastvit.accelerate(layer)
     layer.train()(x)
     assert len(calls) == 1
 
 
-def test_layers_of_version_4_are_left(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
-    layer, x = layer_of("ViT", device), tokens(device)
+def test_attention_alone_returns_a_tensor(layer: Any, x: Tensor) -> None:
+    layer.output.register_forward_hook(lambda *_: None)
+    report = accelerate_as_it_was(layer, lambda: layer(x))
+    assert "attention" in {entry.name for entry in report.accelerated}
+
+
+def test_dropout_applies_where_it_stands(layer: Any) -> None:
+    for training, ps in ((True, (0.1, 0.2, 0.3)), (False, (0.0, 0.0, 0.0))):
+        attention, mlp = (half.branch for half in integration.read_layer("ViT", layer.train(training)).block)
+        assert (attention.attn_drop, attention.proj_drop, mlp.drop2) == ps
+
+
+CHANGES: list[tuple[Callable[[Any], Any], str]] = [
+    (lambda attn: attn.register_forward_hook(lambda module, args, out: (out[0] * 2, None)), "attention has hooks"),
+    (lambda attn: setattr(attn, "is_causal", True), "its attention is causal"),
+    (lambda attn: setattr(attn.config, "_attn_implementation", "mine"), "its attention implementation is 'mine'"),
+    (lambda attn: delattr(attn, "config"), "object has no attribute 'config'"),
+]
+
+
+@pytest.mark.parametrize(("change", "reason"), CHANGES, ids=[reason for _, reason in CHANGES])
+def test_what_is_put_on_inside_is_honoured(layer: Any, x: Tensor, change: Callable[[Any], Any], reason: str) -> None:
+    change(layer.attention.attention)
+    report = accelerate_as_it_was(layer, lambda: layer(x))
+    reasons = {entry.name: entry.detail for entry in report.skipped}
+    assert reason in reasons[""]
+    assert reason in reasons["attention"]
+
+
+def test_layers_of_version_4_are_left(monkeypatch: pytest.MonkeyPatch, layer: Any, x: Tensor) -> None:
     monkeypatch.setattr(import_library("transformers"), "__version__", "4.57.6")
     report = accelerate_as_it_was(layer, lambda: layer(x))
     reasons = {entry.name: entry.detail for entry in report.skipped}
     assert reasons[""] == reasons["attention"] == "transformers 4.57.6: its layers are known from version 5 on"
 
 
-def test_positions_of_images_with_a_mask(device: torch.device) -> None:
-    """In earlier versions of Pixtral they separate images without a mask."""
-    x, positions = tokens(device), torch.arange(17, device=device)
-    mask = torch.zeros(1, 1, 17, 17, device=device)
-    assert integration.check_rotary_call(None, x, mask, position_ids=positions) is x
-    with pytest.raises(integration.CannotFuse, match="position_ids"):
-        integration.check_rotary_call(None, x, None, position_ids=positions)
+def test_activations_of_dinov2_had_another_name(x: Tensor) -> None:
+    mlp = randomised(library_kind("Dinov2", "MLP", Mlp)()).to(x.device)
+    report = accelerate_as_it_was(nn.Sequential(mlp), lambda: mlp(x))
+    assert report.fused("MLP") == (1, 1)
