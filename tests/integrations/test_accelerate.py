@@ -3,7 +3,6 @@ dropped silently."""
 
 import copy
 import pickle
-import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -14,7 +13,6 @@ from library_models import accelerate_and_compare, outcome
 from library_models import vit as timm_vit
 from models import Calls, accelerate_as_it_was, close
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import fastvit
 
@@ -40,14 +38,6 @@ def test_context_manager_restores_after_an_error(vit: nn.Module) -> None:
     assert not any("forward" in m.__dict__ for m in vit.modules())
 
 
-def test_on_the_meta_device(vit: nn.Module, image: Tensor) -> None:
-    """Memory is planned there: shapes are right, and nothing falls back."""
-    fastvit.accelerate(vit.to("meta"))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert vit(image.to("meta")).is_meta
-
-
 def test_deepcopy_and_pickle_stay_accelerated_and_apart(vit: nn.Module, image: Tensor) -> None:
     fastvit.accelerate(vit)
     want = vit(image)
@@ -61,24 +51,6 @@ def test_deepcopy_and_pickle_stay_accelerated_and_apart(vit: nn.Module, image: T
         assert "forward" not in other.blocks[0].__dict__
     assert torch.equal(vit(image), want)
     assert "forward" in vit.blocks[0].__dict__
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_activation_checkpointing(vit: nn.Module, image: Tensor, reentrant: bool) -> None:
-    image.requires_grad_()
-    (want,) = torch.autograd.grad(vit(image).square().sum(), image)
-    fastvit.accelerate(vit)
-    x = vit._pos_embed(vit.patch_embed(image))
-    for block in vit.blocks:
-        x = checkpoint(block, x, use_reentrant=reentrant)
-    vit.forward_head(vit.norm(x)).square().sum().backward()
-    assert close(image.grad, want)
-
-
-def test_frozen_layers_get_no_gradient(vit: nn.Module, image: Tensor) -> None:
-    for name, p in vit.named_parameters():
-        p.requires_grad_("blocks.1" in name and "norm" not in name)
-    accelerate_and_compare(vit, lambda m: m(image))
 
 
 def test_timms_attention_drops_and_scales_as_its_own_does(device: torch.device, image: Tensor) -> None:

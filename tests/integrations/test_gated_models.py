@@ -1,4 +1,4 @@
-"""Gated MLPs of other libraries alone: their dropouts, the gates that are left alone, and both layers in one."""
+"""Gated MLPs of other libraries alone: their dropouts, and the gates that are left alone."""
 
 from functools import partial
 
@@ -6,9 +6,8 @@ import pytest
 import torch
 from library_imports import import_library
 from library_models import outcome
-from models import accelerate_as_it_was, randomised
-from stand_ins import defined_in
-from torch import Tensor, nn
+from models import randomised
+from torch import nn
 
 import fastvit
 from fastvit.blocks import read_timm, run
@@ -55,21 +54,3 @@ def test_gates_of_convolutions_are_no_mlps() -> None:
     report = fastvit.accelerate(nn.ModuleList([mlp_of_timm("GluMlp", act_layer=nn.SiLU, use_conv=True)]))
     assert not report.accelerated
     assert not report.skipped
-
-
-@defined_in("transformers.models.dinov2.modeling_dinov2")
-class Dinov2SwiGLUFFN(nn.Module):
-    """The class of earlier versions of transformers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weights_in, self.weights_out = nn.Linear(64, 2 * 40), nn.Linear(40, 64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        gate, value = self.weights_in(x).chunk(2, dim=-1)
-        return self.weights_out(nn.functional.silu(gate) * value)
-
-
-def test_both_layers_in_one_of_transformers(device: torch.device) -> None:
-    model, x = nn.Sequential(Dinov2SwiGLUFFN()).to(device), torch.randn(3, 64, device=device)  # any dimensions
-    assert accelerate_as_it_was(model, lambda: model(x)).fused("MLP") == (1, 1)

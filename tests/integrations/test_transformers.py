@@ -84,20 +84,13 @@ def test_attention_weights_and_hidden_states(vit, image, asked) -> None:
     assert all(close(a, b) for a, b in zip(got.hidden_states, want.hidden_states, strict=True))
 
 
-def test_hidden_states_alone_stay_fused(vit, image, recwarn) -> None:
-    report = accelerate_as_it_was(vit, lambda: vit(image, output_hidden_states=True).hidden_states)
-    assert [e.kind for e in report.accelerated].count("ViTLayer") == 2
-    assert not [w for w in recwarn if "own forward" in str(w.message)]
-
-
-def test_hooks_of_users_run(vit, image) -> None:
-    calls = []
-    vit(image, output_hidden_states=True)
-    vit.layers[0].attention.register_forward_pre_hook(lambda *_: calls.append("into"))
-    vit.layers[1].attention.register_full_backward_hook(lambda *_: calls.append("back"))
-    fastvit.accelerate(vit)
-    tokens(vit, image).sum().backward()
-    assert calls == ["into", "back"]
+def test_hidden_states_and_arguments_of_a_trainer_stay_fused(device, image) -> None:
+    """transformers.Trainer passes labels and a count for the loss."""
+    model = hugging_face("ViTForImageClassification").to(device)
+    more = {"labels": torch.tensor([0, 1], device=device), "num_items_in_batch": 2}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*own forward")
+        accelerate_as_it_was(model, lambda: tuple(model(image, output_hidden_states=True, **more).values()))
 
 
 @pytest.mark.filterwarnings("ignore:.*runs its own forward instead of fastvit's")

@@ -10,77 +10,19 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from graph_models import FunctionModule
 from library_imports import import_library
 from models import accelerate_as_it_was, assert_same_step, randomised
 from stand_ins import library_class
 from torch import Tensor, nn
 
 import fastvit
-from fastvit.integrations.transformers import layers as integration
+from fastvit.integrations.transformers import layers
 
 D, H, HIDDEN = 48, 3, 96
 
 
-def library_kind(model: str, suffix: str, base: type[nn.Module], **attributes: Any) -> Any:
-    """Make a subclass with the name of a class of transformers."""
-    file = model.lower()
-    return library_class(f"transformers.models.{file}.modeling_{file}.{model}{suffix}", base, **attributes)
-
-
-class SelfAttention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.config = SimpleNamespace(_attn_implementation="sdpa")
-        self.num_attention_heads, self.dropout_prob, self.scaling, self.is_causal = H, 0.1, (D // H) ** -0.5, False
-        self.query, self.key, self.value = nn.Linear(D, D), nn.Linear(D, D), nn.Linear(D, D)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, None]:
-        q, k, v = (layer(x).unflatten(-1, (H, -1)).transpose(1, 2) for layer in (self.query, self.key, self.value))
-        p = self.dropout_prob if self.training else 0.0
-        return F.scaled_dot_product_attention(q, k, v, dropout_p=p).transpose(1, 2).flatten(2), None
-
-
-class Output(nn.Module):
-    def __init__(self, width: int = D, p: float = 0.2) -> None:
-        super().__init__()
-        self.dense, self.dropout = nn.Linear(width, D), nn.Dropout(p)
-
-    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
-        return self.dropout(self.dense(x))
-
-
-class ViTOutput(Output):
-    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
-        return super().forward(x, residual) + residual
-
-
-class Attention(nn.Module):
-    inner: type[nn.Module]
-    last: type[nn.Module]
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention, self.output = self.inner(), self.last()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.output(self.attention(x)[0], x)
-
-
-def attention_of(model: str) -> nn.Module:
-    inner, last = library_kind(model, "SelfAttention", SelfAttention), library_kind(model, "SelfOutput", Output)
-    return library_kind(model, "Attention", Attention, inner=inner, last=last)()
-
-
-class Intermediate(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.dense, self.intermediate_act_fn = nn.Linear(D, HIDDEN), nn.GELU()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.intermediate_act_fn(self.dense(x))
-
-
-class Checkpointing(nn.Module):
+class Checkpointing(FunctionModule):
     """With activation checkpointing around the call, and then not in it."""
 
     gradient_checkpointing = False
@@ -91,35 +33,49 @@ class Checkpointing(nn.Module):
         return super().__call__(*args, **kwargs)
 
 
-class ViTLayer(Checkpointing):
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = attention_of("ViT")
-        self.intermediate = library_kind("ViT", "Intermediate", Intermediate)()
-        self.output = library_kind("ViT", "Output", ViTOutput)(HIDDEN, 0.3)
-        self.layernorm_before, self.layernorm_after = nn.LayerNorm(D), nn.LayerNorm(D)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.layernorm_before(x))
-        return self.output(self.intermediate(self.layernorm_after(x)), x)
+def stand_in(name: str, forward: Callable[..., Any], base: type = FunctionModule, **modules: nn.Module) -> Any:
+    """Make a module with the name of a class of transformers."""
+    file = "dinov2" if name.startswith("Dinov2") else "vit"
+    return library_class(f"transformers.models.{file}.modeling_{file}.{name}", base)(forward, **modules)
 
 
-class Mlp(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc1, self.activation, self.fc2 = nn.Linear(D, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, D)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(self.activation(self.fc1(x)))
+def attend(m: Any, x: Tensor) -> tuple[Tensor, None]:
+    q, k, v = (layer(x).unflatten(-1, (H, -1)).transpose(1, 2) for layer in (m.query, m.key, m.value))
+    p = m.dropout_prob if m.training else 0.0
+    return F.scaled_dot_product_attention(q, k, v, dropout_p=p).transpose(1, 2).flatten(2), None
 
 
-LAYER = library_kind("ViT", "Layer", ViTLayer)
+def last(name: str, residual: bool, width: int, p: float) -> nn.Module:
+    def forward(m: Any, x: Tensor, before: Tensor) -> Tensor:
+        out = m.dropout(m.dense(x))
+        return out + before if residual else out
+
+    return stand_in(name, forward, dense=nn.Linear(width, D), dropout=nn.Dropout(p))
 
 
 @pytest.fixture
 def layer(device: torch.device) -> Any:
     import_library("transformers")
-    return randomised(LAYER()).to(device).eval()
+    three = {name: nn.Linear(D, D) for name in ("query", "key", "value")}
+    inner = stand_in("ViTSelfAttention", attend, **three)
+    inner.config = SimpleNamespace(_attn_implementation="sdpa")
+    inner.num_attention_heads, inner.dropout_prob, inner.scaling, inner.is_causal = H, 0.1, (D // H) ** -0.5, False
+    output = last("ViTSelfOutput", False, D, 0.2)
+    attention = stand_in("ViTAttention", lambda m, x: m.output(m.attention(x)[0], x), attention=inner, output=output)
+    intermediate = stand_in(
+        "ViTIntermediate", lambda m, x: m.intermediate_act_fn(m.dense(x)), dense=nn.Linear(D, HIDDEN),
+        intermediate_act_fn=nn.GELU(),
+    )  # fmt: skip
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        x = x + m.attention(m.layernorm_before(x))
+        return m.output(m.intermediate(m.layernorm_after(x)), x)
+
+    module = stand_in(
+        "ViTLayer", forward, Checkpointing, attention=attention, intermediate=intermediate,
+        output=last("ViTOutput", True, HIDDEN, 0.3), layernorm_before=nn.LayerNorm(D), layernorm_after=nn.LayerNorm(D),
+    )  # fmt: skip
+    return randomised(module).to(device).eval()
 
 
 @pytest.fixture
@@ -146,21 +102,21 @@ def test_attention_alone_returns_a_tensor(layer: Any, x: Tensor) -> None:
 
 def test_dropout_applies_where_it_stands(layer: Any) -> None:
     for training, ps in ((True, (0.1, 0.2, 0.3)), (False, (0.0, 0.0, 0.0))):
-        attention, mlp = (half.branch for half in integration.read_layer("ViT", layer.train(training)).block)
+        attention, mlp = (half.branch for half in layers.read_layer("ViT", layer.train(training)).block)
         assert (attention.attn_drop, attention.proj_drop, mlp.drop2) == ps
 
 
-CHANGES: list[tuple[Callable[[Any], Any], str]] = [
-    (lambda attn: attn.register_forward_hook(lambda module, args, out: (out[0] * 2, None)), "attention has hooks"),
-    (lambda attn: setattr(attn, "is_causal", True), "its attention is causal"),
-    (lambda attn: setattr(attn.config, "_attn_implementation", "mine"), "its attention implementation is 'mine'"),
-    (lambda attn: delattr(attn, "config"), "object has no attribute 'config'"),
-]
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "attention has hooks": lambda attn: attn.register_forward_hook(lambda module, args, out: (out[0] * 2, None)),
+    "its attention is causal": lambda attn: setattr(attn, "is_causal", True),
+    "its attention implementation is 'mine'": lambda attn: setattr(attn.config, "_attn_implementation", "mine"),
+    "object has no attribute 'config'": lambda attn: delattr(attn, "config"),
+}
 
 
-@pytest.mark.parametrize(("change", "reason"), CHANGES, ids=[reason for _, reason in CHANGES])
-def test_what_is_put_on_inside_is_honoured(layer: Any, x: Tensor, change: Callable[[Any], Any], reason: str) -> None:
-    change(layer.attention.attention)
+@pytest.mark.parametrize("reason", CHANGES)
+def test_what_is_put_on_inside_is_honoured(layer: Any, x: Tensor, reason: str) -> None:
+    CHANGES[reason](layer.attention.attention)
     report = accelerate_as_it_was(layer, lambda: layer(x))
     reasons = {entry.name: entry.detail for entry in report.skipped}
     assert reason in reasons[""]
@@ -174,7 +130,17 @@ def test_layers_of_version_4_are_left(monkeypatch: pytest.MonkeyPatch, layer: An
     assert reasons[""] == reasons["attention"] == "transformers 4.57.6: its layers are known from version 5 on"
 
 
-def test_activations_of_dinov2_had_another_name(x: Tensor) -> None:
-    mlp = randomised(library_kind("Dinov2", "MLP", Mlp)()).to(x.device)
-    report = accelerate_as_it_was(nn.Sequential(mlp), lambda: mlp(x))
-    assert report.fused("MLP") == (1, 1)
+def gated(m: Any, x: Tensor) -> Tensor:
+    gate, value = m.weights_in(x).chunk(2, dim=-1)
+    return m.weights_out(F.silu(gate) * value)
+
+
+def test_mlps_of_dinov2_had_other_names(x: Tensor) -> None:
+    plain = stand_in(
+        "Dinov2MLP", lambda m, x: m.fc2(m.activation(m.fc1(x))), fc1=nn.Linear(D, HIDDEN), activation=nn.GELU(),
+        fc2=nn.Linear(HIDDEN, D),
+    )  # fmt: skip
+    swiglu = stand_in("Dinov2SwiGLUFFN", gated, weights_in=nn.Linear(D, 2 * HIDDEN), weights_out=nn.Linear(HIDDEN, D))
+    model = randomised(nn.Sequential(plain, swiglu)).to(x.device)
+    report = accelerate_as_it_was(model, lambda: model(x))
+    assert [entry.detail for entry in report.accelerated] == ["mlp", "mlp"]
