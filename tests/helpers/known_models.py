@@ -4,7 +4,7 @@
 import functools
 import importlib
 from collections.abc import Callable
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import dinov2_layout
@@ -12,12 +12,10 @@ import dinov3_layout
 import pytest
 import torch
 from library_imports import import_library
-from library_models import Step, gated_vit, hugging_face, step, torchvision_vit, vit
+from library_models import gated_vit, hugging_face, step, torchvision_vit, vit
 from models import randomised
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
-
-import fastvit
 
 BLOCK = "layer_norm_attention, layer_norm_mlp"
 GRID = ("layer_norm_linear, attention_windows, linear, layer_norm_mlp",)
@@ -59,7 +57,7 @@ def sam_of_timm(**options: Any) -> nn.Module:
     """A windowed and a global block."""
     sizes = {"img_size": 64, "patch_size": 16, "embed_dim": 64, "depth": 2, "num_heads": 4, "neck_chans": 0}
     kind = import_library("timm").models.vision_transformer_sam.VisionTransformerSAM
-    return kind(**sizes, num_classes=5, global_attn_indexes=(1,), **options).eval()
+    return kind(**{**sizes, "num_classes": 5, "global_attn_indexes": (1,), **options}).eval()
 
 
 def swin_of_timm(size: int = 32, window: Any = 4, **options: Any) -> nn.Module:
@@ -212,6 +210,8 @@ EVA = {
         eva("vit_small_patch16_rope_mixed_ape_224", qk_norm=True, norm_layer="RmsNorm"), WIDE
     ),
     "rotary, halves": Known(eva("vit_small_patch16_dinov3"), WIDE),
+    "rotary, biases": Known(eva("vit_small_patch16_dinov3_qkvb"), WIDE),
+    "SwiGLU of one": Known(eva("eva02_tiny_patch14_224"), WIDE),
     "rotary, halves, norms": Known(eva("vit_small_patch16_dinov3", qk_norm=True, norm_layer="LayerNorm"), WIDE),
     "Perception Encoder": Known(eva("vit_pe_core_tiny_patch16_384"), WIDE, mlps=2, left=("AttentionPoolLatent",)),
     "no positions": Known(eva("eva_giant_patch14_224"), WIDE),
@@ -234,7 +234,7 @@ GRIDS = {
     "SAM, rotary": Known(partial(sam_of_timm, window_size=2, use_rope=True), SQUARE, (*GRID, WHOLE_GRID), 2),
     "SAM, no positions": Known(partial(sam_of_timm, window_size=2), SQUARE, (*GRID, WHOLE_GRID), 2),
     "Swin": Known(swin_of_timm, blocks=GRID, count=3, alone=0),
-    "Swin, padded": Known(partial(swin_of_timm, 40), (3, 40, 40), GRID, 3, 0),
+    "Swin, padded": Known(partial(swin_of_timm, 36), (3, 36, 36), GRID, 3, 0),
     "Swin, larger windows": Known(partial(swin_of_timm, 16, 7), (3, 16, 16), GRID, 3, 0),
     "Swin, always cut": Known(partial(swin_of_timm, 24, always_partition=True), (3, 24, 24), GRID, 3, 0),
     "Swin, another size": Known(partial(swin_of_timm, strict_img_size=False), (3, 48, 48), GRID, 3, 0),
@@ -246,11 +246,14 @@ TRANSFORMERS = {
     "DeiT": Known(hf("DeiTModel")),
     "Dinov2": Known(hf("Dinov2Model")),
     "Dinov2, SwiGLU": Known(hf("Dinov2Model", use_swiglu_ffn=True)),
-    "Dinov2WithRegisters": Known(hf("Dinov2WithRegistersModel", use_swiglu_ffn=True)),
+    "Dinov2WithRegisters": Known(hf("Dinov2WithRegistersModel")),
+    "Dinov2WithRegisters, SwiGLU": Known(hf("Dinov2WithRegistersModel", use_swiglu_ffn=True)),
     "DINOv3": Known(hf("DINOv3ViTModel", num_register_tokens=3, pos_embed_rescale=None), (3, 32, 40)),
     "DINOv3, gated": Known(hf("DINOv3ViTModel", use_gated_mlp=True, hidden_act="silu"), (3, 32, 40)),
     "DINOv3, biases": Known(hf("DINOv3ViTModel", key_bias=True, query_bias=False), (3, 32, 40)),
-    "Sapiens2": Known(hf("Sapiens2Model", **SHARED, use_qk_norm=False), blocks=(BLOCK, SHARED_KEYS), count=2),
+    "Sapiens2": Known(
+        hf("Sapiens2Model", **SHARED, use_qk_norm=False, use_gated_mlp=False), blocks=(BLOCK, SHARED_KEYS), count=2
+    ),
     "Sapiens2, norms": Known(hf("Sapiens2Model", **SHARED, layerscale_value=0.5), blocks=(BLOCK, WITH_NORMS), count=2),
     "CLIP of transformers": Known(hf("CLIPVisionModel"), std=0.05),
     "SigLIP of transformers": Known(
@@ -273,15 +276,20 @@ TRANSFORMERS = {
     "SAM, eager": Known(partial(grid_of_transformers, "sam.SamVisionModel"), SQUARE, GRID, 2, 0),
     "SAM-HQ": Known(partial(grid_of_transformers, "sam_hq.SamHQVisionModel", "sdpa"), SQUARE, GRID, 2),
     **{
-        name: Known(partial(grid_of_transformers, name), SQUARE, GRID, 2, 0)
+        name: Known(partial(grid_of_transformers, name, "sdpa"), SQUARE, GRID, 2)
         for name in (
             "deepseek_ocr2.DeepseekOcr2SamVisionEncoder", "unlimited_ocr.UnlimitedOcrSamVisionEncoder",
-            "got_ocr2.GotOcr2VisionEncoder", "pp_formulanet.PPFormulaNetVisionModel", "slanext.SLANeXtVisionEncoder",
+            "pp_formulanet.PPFormulaNetVisionModel",
         )
     },
+    "got_ocr2": Known(partial(grid_of_transformers, "got_ocr2.GotOcr2VisionEncoder"), SQUARE, GRID, 2, 0),
+    "slanext": Known(partial(grid_of_transformers, "slanext.SLANeXtVisionEncoder"), SQUARE, GRID, 2, 0),
     "VitDet": Known(partial(grid_of_transformers, "vitdet.VitDetModel"), SQUARE, GRID, 2),
     "Swin of transformers": Known(swin_of_transformers, blocks=GRID, count=3, alone=0),
-    "Swin of transformers, padded": Known(partial(swin_of_transformers, 40), (3, 40, 40), GRID, 3, 0),
+    "Swin of transformers, padded": Known(partial(swin_of_transformers, 36), (3, 36, 36), GRID, 3, 0),
+    "Swin of transformers, one window": Known(
+        partial(swin_of_transformers, 16, depths=[2], num_heads=[2]), (3, 16, 16), GRID, 2, 0
+    ),
 }  # fmt: skip
 TOWERS = {
     "Qwen2-VL": tower("qwen2_vl", "Qwen2VisionTransformerPretrainedModel"),
@@ -320,15 +328,11 @@ class Built:
             self.model = randomised(known.make(), known.std).to(device)
             inputs = known.inputs(self.model) if known.inputs is not None else {"": torch.randn(2, *known.image)}
         self.inputs: dict[str, Tensor] = tree_map(lambda t: t.to(device), inputs)
+        self.own = step(self.model, self.call)
 
     def call(self, model: nn.Module, inputs: dict[str, Tensor] | None = None) -> Any:
         inputs = self.inputs if inputs is None else inputs
         return model(inputs[""]) if "" in inputs else model(**inputs)
-
-    @cached_property
-    def own(self) -> Step:
-        fastvit.restore(self.model)
-        return step(self.model, self.call)
 
 
 @functools.cache

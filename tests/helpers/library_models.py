@@ -1,7 +1,8 @@
 """Small models of other libraries, for 32 x 32 images, and their steps before and after `accelerate`."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -100,12 +101,19 @@ def assert_steps_equal(got: Step, want: Step) -> None:
     assert all(torch.equal(got.gradients[name], gradient) for name, gradient in want.gradients.items())
 
 
+@contextmanager
+def fused_only() -> Iterator[None]:
+    """Raise where a module's own forward runs instead of fused ops."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".* runs its own forward")
+        yield
+
+
 def accelerate_and_compare(model: nn.Module, call: Call, want: Step | None = None, **options: Any) -> Report:
     """Accelerate a model: its step agrees with that before, and no module's own forward runs instead. want: the step
     before, if it is known."""
     want = step(model, call) if want is None else want
     report = fastvit.accelerate(model, **options)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", ".* runs its own forward")
+    with fused_only():
         assert_steps_agree(step(model, call), want)
     return report

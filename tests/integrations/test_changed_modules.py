@@ -2,12 +2,11 @@
 
 import copy
 import functools
-import warnings
 from typing import Any
 
 import pytest
 import torch
-from library_models import outcome
+from library_models import fused_only, outcome
 from models import Calls, accelerate_as_it_was, close
 from torch import Tensor, nn
 
@@ -41,8 +40,7 @@ def test_a_hook_added_later_falls_back_with_one_warning(vit: nn.Module, image: T
     assert len(calls) == 3
     handle.remove()
     vit.blocks[1].mlp.act._forward_pre_hooks.clear()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with fused_only():
         assert close(vit(image), want)
 
 
@@ -52,8 +50,7 @@ def test_hooks_on_the_accelerated_module_itself_run(vit: nn.Module, image: Tenso
     vit.blocks[0].register_forward_pre_hook(lambda module, args: shapes.append(args[0].shape))
     vit.blocks[0].register_forward_hook(lambda module, args, out: shapes.append(out.shape) or out.mul_(2.0))
     vit.blocks[0].register_full_backward_hook(lambda module, into, out: shapes.append(out[0].shape))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with fused_only():
         vit(image).sum().backward()
     assert shapes == [(2, 17, 64)] * 3
 
@@ -120,7 +117,7 @@ def test_a_class_that_was_swapped(vit: nn.Module, image: Tensor) -> None:
     plain = copy.deepcopy(vit)
     fastvit.accelerate(vit)
     for model in (vit, plain):
-        model.blocks[1].__class__ = Halved
+        model.blocks[0].__class__ = Halved  # the last norm would hide it in the other block
     assert close(vit(image), plain(image))
     fastvit.accelerate(vit)
     assert close(vit(image), plain(image))

@@ -1,14 +1,13 @@
 """Features of Hugging Face transformers: masks, attention weights, hidden states, checkpointing inside forward, causal
 text towers, attention implementations by name."""
 
-import warnings
 from typing import Any
 
 import pytest
 import torch
 from known_models import built, vjepa2
 from library_imports import import_library
-from library_models import SIZES, assert_steps_agree, hugging_face, outcome, step
+from library_models import SIZES, assert_steps_agree, fused_only, hugging_face, outcome, step
 from models import Calls, accelerate_as_it_was, close, randomised
 from torch import Tensor, nn
 
@@ -46,8 +45,7 @@ def padding(image: Tensor) -> Tensor:
 def test_a_padding_mask_is_honoured(vit, image) -> None:
     unmasked = tokens(vit, image)
     accelerate_as_it_was(vit, lambda: (tokens(vit, image, attention_mask=padding(image)), tokens(vit, image)))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with fused_only():
         assert not close(tokens(vit, image, attention_mask=padding(image)), unmasked)
 
 
@@ -88,8 +86,7 @@ def test_hidden_states_and_arguments_of_a_trainer_stay_fused(device, image) -> N
     """transformers.Trainer passes labels and a count for the loss."""
     model = hugging_face("ViTForImageClassification").to(device)
     more = {"labels": torch.tensor([0, 1], device=device), "num_items_in_batch": 2}
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", ".*own forward")
+    with fused_only():
         accelerate_as_it_was(model, lambda: tuple(model(image, output_hidden_states=True, **more).values()))
 
 
@@ -144,8 +141,7 @@ def test_tubelets_of_vjepa2_at_any_places(checkpointing: bool, device: torch.dev
 
     want = step(model, predicted)
     fastvit.accelerate(model, strict=True)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*runs its own forward instead of fastvit's")
+    with fused_only():
         assert_steps_agree(step(model, predicted), want)
 
 
