@@ -279,9 +279,9 @@ TRANSFORMERS = {
         name: Known(partial(grid_of_transformers, name, "sdpa"), SQUARE, GRID, 2)
         for name in (
             "deepseek_ocr2.DeepseekOcr2SamVisionEncoder", "unlimited_ocr.UnlimitedOcrSamVisionEncoder",
-            "pp_formulanet.PPFormulaNetVisionModel",
         )
     },
+    "pp_formulanet": Known(partial(grid_of_transformers, "pp_formulanet.PPFormulaNetVisionModel"), SQUARE, GRID, 2, 0),
     "got_ocr2": Known(partial(grid_of_transformers, "got_ocr2.GotOcr2VisionEncoder"), SQUARE, GRID, 2, 0),
     "slanext": Known(partial(grid_of_transformers, "slanext.SLANeXtVisionEncoder"), SQUARE, GRID, 2, 0),
     "VitDet": Known(partial(grid_of_transformers, "vitdet.VitDetModel"), SQUARE, GRID, 2),

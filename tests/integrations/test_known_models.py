@@ -13,7 +13,8 @@ from oracle import assert_as_accurate
 
 import fastvit
 from fastvit.blocks.recompute import ATTRIBUTE, Recompute
-from fastvit.integrations.apply import HANDLERS
+from fastvit.blocks.submodules import qualified_name
+from fastvit.integrations.apply import EMBEDDINGS, HANDLERS
 from fastvit.study.memory.peak import saved_bytes
 
 
@@ -131,6 +132,23 @@ def test_recomputed_blocks_have_the_same_gradients_and_save_less(known: Built) -
         assert_steps_equal(step(model, known.call), want)
         saved.append(saved_bytes(lambda: known.call(model), parameters))
     assert saved[0] > saved[1] > saved[2]
+
+
+# Tested by themselves, of earlier versions, or attention of models that do not support it yet
+NO_ROWS = {
+    "dinov2.layers.attention.Attention",
+    "dinov2.layers.block.Block",
+    "timm.models.vision_transformer.Attention",
+    "transformers.models.got_ocr2.modeling_got_ocr2.GotOcr2VisionSdpaAttention",
+    "transformers.models.pp_formulanet.modeling_pp_formulanet.PPFormulaNetVisionSdpaAttention",
+    "transformers.models.slanext.modeling_slanext.SLANeXtVisionSdpaAttention",
+}
+
+
+def test_every_known_class_is_in_a_row(device: torch.device) -> None:
+    classes = {qualified_name(module) for name in MODELS for module in built(name, device).model.modules()}
+    known = {name for name in {*HANDLERS, *EMBEDDINGS} if isinstance(name, str) and not name.startswith("fastvit.")}
+    assert known - classes == NO_ROWS
 
 
 def test_which_classes_recompute() -> None:

@@ -158,10 +158,11 @@ def test_checkpointing_inside_forward(name: str, device: torch.device) -> None:
     layer._gradient_checkpointing_func = lambda function, *args: calls.append(args) or checkpoint(function, *args)
     try:
         assert_steps_agree(step(model, known.call), known.own)
-        assert len(calls) == 1
+        count = 2 if "Swin" in name else 1  # its stages, which are checkpointed too, run their layers again
+        assert len(calls) == count
         model.eval()
         known.call(model)
-        assert len(calls) == 1
+        assert len(calls) == count
     finally:
         model.eval().gradient_checkpointing_disable()
         fastvit.restore(model)
