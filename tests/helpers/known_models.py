@@ -287,9 +287,6 @@ TRANSFORMERS = {
     "VitDet": Known(partial(grid_of_transformers, "vitdet.VitDetModel"), SQUARE, GRID, 2),
     "Swin of transformers": Known(swin_of_transformers, blocks=GRID, count=3, alone=0),
     "Swin of transformers, padded": Known(partial(swin_of_transformers, 36), (3, 36, 36), GRID, 3, 0),
-    "Swin of transformers, one window": Known(
-        partial(swin_of_transformers, 16, depths=[2], num_heads=[2]), (3, 16, 16), GRID, 2, 0
-    ),
 }  # fmt: skip
 TOWERS = {
     "Qwen2-VL": tower("qwen2_vl", "Qwen2VisionTransformerPretrainedModel"),

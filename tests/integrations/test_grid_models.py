@@ -1,5 +1,6 @@
 """Accelerated models whose tokens stay on a grid, beyond what each promises as a row of the table: SAM and Swin."""
 
+import copy
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -40,6 +41,15 @@ def test_stochastic_depth_of_transformers() -> None:
     layer = swin_of_transformers(drop_path_rate=0.6).train().swin.encoder.layers[-1].blocks[-1]
     block = swin.read_layer(layer).block
     assert (block.attention.drop_path, block.mlp.drop_path) == (0.6, 0.0)
+
+
+def test_a_first_call_sets_the_windows_of_swin(device: torch.device) -> None:
+    """transformers makes a window of the whole grid, without a shift, where the grid is no larger."""
+    model, image = randomised(swin_of_transformers(16, depths=[2], num_heads=[2])).to(device), torch.randn(2, 3, 16, 16)
+    own, image = copy.deepcopy(model), image.to(device)
+    fastvit.accelerate(model)
+    torch.testing.assert_close(model(image).logits, own(image).logits, rtol=1e-4, atol=1e-5)
+    assert model.swin.encoder.layers[0].blocks[1].shift_size == own.swin.encoder.layers[0].blocks[1].shift_size == 0
 
 
 @pytest.mark.parametrize("make", [swin_of_timm, swin_of_transformers])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from known_models import class_of_transformers
 from library_imports import import_library
-from library_models import outcome, vit
+from library_models import fused_only, outcome, vit
 from models import assert_same_step, randomised, step
 from oracle import GRADIENT, assert_as_accurate, inputs
 from torch import nn
@@ -78,7 +78,7 @@ def test_dtypes_under_autocast(name: str, device: torch.device) -> None:
         x = torch.randn(2, 5, D, dtype=dtype, device=device)
         with torch.autocast(device.type, torch.bfloat16), torch.no_grad():
             want = norm(x)
-            with fastvit.accelerated(norm, strict=True):
+            with fastvit.accelerated(norm, strict=True), fused_only():
                 got = norm(x)
         assert got.dtype == want.dtype
         torch.testing.assert_close(got, want, rtol=2e-2, atol=1e-2)
