@@ -29,7 +29,7 @@ versions: $(INSTALLED)  ## accelerated models of other versions of transformers,
 	set -e; for version in $(TRANSFORMERS); do \
 		test -d out/transformers-$$version || $(BIN)/python -m pip install --quiet --target out/transformers-$$version \
 			transformers==$$version $$(grep ^numpy constraints.txt); \
-		PYTHONPATH=out/transformers-$$version $(PYTEST) tests/integrations/test_integrations.py -k transformers $(ARGS); \
+		PYTHONPATH=out/transformers-$$version $(PYTEST) tests/integrations/test_known_models.py $(ARGS); \
 	done
 
 models: $(INSTALLED)  ## every vision model of transformers, timm and torchvision through fastvit.compile: an hour of a core

@@ -129,16 +129,16 @@ def _draw_windows(x: Tensor, half: HalfSpec[AttentionSpec], window: tuple[int, i
     B, gh, gw, _ = x.shape
     down, across = -(-gh // window[0]), -(-gw // window[1])
     drawn = run.draw_drop_path(x, half.drop_path, half.scale_by_keep, count=B * down * across)
-    of_rows = drawn.view(B, down, across).repeat_interleave(window[0], 1)[:, :gh]
-    return of_rows.repeat_interleave(window[1], 2)[:, :, :gw].flatten()
+    factors = drawn.view(B, down, across).repeat_interleave(window[0], 1)[:, :gh]
+    return factors.repeat_interleave(window[1], 2)[:, :, :gw].flatten()
 
 
-def relative_positions(q: Tensor, of_rows: Tensor, of_columns: Tensor, window: tuple[int, int]) -> Relative:
+def relative_positions(q: Tensor, row_table: Tensor, column_table: Tensor, window: tuple[int, int]) -> Relative:
     """Return what each query adds to its scores: products of q (B, gh, gw, H, d) and the tables' vectors for the
     distances between its row or column and those of the keys in its window."""
     q = q.unflatten(2, (-1, window[1])).unflatten(1, (-1, window[0]))
-    rows = torch.einsum("bYyXxhc,ykc->bYyXxhk", q, _between(of_rows, window[0]))
-    columns = torch.einsum("bYyXxhc,xkc->bYyXxhk", q, _between(of_columns, window[1]))
+    rows = torch.einsum("bYyXxhc,ykc->bYyXxhk", q, _between(row_table, window[0]))
+    columns = torch.einsum("bYyXxhc,xkc->bYyXxhk", q, _between(column_table, window[1]))
     return Relative(*[t.flatten(3, 4).flatten(1, 2) for t in (rows, columns)])
 
 

@@ -49,10 +49,10 @@ def read_block(block: Any) -> Parallel:
 
 
 def _plain(layer: nn.Module) -> PlainLinear:
-    found = read.read_layer(layer)
-    if not isinstance(found, PlainLinear):
+    linear = read.read_layer(layer)
+    if not isinstance(linear, PlainLinear):
         raise CannotFuse("an adapter or a quantised weight on a layer that is attention's and the MLP's")
-    return found
+    return linear
 
 
 def _out_of(block: Any, D: int) -> tuple[PlainLinear, PlainLinear]:

@@ -1,5 +1,5 @@
 """Run the blocks of `spec.py` as fused ops: (B, N, D) -> (B, N, D), an MLP alone (..., D) -> (..., D); with
-`of_sequences` (T, D) -> (T, D).
+`within_sequences` (T, D) -> (T, D).
 
 `recompute` of a half is that of its op. A half that runs in steps has no such op: with a value other than "none" of
 attention, or "all" of an MLP, the backward pass runs the whole half again; otherwise autograd saves what it needs.
@@ -34,21 +34,21 @@ def run_block(
     x: Tensor, block: BlockSpec, rotary: Rotary | None = None, attn_mask: Tensor | None = None,
     is_causal: bool = False, recompute: Recompute = DEFAULT,
 ) -> Tensor:  # fmt: skip
-    (attention, mlp), (of_attention, of_mlp) = block, recompute
-    x = run_attention_half(x, attention, rotary, attn_mask, is_causal, of_attention)
-    return run_mlp_half(x, mlp, recompute=of_mlp)
+    (attention, mlp), (attention_recompute, mlp_recompute) = block, recompute
+    x = run_attention_half(x, attention, rotary, attn_mask, is_causal, attention_recompute)
+    return run_mlp_half(x, mlp, recompute=mlp_recompute)
 
 
-def of_sequences(described: Any, x: Tensor, cu_seqlens: Tensor, max_seqlen: int | None) -> Any:
+def within_sequences(described: Any, x: Tensor, cu_seqlens: Tensor, max_seqlen: int | None) -> Any:
     """Return a branch, a half of a block or a block for x (T, D), the tokens of several sequences: attention stays
     within each, and stochastic depth is drawn once a sequence."""
     if type(described) is tuple:
-        return tuple([of_sequences(half, x, cu_seqlens, max_seqlen) for half in described])
+        return tuple([within_sequences(half, x, cu_seqlens, max_seqlen) for half in described])
     if isinstance(described, AttentionSpec):
         return described._replace(cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
     if not isinstance(described, HalfSpec):
         return described
-    half: HalfSpec[Any] = described._replace(branch=of_sequences(described.branch, x, cu_seqlens, max_seqlen))
+    half: HalfSpec[Any] = described._replace(branch=within_sequences(described.branch, x, cu_seqlens, max_seqlen))
     if half.drop_path:
         drawn = draw_drop_path(x, half.drop_path, half.scale_by_keep, cu_seqlens)
         half = half._replace(drop_path=0.0, row_scale=drawn)

@@ -88,7 +88,7 @@ def submodules(
     known: the same mapping as a dictionary, which saves building one in every call. Hooks registered globally for all
     modules do not count: they belong to profilers and counters, which see the modules that really run.
     """
-    found: list[Any] = []
+    result: list[Any] = []
     checked = None  # the class of the submodule before, which is often the same
     children = module._modules  # a dict costs a tenth of an nn.Module's attribute look-up
     for name, allowed in (known or classes).items():
@@ -111,5 +111,5 @@ def submodules(
             or "forward" in own
         ):
             raise CannotFuse(f"{name} has hooks or a forward of its own")
-        found.append(child)
-    return found
+        result.append(child)
+    return result

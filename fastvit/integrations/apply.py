@@ -226,7 +226,7 @@ def _rest(
 
 def _advice(model: nn.Module, entries: Sequence[Entry]) -> tuple[str, ...]:
     """Say what to try for attention that is skipped."""
-    found = {}
+    owners = {}
     for entry in entries:
         if entry.status != "skipped" or entry.part != "attention":
             continue
@@ -234,12 +234,12 @@ def _advice(model: nn.Module, entries: Sequence[Entry]) -> tuple[str, ...]:
         if qualified_name(attn) in HANDLERS:
             continue
         ancestors = {".".join(path[:i]): model.get_submodule(".".join(path[:i])) for i in range(len(path))}
-        of_model = [name for name, m in ancestors.items() if hasattr(m, "set_attn_implementation")]
+        with_choice = [name for name, m in ancestors.items() if hasattr(m, "set_attn_implementation")]
         bias = recognise.has_relative_positions(attn, list(ancestors.values()))
-        if of_model and not bias and transformers.takes_registered_attention(attn):
-            found[entry.kind] = ".".join(["model", *of_model[0].split(".")]).rstrip(".")
+        if with_choice and not bias and transformers.takes_registered_attention(attn):
+            owners[entry.kind] = ".".join(["model", *with_choice[0].split(".")]).rstrip(".")
     return tuple(
         f"to fuse the attention of {kind}: fastvit.integrations.transformers.register_attention(), then "
         f'{owner}.set_attn_implementation("fastvit")'
-        for kind, owner in found.items()
+        for kind, owner in owners.items()
     )

@@ -81,11 +81,11 @@ def could_be_fused(module: nn.Module, left: set[int]) -> bool:
 def reason(module: nn.Module, ancestors: Sequence[nn.Module], known: Classes) -> str:
     """Return why a module of an unknown class is skipped. ancestors: the modules it is in, from the outermost."""
     name = class_name(type(module), known)
-    found = _obstacles(module, ancestors) if part(module) == "attention" else []
+    reasons = _obstacles(module, ancestors) if part(module) == "attention" else []
     if _PATCHES.search(type(module).__name__):
-        found += [why for conv in _convolutions(module) if (why := _why_no_patches(conv))]
-    if found:
-        return f"{' and '.join(found)}, in {name}"
+        reasons += [why for conv in _convolutions(module) if (why := _why_no_patches(conv))]
+    if reasons:
+        return f"{' and '.join(reasons)}, in {name}"
     return f"{name}{',' * (',' in name)} is not a class that fastvit knows"
 
 
@@ -101,16 +101,16 @@ def _why_no_patches(conv: nn.Module) -> str | None:
 
 def _obstacles(attn: nn.Module, ancestors: Sequence[nn.Module]) -> list[str]:
     names = {name for module in (attn, *ancestors) for name in _attributes(module)}
-    found = []
+    obstacles = []
     if any(map(_ROTARY.search, names)):
-        found.append("rotary positions")
+        obstacles.append("rotary positions")
     if "window" in type(attn).__name__.lower() or (ancestors and getattr(ancestors[-1], "window_size", None)):
-        found.append("window attention")
+        obstacles.append("window attention")
     if any(map(_RELATIVE.search, names)):
-        found.append("relative position bias")
+        obstacles.append("relative position bias")
     if any(not isinstance(attn._modules.get(name), nn.Identity | None) for name in ("q_norm", "k_norm")):
-        found.append("qk-norm")
-    return found
+        obstacles.append("qk-norm")
+    return obstacles
 
 
 def has_relative_positions(attn: nn.Module, ancestors: Sequence[nn.Module]) -> bool:

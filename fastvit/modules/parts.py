@@ -137,7 +137,7 @@ def of_call(
     if x.dim() != 2:
         raise ValueError(f"x must have shape (T, D) with cu_seqlens, got {tuple(x.shape)}")
     checked_lengths("x", x, cu_seqlens, max_seqlen)
-    return None if described is None else run.of_sequences(described, x, cu_seqlens, max_seqlen)
+    return None if described is None else run.within_sequences(described, x, cu_seqlens, max_seqlen)
 
 
 def check_takes(name: str, module: nn.Module, argument: str) -> None:

@@ -1,7 +1,8 @@
 """Small models of other libraries, for 32 x 32 images, and their steps before and after `accelerate`."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,25 +21,31 @@ SIZES: dict[str, Any] = {
 
 
 def vit(name: str = "vit_tiny_patch16_224", **options: Any) -> nn.Module:
-    """Return a ViT of timm."""
-    return import_library("timm").create_model(name, **{"img_size": 32, "depth": 2, **options}).eval()
+    """Return a ViT of timm. norm_layer: also the name of a class in timm.layers."""
+    timm = import_library("timm")
+    sizes = {"img_size": 32, "patch_size": 8, "embed_dim": 64, "depth": 2, "num_heads": 2, "num_classes": 7}
+    norm_layer = options.get("norm_layer")
+    if isinstance(norm_layer, str) and hasattr(timm.layers, norm_layer):
+        options["norm_layer"] = getattr(timm.layers, norm_layer)
+    return timm.create_model(name, **{**sizes, **options}).eval()
 
 
-def gated_vit(mlp: str, norm: bool = False, norms: str | None = None, **options: Any) -> nn.Module:
+def gated_vit(mlp: str, norm: bool = False, norms: str | None = None, depth: int = 2, **options: Any) -> nn.Module:
     """Return a ViT of timm with one of its gated MLPs. options: the MLP's."""
     layer = partial(getattr(import_library("timm").layers, mlp), **options)
-    return vit(mlp_layer=layer, scale_mlp_norm=norm, norm_layer=norms, num_classes=7)
+    return vit(mlp_layer=layer, scale_mlp_norm=norm, norm_layer=norms, depth=depth)
 
 
-def torchvision_vit() -> nn.Module:
+def torchvision_vit(depth: int = 2) -> nn.Module:
     vision_transformer = import_library("torchvision").models.VisionTransformer
-    return vision_transformer(image_size=32, patch_size=8, num_layers=2, num_heads=2, hidden_dim=32, mlp_dim=64)
+    sizes = {"num_layers": depth, "num_heads": 2, "hidden_dim": 32, "mlp_dim": 64}
+    return vision_transformer(image_size=32, patch_size=8, **sizes).eval()
 
 
 def hugging_face(name: str, **options: Any) -> nn.Module:
     """Return a model of transformers by the name of its class."""
     kind = getattr(import_library("transformers"), name)
-    return kind(kind.config_class(**SIZES, **options)).eval()
+    return kind(kind.config_class(**{**SIZES, **options})).eval()
 
 
 def outcome(report: Report, name: str) -> tuple[str, str]:
@@ -57,15 +64,21 @@ class Step(NamedTuple):
 Call = Callable[[nn.Module], Any]
 
 
+def output_of(result: Any) -> Tensor:
+    """Return the logits or the tokens: the only tensor, or the first of several."""
+    for name in ("logits", "last_hidden_state"):
+        result = getattr(result, name, result)
+    return result if isinstance(result, Tensor) else result[0]
+
+
 def step(model: nn.Module, call: Call) -> Step:
     """Run call(model) and its backward pass for a fixed random cotangent, from a fixed seed."""
     torch.manual_seed(4)
-    out = call(model)
-    out = out if isinstance(out, Tensor) else out.last_hidden_state
+    out = output_of(call(model))
     cotangent = torch.randn(out.shape, generator=torch.Generator().manual_seed(5)).to(out)
     parameters = {name.removeprefix("_orig_mod."): p for name, p in model.named_parameters() if p.requires_grad}
-    found = torch.autograd.grad(out, list(parameters.values()), cotangent, allow_unused=True)
-    return Step(out.detach(), {name: g for name, g in zip(parameters, found, strict=True) if g is not None})
+    gradients = torch.autograd.grad(out, list(parameters.values()), cotangent, allow_unused=True)
+    return Step(out.detach(), {name: g for name, g in zip(parameters, gradients, strict=True) if g is not None})
 
 
 def assert_steps_agree(got: Step, want: Step) -> None:
@@ -82,11 +95,25 @@ def _largest(t: Tensor) -> float:
     return float(t.abs().max()) if t.numel() else 0.0
 
 
-def accelerate_and_compare(model: nn.Module, call: Call, **options: Any) -> Report:
-    """Accelerate a model: its step agrees with that before, and no module's own forward runs instead."""
-    want = step(model, call)
-    report = fastvit.accelerate(model, **options)
+def assert_steps_equal(got: Step, want: Step) -> None:
+    assert torch.equal(got.output, want.output)
+    assert got.gradients.keys() == want.gradients.keys()
+    assert all(torch.equal(got.gradients[name], gradient) for name, gradient in want.gradients.items())
+
+
+@contextmanager
+def fused_only() -> Iterator[None]:
+    """Raise where a module's own forward runs instead of fused ops."""
     with warnings.catch_warnings():
         warnings.filterwarnings("error", ".* runs its own forward")
+        yield
+
+
+def accelerate_and_compare(model: nn.Module, call: Call, want: Step | None = None, **options: Any) -> Report:
+    """Accelerate a model: its step agrees with that before, and no module's own forward runs instead. want: the step
+    before, if it is known."""
+    want = step(model, call) if want is None else want
+    report = fastvit.accelerate(model, **options)
+    with fused_only():
         assert_steps_agree(step(model, call), want)
     return report

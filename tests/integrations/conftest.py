@@ -1,11 +1,10 @@
 """A small ViT of timm, and images for it."""
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from library_imports import import_library
+from library_models import vit as timm_vit
+from models import randomised
 from torch import Tensor, nn
 
 
@@ -15,20 +14,10 @@ def timm():
 
 
 @pytest.fixture
-def tiny(timm, device) -> Callable[..., nn.Module]:
-    """A ViT of timm for 32 x 32 images."""
-
-    def make(depth: int = 1, **options: Any) -> nn.Module:
-        return timm.create_model("vit_tiny_patch16_224", img_size=32, depth=depth, **options).to(device).eval()
-
-    return make
+def vit(device: torch.device) -> nn.Module:
+    return randomised(timm_vit(init_values=0.3)).to(device)
 
 
 @pytest.fixture
-def vit(tiny) -> nn.Module:
-    return tiny(depth=2, init_values=0.3)
-
-
-@pytest.fixture
-def image(device) -> Tensor:
+def image(device: torch.device) -> Tensor:
     return torch.randn(2, 3, 32, 32, device=device)

@@ -1,17 +1,24 @@
 """Features of Hugging Face transformers: masks, attention weights, hidden states, checkpointing inside forward, causal
 text towers, attention implementations by name."""
 
-import warnings
+from typing import Any
 
 import pytest
 import torch
+from known_models import built, vjepa2
 from library_imports import import_library
-from library_models import SIZES, outcome
-from models import Calls, accelerate_as_it_was, close
+from library_models import SIZES, assert_steps_agree, fused_only, hugging_face, outcome, step
+from models import Calls, accelerate_as_it_was, close, randomised
 from torch import Tensor, nn
 
 import fastvit
 from fastvit.integrations.transformers import layers, register_attention
+
+CAUSAL = "the text tower's attention is causal"
+TEXT: dict[str, Any] = {
+    "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64, "vocab_size": 50,
+    "eos_token_id": 49,
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -20,9 +27,8 @@ def transformers():
 
 
 @pytest.fixture
-def vit(transformers, device) -> nn.Module:
-    config = transformers.ViTConfig(**SIZES, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
-    return transformers.ViTModel(config, add_pooling_layer=False).to(device).eval()
+def vit(device: torch.device) -> nn.Module:
+    return randomised(hugging_face("ViTModel", add_pooling_layer=False)).to(device)
 
 
 def tokens(model: nn.Module, image: Tensor, **more: object) -> Tensor:
@@ -37,14 +43,10 @@ def padding(image: Tensor) -> Tensor:
 
 
 def test_a_padding_mask_is_honoured(vit, image) -> None:
-    want, unmasked = tokens(vit, image, attention_mask=padding(image)), tokens(vit, image)
-    fastvit.accelerate(vit)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        got = tokens(vit, image, attention_mask=padding(image))
-    assert close(got, want)
-    assert not close(got, unmasked)
-    assert close(tokens(vit, image), unmasked)
+    unmasked = tokens(vit, image)
+    accelerate_as_it_was(vit, lambda: (tokens(vit, image, attention_mask=padding(image)), tokens(vit, image)))
+    with fused_only():
+        assert not close(tokens(vit, image, attention_mask=padding(image)), unmasked)
 
 
 @pytest.mark.parametrize("taken", [True, False])
@@ -53,13 +55,12 @@ def test_a_mask_under_compile(vit, device, taken: bool, recwarn: pytest.Warnings
     break it."""
     fastvit.accelerate(vit)
     torch._dynamo.reset()
-    layer = next(module for module in vit.modules() if type(module).__name__ == "ViTLayer")
-    hidden = torch.randn(2, 17, vit.config.hidden_size, device=device)
+    layer, hidden = vit.layers[0], torch.randn(2, 17, 64, device=device)
     mask = torch.zeros(2, 1, 17, 17, device=device)
     mask[0, ..., 9:] = -torch.inf
     mask = mask if taken else mask[0, 0]
     want = type(layer).forward(layer, hidden, mask)
-    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(layer, backend="eager", fullgraph=True)
     assert close(compiled(hidden, mask), want)
     warned = [str(w.message) for w in recwarn if "own forward" in str(w.message)]
     assert bool(warned) != taken
@@ -81,201 +82,12 @@ def test_attention_weights_and_hidden_states(vit, image, asked) -> None:
     assert all(close(a, b) for a, b in zip(got.hidden_states, want.hidden_states, strict=True))
 
 
-def test_hidden_states_alone_stay_fused(vit, image, recwarn) -> None:
-    report = accelerate_as_it_was(vit, lambda: vit(image, output_hidden_states=True).hidden_states)
-    assert [e.kind for e in report.accelerated].count("ViTLayer") == 2
-    assert not [w for w in recwarn if "own forward" in str(w.message)]
-
-
-def test_hooks_of_users_run(vit, image) -> None:
-    seen = []
-    vit(image, output_hidden_states=True)
-    vit.layers[0].attention.register_forward_pre_hook(lambda *_: seen.append("into"))
-    vit.layers[1].attention.register_full_backward_hook(lambda *_: seen.append("back"))
-    fastvit.accelerate(vit)
-    tokens(vit, image).sum().backward()
-    assert seen == ["into", "back"]
-
-
-@pytest.mark.parametrize("asked", ["by hook", "by call", "by configuration"])
-def test_eager_attention_alone_returns_its_weights(vit, image, asked) -> None:
-    vit.set_attn_implementation("eager")
-    for layer in vit.layers:
-        layer.mlp.fc1.register_forward_hook(lambda *_: None)  # nothing but the attention could be accelerated
-
-    def weights() -> Tensor:
-        if asked == "by call":
-            return vit.layers[0].attention(torch.ones(1, 3, 64, device=image.device))[1]
-        if asked == "by configuration":
-            vit.config.output_attentions = True
-            return vit(image).attentions[0]
-        seen = []
-        with vit.layers[0].attention.register_forward_hook(lambda module, args, out: seen.append(out[1])):
-            vit(image)
-        return seen[0]
-
-    report = accelerate_as_it_was(vit, weights)
-    assert ("ViTAttention", "eager attention returns its weights as well") in {
-        (e.kind, e.detail) for e in report.skipped
-    }
-
-
-def test_attention_made_causal(vit, image) -> None:
-    for layer in vit.layers:
-        layer.attention.is_causal = True
-    report = accelerate_as_it_was(vit, lambda: tokens(vit, image))
-    assert {e.detail for e in report.skipped} == {"its attention is causal"}
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointing_inside_forward(vit, image, reentrant) -> None:
-    weight = vit.layers[0].mlp.fc1.weight
-    cotangent = torch.randn(2, 17, 64, device=image.device)
-    (want,) = torch.autograd.grad(tokens(vit, image), weight, cotangent)
-    fastvit.accelerate(vit)
-    vit.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    checkpoint, calls = vit.layers[0]._gradient_checkpointing_func, []
-
-    def counted(function, *args):
-        calls.append(args)
-        return checkpoint(function, *args)
-
-    vit.layers[0]._gradient_checkpointing_func = counted
-    vit.train()
-    image.requires_grad_()  # reentrant checkpoints need an input with a gradient
-    tokens(vit, image).backward(cotangent)
-    assert len(calls) == 1
-    assert close(weight.grad, want)
-    vit.eval()
-    tokens(vit, image)
-    assert len(calls) == 1
-
-
-@pytest.mark.parametrize(
-    ("model", "options", "rates"),
-    [
-        ("ViT", {"attention_probs_dropout_prob": 0.1, "hidden_dropout_prob": 0.5}, (0.1, 0.5, 0.0, 0.5, 0.0)),
-        ("Dinov2", {"drop_path_rate": 0.5}, (0.0, 0.0, 0.0, 0.0, 0.5)),
-        ("InternVLVision", {"projection_dropout": 0.25, "hidden_dropout_prob": 0.5}, (0.0, 0.25, 0.0, 0.5, 0.0)),
-    ],
-)
-def test_rates_of_dropouts(transformers, model: str, options: dict[str, float], rates: tuple[float, ...]) -> None:
-    """Dropout of probabilities, after the projection, the activation and fc2, and of branches: in training only."""
-    config = getattr(transformers, f"{model}Config")(**SIZES, **options)
-    modules = getattr(transformers, f"{model}Model")(config).modules()
-    layer = [module for module in modules if type(module).__name__ == f"{model}Layer"][-1]
-    for training, wanted in ((True, rates), (False, (0.0,) * 5)):
-        half, mlp_half = layers.read_layer(model, layer.train(training)).block
-        attention, mlp = half.branch, mlp_half.branch
-        assert (attention.attn_drop, attention.proj_drop, mlp.drop1, mlp.drop2, mlp_half.drop_path) == wanted
-        assert half.drop_path == mlp_half.drop_path
-
-
-def test_a_custom_attention_implementation_is_not_replaced(transformers, vit, image) -> None:
-    def mine(module, query, key, value, mask, **_):
-        return value.transpose(1, 2), None
-
-    transformers.AttentionInterface.register("mine", mine)
-    vit.set_attn_implementation("mine")
-    report = accelerate_as_it_was(vit, lambda: tokens(vit, image))
-    assert {(e.kind, e.detail) for e in report.skipped} == {
-        ("ViTLayer", "its attention implementation is 'mine'"),
-        ("ViTAttention", "its attention implementation is 'mine'"),
-    }
-    assert [e.kind for e in report.accelerated].count("ViTMLP") == 2
-
-
-def test_clips_text_tower_is_skipped(transformers, image) -> None:
-    text = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 128}
-    config = transformers.CLIPConfig(text_config={**text, "vocab_size": 50, "eos_token_id": 49}, vision_config=SIZES)
-    model = transformers.CLIPModel(config).to(image.device).eval()
-    ids = torch.randint(0, 49, (2, 7), device=image.device)
-    ids[:, -1] = 49
-    report = accelerate_as_it_was(model, lambda: model(input_ids=ids, pixel_values=image).logits_per_image)
-    reasons = {e.name: e.detail for e in report.skipped}
-    assert reasons["text_model.encoder.layers.0"] == "the text tower's attention is causal"
-    assert {e.name for e in report.accelerated} >= {"vision_model.encoder.layers.0", "text_model.encoder.layers.0.mlp"}
-
-
-def test_the_text_tower_of_aimv2_keeps_its_attention(transformers) -> None:
-    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 96}
-    model = transformers.Aimv2TextModel(transformers.Aimv2TextConfig(**sizes, vocab_size=9, eos_token_id=1)).eval()
-    ids = torch.tensor([[3, 4, 1], [5, 1, 0]])
-    mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
-    report = accelerate_as_it_was(model, lambda: model(ids, mask).last_hidden_state)
-    causal = "the text tower's attention is causal"
-    assert outcome(report, "encoder.layers.0") == outcome(report, "encoder.layers.0.attention") == ("skipped", causal)
-    assert report.fused("MLP") == (1, 1)
-
-
-def test_as_an_attention_implementation(vit, image) -> None:
-    register_attention()
-    want, masked = tokens(vit, image), tokens(vit, image, attention_mask=padding(image))
-    vit.set_attn_implementation("fastvit")
-    for more, expected in (({}, want), ({"attention_mask": padding(image)}, masked)):
-        with Calls() as calls:
-            assert close(tokens(vit, image, **more), expected)
-        assert calls.names.count("fastvit::attention_fwd") == 2
-
-
-def test_attention_implementation_leaves_decoders_to_sdpa(transformers, device) -> None:
-    """They pass further arguments, and keys of earlier tokens."""
-    register_attention()
-    config = transformers.LlamaConfig(
-        vocab_size=50, hidden_size=64, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
-        intermediate_size=64,
-    )  # fmt: skip
-    model = transformers.LlamaModel(config).to(device).eval()
-    ids = torch.randint(0, 50, (2, 9), device=device)
-    want = model(ids).last_hidden_state
-    model.set_attn_implementation("fastvit")
-    assert close(model(ids).last_hidden_state, want)
-    attn, (q, k) = model.layers[0].self_attn, (torch.randn(2, 4, n, 16, device=device) for n in (3, 9))
-    with Calls() as calls:
-        layers.attention_forward(attn, q, k, k, None)
-    assert "fastvit::attention_fwd" not in calls.names
-
-
-def test_attention_implementation_of_a_text_tower(transformers, device) -> None:
-    """It is causal; with a mask, that says so."""
-    register_attention()
-    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64}
-    model = transformers.CLIPTextModel(transformers.CLIPTextConfig(vocab_size=50, eos_token_id=49, **sizes)).to(device)
-    ids = torch.randint(0, 50, (2, 9), device=device)
-    padded = torch.ones_like(ids)
-    padded[0, 6:] = 0
-    want = [model.eval()(ids, mask).last_hidden_state for mask in (None, padded)]
-    model.set_attn_implementation("fastvit")
-    with Calls() as calls:
-        assert all(close(model(ids, m).last_hidden_state, w) for m, w in zip((None, padded), want, strict=True))
-    assert calls.names.count("fastvit::attention_fwd") == 2
-
-
-def test_attention_implementation_of_cross_attention(transformers, device) -> None:
-    """BLIP-2's queries attend to the tokens of an image."""
-    register_attention()
-    config = transformers.Blip2QFormerConfig(
-        hidden_size=64, num_hidden_layers=1, num_attention_heads=4, intermediate_size=64, encoder_hidden_size=32,
-        cross_attention_frequency=1,
-    )  # fmt: skip
-    model = transformers.Blip2QFormerModel(config).to(device).eval()
-    queries, context = torch.randn(2, 5, 64, device=device), torch.randn(2, 9, 32, device=device)
-    seen = torch.ones(2, 9, dtype=torch.long, device=device)
-    seen[0, 4:] = 0
-    arguments = {"query_embeds": queries, "encoder_hidden_states": context, "encoder_attention_mask": seen}
-    want = model(**arguments).last_hidden_state
-    model.set_attn_implementation("fastvit")
-    with Calls() as calls:
-        assert close(model(**arguments).last_hidden_state, want)
-    assert calls.names.count("fastvit::attention_fwd") == 2
-
-
-def test_attention_implementation_under_compile(vit, image) -> None:
-    register_attention()
-    want = tokens(vit, image)
-    vit.set_attn_implementation("fastvit")
-    torch._dynamo.reset()
-    assert close(tokens(torch.compile(vit, backend="aot_eager", fullgraph=True), image), want)
+def test_hidden_states_and_arguments_of_a_trainer_stay_fused(device, image) -> None:
+    """transformers.Trainer passes labels and a count for the loss."""
+    model = hugging_face("ViTForImageClassification").to(device)
+    more = {"labels": torch.tensor([0, 1], device=device), "num_items_in_batch": 2}
+    with fused_only():
+        accelerate_as_it_was(model, lambda: tuple(model(image, output_hidden_states=True, **more).values()))
 
 
 @pytest.mark.filterwarnings("ignore:.*runs its own forward instead of fastvit's")
@@ -290,3 +102,178 @@ def test_a_forward_replaced_on_the_class_of_attention(vit: nn.Module, image: Ten
     fastvit.restore(vit)
     assert close(got, tokens(vit, image))
     assert not close(got, fused)
+
+
+def test_eager_attention_alone_returns_its_weights(vit, device) -> None:
+    vit.set_attn_implementation("eager")
+    vit.layers[0].mlp.fc1.register_forward_hook(lambda *_: None)  # so that the attention stands alone
+    report = accelerate_as_it_was(vit, lambda: vit.layers[0].attention(torch.ones(1, 3, 64, device=device))[1])
+    assert outcome(report, "layers.0.attention") == ("skipped", "eager attention returns its weights as well")
+
+
+def test_layers_of_vjepa2_return_weights(device: torch.device) -> None:
+    """Next to the tokens: with eager attention they are left alone."""
+    model, x = vjepa2().to(device), torch.randn(2, 8, 48, device=device)
+    layer = model.encoder.layer[0]
+    want = layer(x)
+    fastvit.accelerate(model)
+    hidden, weights = layer(x)
+    assert close(hidden, want[0])
+    assert weights is want[1] is None
+    fastvit.restore(model)
+    model.set_attn_implementation("eager")
+    reasons = {entry.detail for entry in fastvit.accelerate(model).skipped}
+    assert reasons == {"eager attention returns its weights as well"}
+    assert layer(x)[1].shape == (2, 3, 8, 8)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_tubelets_of_vjepa2_at_any_places(checkpointing: bool, device: torch.device) -> None:
+    """From some tubelets to others, whose places differ from sample to sample."""
+    model, video = randomised(vjepa2()).to(device), torch.randn(2, 4, 3, 16, 16, device=device)
+    context, target = torch.tensor([[0, 3, 5], [7, 1, 2]]), torch.tensor([[1, 6], [4, 0]])
+    masks = {"context_mask": [context.to(device)], "target_mask": [target.to(device)]}
+    if checkpointing:
+        model.train().gradient_checkpointing_enable()
+
+    def predicted(model: nn.Module) -> Tensor:
+        return model(video, **masks).predictor_output.last_hidden_state
+
+    want = step(model, predicted)
+    fastvit.accelerate(model, strict=True)
+    with fused_only():
+        assert_steps_agree(step(model, predicted), want)
+
+
+@pytest.mark.parametrize(
+    "name", ["ViT of transformers", "DINOv3", "SAM of transformers", "VitDet", "Swin of transformers"]
+)
+def test_checkpointing_inside_forward(name: str, device: torch.device) -> None:
+    known = built(name, device)
+    model, kind = known.model, ("Layer", "Block")
+    fastvit.accelerate(model)
+    model.train().gradient_checkpointing_enable({"use_reentrant": False})
+    layer = next(m for m in model.modules() if type(m).__name__.endswith(kind) and hasattr(m, "gradient_checkpointing"))
+    checkpoint, calls = layer._gradient_checkpointing_func, []
+    layer._gradient_checkpointing_func = lambda function, *args: calls.append(args) or checkpoint(function, *args)
+    try:
+        assert_steps_agree(step(model, known.call), known.own)
+        count = 2 if "Swin" in name else 1  # its stages, which are checkpointed too, run their layers again
+        assert len(calls) == count
+        model.eval()
+        known.call(model)
+        assert len(calls) == count
+    finally:
+        model.eval().gradient_checkpointing_disable()
+        fastvit.restore(model)
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "rates"),
+    [
+        ("ViT", {"attention_probs_dropout_prob": 0.1, "hidden_dropout_prob": 0.5}, (0.1, 0.5, 0.0, 0.5, 0.0)),
+        ("Dinov2", {"drop_path_rate": 0.5}, (0.0, 0.0, 0.0, 0.0, 0.5)),
+        ("InternVLVision", {"projection_dropout": 0.25, "hidden_dropout_prob": 0.5}, (0.0, 0.25, 0.0, 0.5, 0.0)),
+    ],
+)
+def test_rates_of_dropouts(model: str, options: dict[str, float], rates: tuple[float, ...]) -> None:
+    """Dropout of probabilities, after the projection, the activation and fc2, and of branches: in training only."""
+    modules = hugging_face(f"{model}Model", **options).modules()
+    layer = [module for module in modules if type(module).__name__ == f"{model}Layer"][-1]
+    for training, wanted in ((True, rates), (False, (0.0,) * 5)):
+        half, mlp_half = layers.read_layer(model, layer.train(training)).block
+        attention, mlp = half.branch, mlp_half.branch
+        assert (attention.attn_drop, attention.proj_drop, mlp.drop1, mlp.drop2, mlp_half.drop_path) == wanted
+        assert half.drop_path == mlp_half.drop_path
+
+
+def test_custom_and_causal_attention_is_not_replaced(transformers, vit, image) -> None:
+    def mine(module, query, key, value, mask, **_):
+        return value.transpose(1, 2), None
+
+    transformers.AttentionInterface.register("mine", mine)
+    vit.set_attn_implementation("mine")
+    report = accelerate_as_it_was(vit, lambda: tokens(vit, image))
+    assert {(e.kind, e.detail) for e in report.skipped} == {
+        ("ViTLayer", "its attention implementation is 'mine'"),
+        ("ViTAttention", "its attention implementation is 'mine'"),
+    }
+    assert [e.kind for e in report.accelerated].count("ViTMLP") == 2
+    fastvit.restore(vit)
+    vit.set_attn_implementation("sdpa")
+    for layer in vit.layers:
+        layer.attention.is_causal = True
+    report = accelerate_as_it_was(vit, lambda: tokens(vit, image))
+    assert {e.detail for e in report.skipped} == {"its attention is causal"}
+
+
+def test_text_towers_keep_their_attention(transformers, image) -> None:
+    config = transformers.CLIPConfig(text_config=TEXT, vision_config=SIZES)
+    model = transformers.CLIPModel(config).to(image.device).eval()
+    ids = torch.randint(0, 49, (2, 7), device=image.device)
+    ids[:, -1] = 49
+    report = accelerate_as_it_was(model, lambda: model(input_ids=ids, pixel_values=image).logits_per_image)
+    assert outcome(report, "text_model.encoder.layers.0") == ("skipped", CAUSAL)
+    assert {e.name for e in report.accelerated} >= {"vision_model.encoder.layers.0", "text_model.encoder.layers.0.mlp"}
+    aimv2 = transformers.Aimv2TextModel(transformers.Aimv2TextConfig(**TEXT)).to(image.device).eval()
+    report = accelerate_as_it_was(aimv2, lambda: aimv2(ids, padding(image)[:, 7:14]).last_hidden_state)
+    assert outcome(report, "encoder.layers.0") == outcome(report, "encoder.layers.0.attention") == ("skipped", CAUSAL)
+    assert report.fused("MLP") == (1, 1)
+
+
+def registered(model: nn.Module, *calls: Any, count: int = 2) -> None:
+    """With attention by name, a model gives what it gave, and calls the op that many times in each call."""
+    register_attention()
+    want = [call(model) for call in calls]
+    model.set_attn_implementation("fastvit")
+    for call, expected in zip(calls, want, strict=True):
+        with Calls() as names:
+            assert close(call(model).last_hidden_state, expected.last_hidden_state)
+        assert names.names.count("fastvit::attention_fwd") == count
+
+
+def test_as_an_attention_implementation(vit, image) -> None:
+    registered(vit, lambda m: m(image), lambda m: m(image, attention_mask=padding(image)))
+    want = tokens(vit, image)
+    torch._dynamo.reset()
+    assert close(tokens(torch.compile(vit, backend="eager", fullgraph=True), image), want)
+
+
+def test_attention_implementation_with_shared_keys(device: torch.device) -> None:
+    model = randomised(hugging_face("Sapiens2Model", num_key_value_heads_per_layer=[4, 2])).to(device)
+    image = torch.randn(2, 3, 32, 32, device=device)
+    want = step(model, lambda m: m(image))
+    registered(model, lambda m: m(image))
+    assert_steps_agree(step(model, lambda m: m(image)), want)
+
+
+def test_attention_implementation_of_a_text_tower(transformers, device) -> None:
+    """It is causal; with a mask, that says so."""
+    model = transformers.CLIPTextModel(transformers.CLIPTextConfig(**TEXT)).to(device).eval()
+    ids = torch.randint(0, 49, (2, 9), device=device)
+    padded = torch.ones_like(ids)
+    padded[0, 6:] = 0
+    registered(model, lambda m: m(ids, None), lambda m: m(ids, padded), count=1)
+
+
+def test_attention_implementation_of_cross_attention(transformers, device) -> None:
+    """BLIP-2's queries attend to the tokens of an image."""
+    sizes = {name: TEXT[name] for name in TEXT if not name.endswith(("vocab_size", "token_id"))}
+    config = transformers.Blip2QFormerConfig(**sizes, encoder_hidden_size=32, cross_attention_frequency=1)
+    model = transformers.Blip2QFormerModel(config).to(device).eval()
+    queries, context = torch.randn(2, 5, 64, device=device), torch.randn(2, 9, 32, device=device)
+    seen = torch.ones(2, 9, dtype=torch.long, device=device)
+    seen[0, 4:] = 0
+    arguments = {"query_embeds": queries, "encoder_hidden_states": context, "encoder_attention_mask": seen}
+    registered(model, lambda m: m(**arguments))
+
+
+def test_attention_implementation_leaves_decoders_to_sdpa(transformers, device) -> None:
+    """They pass further arguments, and keys of earlier tokens."""
+    model = transformers.LlamaModel(transformers.LlamaConfig(**TEXT, num_key_value_heads=2)).to(device).eval()
+    ids = torch.randint(0, 50, (2, 9), device=device)
+    registered(model, lambda m: m(ids), count=0)
+    attn, (q, k) = model.layers[0].self_attn, (torch.randn(2, 4, n, 16, device=device) for n in (3, 9))
+    with Calls() as calls:
+        layers.attention_forward(attn, q, k, k, None)
+    assert "fastvit::attention_fwd" not in calls.names

@@ -1,86 +1,29 @@
 """Layers of earlier versions of transformers 5, with attention and MLP in two modules each. Stand-ins have their
-structure and names; `make versions` runs test_integrations.py with the real versions.
+structure and names; `make versions` runs test_known_models.py with the real versions.
 """
 
 import copy
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from graph_models import FunctionModule
 from library_imports import import_library
 from models import accelerate_as_it_was, assert_same_step, randomised
 from stand_ins import library_class
 from torch import Tensor, nn
 
 import fastvit
-from fastvit.integrations.transformers import layers as integration
+from fastvit.integrations.transformers import layers
 
 D, H, HIDDEN = 48, 3, 96
 
 
-def of_library(model: str, suffix: str, base: type[nn.Module], **attributes: Any) -> Any:
-    """Make a subclass with the name of a class of transformers."""
-    file = model.lower()
-    return library_class(f"transformers.models.{file}.modeling_{file}.{model}{suffix}", base, **attributes)
-
-
-class SelfAttention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.config = SimpleNamespace(_attn_implementation="sdpa")
-        self.num_attention_heads, self.dropout_prob, self.scaling, self.is_causal = H, 0.1, (D // H) ** -0.5, False
-        self.query, self.key, self.value = nn.Linear(D, D), nn.Linear(D, D), nn.Linear(D, D)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, None]:
-        q, k, v = (layer(x).unflatten(-1, (H, -1)).transpose(1, 2) for layer in (self.query, self.key, self.value))
-        p = self.dropout_prob if self.training else 0.0
-        return F.scaled_dot_product_attention(q, k, v, dropout_p=p).transpose(1, 2).flatten(2), None
-
-
-class Output(nn.Module):
-    def __init__(self, width: int = D, p: float = 0.2) -> None:
-        super().__init__()
-        self.dense, self.dropout = nn.Linear(width, D), nn.Dropout(p)
-
-    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
-        return self.dropout(self.dense(x))
-
-
-class ViTOutput(Output):
-    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
-        return super().forward(x, residual) + residual
-
-
-class Attention(nn.Module):
-    inner: type[nn.Module]
-    last: type[nn.Module]
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention, self.output = self.inner(), self.last()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.output(self.attention(x)[0], x)
-
-
-def attention_of(model: str) -> nn.Module:
-    inner, last = of_library(model, "SelfAttention", SelfAttention), of_library(model, "SelfOutput", Output)
-    return of_library(model, "Attention", Attention, inner=inner, last=last)()
-
-
-class Intermediate(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.dense, self.intermediate_act_fn = nn.Linear(D, HIDDEN), nn.GELU()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.intermediate_act_fn(self.dense(x))
-
-
-class Checkpointing(nn.Module):
-    """With activation checkpointing around the call."""
+class Checkpointing(FunctionModule):
+    """With activation checkpointing around the call, and then not in it."""
 
     gradient_checkpointing = False
 
@@ -90,127 +33,114 @@ class Checkpointing(nn.Module):
         return super().__call__(*args, **kwargs)
 
 
-class ViTLayer(Checkpointing):
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = attention_of("ViT")
-        self.intermediate = of_library("ViT", "Intermediate", Intermediate)()
-        self.output = of_library("ViT", "Output", ViTOutput)(HIDDEN, 0.3)
-        self.layernorm_before, self.layernorm_after = nn.LayerNorm(D), nn.LayerNorm(D)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.layernorm_before(x))
-        return self.output(self.intermediate(self.layernorm_after(x)), x)
+def stand_in(name: str, forward: Callable[..., Any], base: type = FunctionModule, **modules: nn.Module) -> Any:
+    """Make a module with the name of a class of transformers."""
+    file = "dinov2" if name.startswith("Dinov2") else "vit"
+    return library_class(f"transformers.models.{file}.modeling_{file}.{name}", base)(forward, **modules)
 
 
-class Mlp(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc1, self.activation, self.fc2 = nn.Linear(D, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, D)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(self.activation(self.fc1(x)))
+def attend(m: Any, x: Tensor) -> tuple[Tensor, None]:
+    q, k, v = (layer(x).unflatten(-1, (H, -1)).transpose(1, 2) for layer in (m.query, m.key, m.value))
+    p = m.dropout_prob if m.training else 0.0
+    return F.scaled_dot_product_attention(q, k, v, dropout_p=p).transpose(1, 2).flatten(2), None
 
 
-class LayerScale(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lambda1 = nn.Parameter(torch.ones(D))
+def last(name: str, residual: bool, width: int, p: float) -> nn.Module:
+    def forward(m: Any, x: Tensor, before: Tensor) -> Tensor:
+        out = m.dropout(m.dense(x))
+        return out + before if residual else out
 
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.lambda1
-
-
-class Dinov2Layer(Checkpointing):
-    def __init__(self) -> None:
-        super().__init__()
-        scale = of_library("Dinov2", "LayerScale", LayerScale)
-        self.norm1, self.attention, self.layer_scale1 = nn.LayerNorm(D), attention_of("Dinov2"), scale()
-        self.norm2, self.mlp, self.layer_scale2 = nn.LayerNorm(D), of_library("Dinov2", "MLP", Mlp)(), scale()
-        self.drop_path = nn.Identity()
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.layer_scale1(self.attention(self.norm1(x)))
-        return x + self.layer_scale2(self.mlp(self.norm2(x)))
+    return stand_in(name, forward, dense=nn.Linear(width, D), dropout=nn.Dropout(p))
 
 
-LAYERS = {"ViT": of_library("ViT", "Layer", ViTLayer), "Dinov2": of_library("Dinov2", "Layer", Dinov2Layer)}
-each = pytest.mark.parametrize("prefix", LAYERS)
-
-
-def layer_of(prefix: str, device: torch.device) -> Any:
+@pytest.fixture
+def layer(device: torch.device) -> Any:
     import_library("transformers")
-    return randomised(LAYERS[prefix]()).to(device).eval()
+    three = {name: nn.Linear(D, D) for name in ("query", "key", "value")}
+    inner = stand_in("ViTSelfAttention", attend, **three)
+    inner.config = SimpleNamespace(_attn_implementation="sdpa")
+    inner.num_attention_heads, inner.dropout_prob, inner.scaling, inner.is_causal = H, 0.1, (D // H) ** -0.5, False
+    output = last("ViTSelfOutput", False, D, 0.2)
+    attention = stand_in("ViTAttention", lambda m, x: m.output(m.attention(x)[0], x), attention=inner, output=output)
+    intermediate = stand_in(
+        "ViTIntermediate", lambda m, x: m.intermediate_act_fn(m.dense(x)), dense=nn.Linear(D, HIDDEN),
+        intermediate_act_fn=nn.GELU(),
+    )  # fmt: skip
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        x = x + m.attention(m.layernorm_before(x))
+        return m.output(m.intermediate(m.layernorm_after(x)), x)
+
+    module = stand_in(
+        "ViTLayer", forward, Checkpointing, attention=attention, intermediate=intermediate,
+        output=last("ViTOutput", True, HIDDEN, 0.3), layernorm_before=nn.LayerNorm(D), layernorm_after=nn.LayerNorm(D),
+    )  # fmt: skip
+    return randomised(module).to(device).eval()
 
 
-def tokens(device: torch.device) -> Tensor:
-    return torch.randn(2, 17, D, generator=torch.Generator().manual_seed(0)).to(device)
+@pytest.fixture
+def x(device: torch.device) -> Tensor:
+    return torch.randn(2, 17, D, device=device)
 
 
-@each
-def test_a_whole_layer(prefix: str, device: torch.device) -> None:
-    layer = layer_of(prefix, device)
-    own = copy.deepcopy(layer)
+def test_a_whole_layer(layer: Any, x: Tensor) -> None:
+    own, calls = copy.deepcopy(layer), []
     report = fastvit.accelerate(layer, strict=True)
     assert report.accelerated[0].detail == "layer_norm_attention, layer_norm_mlp"
-    assert_same_step(layer, own, tokens(device))
-
-
-@each
-def test_attention_alone_returns_a_tensor(prefix: str, device: torch.device) -> None:
-    layer, x = layer_of(prefix, device), tokens(device)
-    (layer.output if prefix == "ViT" else layer.mlp).register_forward_hook(lambda *_: None)
-    report = accelerate_as_it_was(layer, lambda: layer(x))
-    assert "attention" in {entry.name for entry in report.accelerated}
-
-
-@each
-def test_dropout_applies_where_it_stands(prefix: str, device: torch.device) -> None:
-    layer = layer_of(prefix, device)
-    for training, ps in ((True, (0.1, 0.2, 0.3 if prefix == "ViT" else 0.0)), (False, (0.0, 0.0, 0.0))):
-        attention, mlp = (half.branch for half in integration.read_layer(prefix, layer.train(training)).block)
-        assert (attention.attn_drop, attention.proj_drop, mlp.drop2) == ps
-
-
-@each
-def test_what_is_put_on_inside_is_honoured(prefix: str, device: torch.device) -> None:
-    x = tokens(device)
-    for change, reason in (
-        (lambda attn: attn.register_forward_hook(lambda module, args, out: (out[0] * 2, None)), "attention has hooks"),
-        (lambda attn: setattr(attn, "is_causal", True), "its attention is causal"),
-        (lambda attn: setattr(attn.config, "_attn_implementation", "mine"), "its attention implementation is 'mine'"),
-        (lambda attn: delattr(attn, "config"), "object has no attribute 'config'"),
-    ):
-        layer = layer_of(prefix, device)
-        change(layer.attention.attention)
-        report = accelerate_as_it_was(layer, lambda layer=layer: layer(x))
-        reasons = {entry.name: entry.detail for entry in report.skipped}
-        assert reason in reasons[""]
-        assert reason in reasons["attention"]
-
-
-@each
-def test_a_checkpoint_around_the_call_is_the_only_one(prefix: str, device: torch.device) -> None:
-    layer, x, calls = layer_of(prefix, device), tokens(device), []
+    assert_same_step(layer, own, x)
     layer.gradient_checkpointing = True
     layer._gradient_checkpointing_func = lambda function, *args: calls.append(function) or function(*args)
-    fastvit.accelerate(layer)
     layer.train()(x)
     assert len(calls) == 1
 
 
-def test_layers_of_version_4_are_left(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
-    layer, x = layer_of("ViT", device), tokens(device)
+def test_attention_alone_returns_a_tensor(layer: Any, x: Tensor) -> None:
+    layer.output.register_forward_hook(lambda *_: None)
+    report = accelerate_as_it_was(layer, lambda: layer(x))
+    assert "attention" in {entry.name for entry in report.accelerated}
+
+
+def test_dropout_applies_where_it_stands(layer: Any) -> None:
+    for training, ps in ((True, (0.1, 0.2, 0.3)), (False, (0.0, 0.0, 0.0))):
+        attention, mlp = (half.branch for half in layers.read_layer("ViT", layer.train(training)).block)
+        assert (attention.attn_drop, attention.proj_drop, mlp.drop2) == ps
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "attention has hooks": lambda attn: attn.register_forward_hook(lambda module, args, out: (out[0] * 2, None)),
+    "its attention is causal": lambda attn: setattr(attn, "is_causal", True),
+    "its attention implementation is 'mine'": lambda attn: setattr(attn.config, "_attn_implementation", "mine"),
+    "object has no attribute 'config'": lambda attn: delattr(attn, "config"),
+}
+
+
+@pytest.mark.parametrize("reason", CHANGES)
+def test_what_is_put_on_inside_is_honoured(layer: Any, x: Tensor, reason: str) -> None:
+    CHANGES[reason](layer.attention.attention)
+    report = accelerate_as_it_was(layer, lambda: layer(x))
+    reasons = {entry.name: entry.detail for entry in report.skipped}
+    assert reason in reasons[""]
+    assert reason in reasons["attention"]
+
+
+def test_layers_of_version_4_are_left(monkeypatch: pytest.MonkeyPatch, layer: Any, x: Tensor) -> None:
     monkeypatch.setattr(import_library("transformers"), "__version__", "4.57.6")
     report = accelerate_as_it_was(layer, lambda: layer(x))
     reasons = {entry.name: entry.detail for entry in report.skipped}
     assert reasons[""] == reasons["attention"] == "transformers 4.57.6: its layers are known from version 5 on"
 
 
-def test_positions_of_images_with_a_mask(device: torch.device) -> None:
-    """In earlier versions of Pixtral they separate images without a mask."""
-    x, positions = tokens(device), torch.arange(17, device=device)
-    mask = torch.zeros(1, 1, 17, 17, device=device)
-    assert integration.check_rotary_call(None, x, mask, position_ids=positions) is x
-    with pytest.raises(integration.CannotFuse, match="position_ids"):
-        integration.check_rotary_call(None, x, None, position_ids=positions)
+def gated(m: Any, x: Tensor) -> Tensor:
+    gate, value = m.weights_in(x).chunk(2, dim=-1)
+    return m.weights_out(F.silu(gate) * value)
+
+
+def test_mlps_of_dinov2_had_other_names(x: Tensor) -> None:
+    plain = stand_in(
+        "Dinov2MLP", lambda m, x: m.fc2(m.activation(m.fc1(x))), fc1=nn.Linear(D, HIDDEN), activation=nn.GELU(),
+        fc2=nn.Linear(HIDDEN, D),
+    )  # fmt: skip
+    swiglu = stand_in("Dinov2SwiGLUFFN", gated, weights_in=nn.Linear(D, 2 * HIDDEN), weights_out=nn.Linear(HIDDEN, D))
+    model = randomised(nn.Sequential(plain, swiglu)).to(x.device)
+    report = accelerate_as_it_was(model, lambda: model(x))
+    assert [entry.detail for entry in report.accelerated] == ["mlp", "mlp"]

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from dinov2_layout import PatchEmbed
+from known_models import built
 from library_imports import import_library
-from library_models import SIZES, hugging_face, torchvision_vit, vit
+from library_models import SIZES, hugging_face, output_of, vit
 from models import Calls, close
 from torch import Tensor, nn
 
@@ -18,117 +18,79 @@ import fastvit
 MEAN, STD = (0.48, 0.45, 0.40), (0.26, 0.27, 0.28)
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {
-    "timm": vit,
-    "timm's BEiT": lambda: vit("beit_base_patch16_224", depth=1),
-    "torchvision": torchvision_vit,
-    "DINOv2": lambda: nn.Sequential(PatchEmbed(32, 8, 3, 48)),
-}
-
-
 @pytest.fixture
-def pixels() -> Tensor:
-    return torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8)
+def pixels(device: torch.device) -> Tensor:
+    return torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8, device=device)
 
 
 def normalised(pixels: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    mean, std = (torch.tensor(t, dtype=dtype).view(3, 1, 1) for t in (MEAN, STD))
+    mean, std = (torch.tensor(t, dtype=dtype, device=pixels.device).view(3, 1, 1) for t in (MEAN, STD))
     return (pixels.to(dtype) / 255 - mean) / std
 
 
-def accelerate_and_check(
-    model: nn.Module, call: Callable[[Tensor], Tensor], pixels: Tensor, image: Tensor, compiled: bool
-) -> list[str]:
-    """Accelerated, a model gives for uint8 pixels what it gave for the image, which it takes as before. compiled:
-    compare the compiled model, too. Return the operators that ran."""
-    weight = next(p for p in model.parameters() if p.dim() == 4)
-    want = call(image)
+# Models of transformers cast images before the convolution could normalise them
+@pytest.mark.parametrize(
+    "name",
+    [
+        "ViT", "torchvision", "DINOv2's repository", "ViT of transformers", "DeiT", "Dinov2", "Dinov2WithRegisters",
+        "CLIP of transformers", "SigLIP of transformers", "VideoMAE", "V-JEPA 2",
+    ],
+)  # fmt: skip
+def test_as_normalised_by_hand(name: str, device: torch.device) -> None:
+    known = built(name, device)
+    model = copy.deepcopy(known.model)
+    weight = next(p for p in model.parameters() if p.dim() > 3)
+    pixels = torch.randint(0, 256, (2, *known.known.image), dtype=torch.uint8, device=device)
+    image = normalised(pixels, weight.dtype)
+    want = output_of(model(image))
     cotangent = torch.randn_like(want)
-    (grad,) = torch.autograd.grad(want, weight, cotangent)
+    (gradient,) = torch.autograd.grad(want, weight, cotangent)
     fastvit.accelerate(model, mean=MEAN, std=STD)
     with Calls() as calls:
-        got = call(pixels)
+        got = output_of(model(pixels))
+    assert calls.names.count("fastvit::patch_embed_fwd") == 1
+    assert close(torch.autograd.grad(got, weight, cotangent)[0], gradient)
     assert close(got, want)
-    assert close(torch.autograd.grad(got, weight, cotangent)[0], grad)
-    assert close(call(image), want)
-    if compiled:
-        torch._dynamo.reset()
-        assert close(torch.compile(call, backend="aot_eager", fullgraph=True)(pixels), want)
-    return calls.names
+    assert close(output_of(model(image)), want)
+    assert torch.equal(output_of(copy.deepcopy(model)(pixels)), got)
+    if "repository" not in name:  # classes of a module that cannot be imported
+        assert torch.equal(output_of(pickle.loads(pickle.dumps(model))(pixels)), got)
+    fastvit.restore(model)
+    assert not any(m._forward_pre_hooks or m._forward_pre_hooks_with_kwargs for m in model.modules())
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_as_normalised_by_hand(name: str, pixels: Tensor) -> None:
-    model = MODELS[name]().eval()
-    ran = accelerate_and_check(model, lambda image: model(image), pixels, normalised(pixels), name == "timm")
-    assert "fastvit::patch_embed_fwd" in ran
-    assert "aten::div" not in ran
-    want = model(pixels)
-    with fastvit.accelerated(model, mean=MEAN, std=STD):
-        assert close(model(pixels), want)
-
-
-def test_copies_take_them_too(pixels: Tensor) -> None:
-    model = vit().eval()
-    fastvit.accelerate(model, mean=MEAN, std=STD)
-    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert torch.equal(other(pixels), model(pixels))
-
-
-def test_under_autocast_and_in_bfloat16(pixels: Tensor) -> None:
-    model = vit().eval()
+def test_compiled_and_in_16_bits(pixels: Tensor) -> None:
+    model = vit(depth=1).to(pixels.device)
     fastvit.accelerate(model, mean=MEAN, std=STD)
     want = model(pixels)
-    with torch.autocast("cpu", torch.bfloat16):
+    torch._dynamo.reset()
+    assert close(torch.compile(model, backend="eager", fullgraph=True)(pixels), want)
+    with torch.autocast(pixels.device.type, torch.bfloat16):
         got = model(pixels)
     torch.testing.assert_close(got.float(), model.bfloat16()(pixels).float(), rtol=0.05, atol=0.05)
     torch.testing.assert_close(got.float(), want, rtol=0.05, atol=0.05)
 
 
-@pytest.mark.parametrize("autocast", [False, True])
-def test_without_mean_and_std_uint8_is_the_models_own_affair(pixels: Tensor, autocast: bool) -> None:
-    model = vit()
+def test_without_mean_and_std_uint8_is_the_models_own_affair(pixels: Tensor) -> None:
+    model = vit(depth=1).to(pixels.device)
     fastvit.accelerate(model)
-    with (
-        torch.autocast("cpu", torch.bfloat16, enabled=autocast),
-        pytest.warns(UserWarning, match=r"its input is torch.uint8"),
-        pytest.raises(RuntimeError, match=r"type|dtype"),
-    ):
-        model(pixels)
-
-
-def clip() -> nn.Module:
-    """Return CLIP with both its towers."""
-    library = import_library("transformers")
-    text = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
-    return library.CLIPModel(library.CLIPConfig(text_config=text, vision_config=SIZES, projection_dim=32)).eval()
-
-
-TRANSFORMERS = [
-    "ViTModel", "ViTForImageClassification", "DeiTModel", "Dinov2Model", "Dinov2WithRegistersModel",
-    "CLIPVisionModel", "SiglipVisionModel",
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("name", "by_name"), [*((name, False) for name in TRANSFORMERS), ("ViTModel", True)])
-def test_transformers_cast_images_that_are_normalised_before(name: str, by_name: bool, pixels: Tensor) -> None:
-    model = hugging_face(name).double()
-
-    def run(image: Tensor) -> Tensor:
-        return (model(pixel_values=image) if by_name else model(image))[0]
-
-    ran = accelerate_and_check(model, run, pixels, normalised(pixels, torch.float64), by_name)
-    assert ran.count("fastvit::patch_embed_fwd") == 1
-    want = run(pixels)
-    fastvit.restore(model)
-    assert not any(m._forward_pre_hooks or m._forward_pre_hooks_with_kwargs for m in model.modules())
-    assert not close(run(pixels), want)
+    x = torch.randint(0, 9, (2, 64), device=pixels.device)
+    for module, argument, kind in ((model, pixels, "uint8"), (model.norm, x, "int64")):
+        with (
+            torch.autocast(pixels.device.type, torch.bfloat16),
+            pytest.warns(UserWarning, match=rf"its input is torch.{kind}"),
+            pytest.raises(RuntimeError),
+        ):
+            module(argument)
 
 
 def test_every_entrance_of_a_model_of_transformers(pixels: Tensor) -> None:
-    """Its towers may be called directly."""
-    model = clip()
-    words, want = torch.zeros(1, 2, dtype=torch.long), normalised(pixels)
+    """By position and by name; its towers may be called directly."""
+    library = import_library("transformers")
+    text = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    config = library.CLIPConfig(text_config=text, vision_config=SIZES, projection_dim=32)
+    model = library.CLIPModel(config).to(pixels.device).eval()
+    words, want = torch.zeros(1, 2, dtype=torch.long, device=pixels.device), normalised(pixels)
     calls: list[Callable[[Tensor], Any]] = [
         lambda image: model(words, image).image_embeds,
         lambda image: model(input_ids=words, pixel_values=image).image_embeds,
@@ -142,80 +104,36 @@ def test_every_entrance_of_a_model_of_transformers(pixels: Tensor) -> None:
         assert close(call(pixels), expected)
 
 
-def test_hooks_of_others_stay_and_ours_come_once(pixels: Tensor) -> None:
-    model, seen = hugging_face("ViTModel"), []
-    model.register_forward_pre_hook(lambda module, args: seen.append(args[0].dtype))
+def test_hooks_of_others_stay_ours_come_once_and_copies_have_their_own_dtype(pixels: Tensor) -> None:
+    model, dtypes = hugging_face("ViTModel").to(pixels.device), []
+    model.register_forward_pre_hook(lambda module, args: dtypes.append(args[0].dtype))
     for _ in range(2):
         fastvit.accelerate(model, mean=MEAN, std=STD)
         assert len(model._forward_pre_hooks) == 2
-    model(pixels)
+    got = copy.deepcopy(model).double()(pixels)[0]  # normalised for the copy's weights, not for the model's
+    assert got.dtype is torch.float64
+    assert close(got.float(), model(pixels)[0])
     fastvit.restore(model)
     assert len(model._forward_pre_hooks) == 1
-    assert seen == [torch.uint8]
+    assert dtypes == [torch.uint8, torch.uint8]
 
 
-def test_copies_of_transformers_models_and_their_dtype(pixels: Tensor) -> None:
-    model = hugging_face("ViTModel")
-    fastvit.accelerate(model, mean=MEAN, std=STD)
-    want = model(pixels)[0]
-    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert torch.equal(other(pixels)[0], want)
-        got = other.double()(pixels)[0]  # of the copy's weights, not of the model's
-        assert got.dtype is torch.float64
-        assert close(got, model.double()(normalised(pixels, torch.float64))[0])
-        model.float()
-    got = model.bfloat16()(pixels)[0]
-    assert got.dtype is torch.bfloat16
-    torch.testing.assert_close(got.float(), want, rtol=0.05, atol=0.05)
-
-
-def test_several_crops_are_left_to_the_modules_inside() -> None:
-    """Some models around a vision tower take (B, n, C, H, W)."""
-
-    class Crops(nn.Module):
-        def __init__(self, tower: nn.Module) -> None:
-            super().__init__()
-            self.tower = tower
-
-        def forward(self, pixel_values: Tensor) -> Tensor:
-            return self.tower(pixel_values.flatten(0, 1))[0]
-
-    model, crops = Crops(hugging_face("CLIPVisionModel")), torch.randint(0, 256, (2, 5, 3, 32, 32), dtype=torch.uint8)
-    want = model(normalised(crops))
-    fastvit.accelerate(model, mean=MEAN, std=STD)
-    assert close(model(crops), want)
+PADDED = {"dynamic_img_pad": True, "dynamic_img_size": True}
 
 
 @pytest.mark.parametrize(
-    ("mean", "std", "message"),
+    ("options", "mean", "std", "message"),
     [
-        (MEAN, None, "mean and std must both be given"),
-        (0.5, 0.5, "mean must be one number .* for each of the 3 channels, got 0.5"),
-        (MEAN, (0.2, 0.0, 0.2), r"std must be one number in \(0, 1\]"),
-        ((0.5,), (0.5,), "mean must have one value for each of the 3 channels, got 1"),
+        ({}, MEAN, None, "mean and std must both be given"),
+        ({}, 0.5, 0.5, "mean must be one number .* for each of the 3 channels, got 0.5"),
+        ({}, MEAN, (0.2, 0.0, 0.2), r"std must be one number in \(0, 1\]"),
+        ({}, (0.5,), (0.5,), "mean must have one value for each of the 3 channels, got 1"),
+        (PADDED, MEAN, STD, "PatchEmbed pads its image"),
+        (None, MEAN, STD, "no patch embedding of this model can be accelerated"),
     ],
 )
-def test_what_does_not_fit_is_refused(mean, std, message: str) -> None:
-    model = vit()
+def test_what_does_not_fit_is_refused(options, mean, std, message: str) -> None:
+    model = nn.LayerNorm(8) if options is None else vit(**options)
     with pytest.raises((TypeError, ValueError), match=message):
         fastvit.accelerate(model, mean=mean, std=std)
     assert not any("forward" in m.__dict__ for m in model.modules())
-
-
-def test_models_that_pad_or_have_no_patches_are_refused() -> None:
-    with pytest.raises(ValueError, match="PatchEmbed pads its image"):
-        fastvit.accelerate(vit(dynamic_img_pad=True, dynamic_img_size=True), mean=MEAN, std=STD)
-    with pytest.raises(ValueError, match="no patch embedding of this model can be accelerated"):
-        fastvit.accelerate(nn.LayerNorm(8), mean=MEAN, std=STD)
-
-
-def test_integers_elsewhere_are_left_to_the_module() -> None:
-    norm = nn.LayerNorm(8)
-    fastvit.accelerate(norm)
-    x = torch.randint(0, 9, (2, 8))
-    with (
-        torch.autocast("cpu", torch.bfloat16),
-        pytest.warns(UserWarning, match=r"its input is torch.int64"),
-        pytest.raises(RuntimeError),
-    ):
-        norm(x)

@@ -11,7 +11,7 @@ from oracle import assert_op_as_accurate
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fastvit import ops
-from fastvit.ops.attention import aten, relative_aten, windows_aten
+from fastvit.ops.attention import aten, relative_aten
 from fastvit.ops.runtime import backend as backends
 from fastvit.ops.runtime.backend import Path
 from fastvit.ops.runtime.call import UNKEPT
@@ -58,19 +58,6 @@ def test_what_a_query_does_not_see_has_no_influence(backend, device):
     others = torch.ones(8, 8, dtype=torch.bool, device=device)
     others[[0, 1, 6, 7]] = False
     assert torch.equal(dirty[:, others], clean[:, others])
-
-
-@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
-def test_one_window_at_a_time(dropout_p, device, monkeypatch):
-    """On ATen, parts of one window give the results of all windows at once. Each window has a bias."""
-    tensors = draw((8, 12), (4, 4), mask=(6, 2), device=device)
-    fused = seeded(ops.attention_windows, window=(4, 4), shift=(0, 2), dropout_p=dropout_p)
-    with ops.use_backend("aten"):
-        want = results(fused, tensors)
-        monkeypatch.setattr(windows_aten, "_BYTES", 0)
-        got = results(fused, tensors)
-    for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a, b)
 
 
 def test_windows_wider_than_32_bits_are_refused(triton_backend):

@@ -28,10 +28,10 @@ def masks(
 
 
 def rotary(module: Any, x: Tensor, rope: Tensor | None = None, *_: Any, **__: Any) -> Rotary | None:
-    found = read_eva.rotary(module, x, rope)
-    if found is not None and x.shape[1] != found.num_prefix_tokens + found.sin.shape[-2]:
-        raise CannotFuse(f"rotary positions for {found.sin.shape[-2]} of {x.shape[1]} tokens")
-    return found
+    positions = read_eva.rotary(module, x, rope)
+    if positions is not None and x.shape[1] != positions.num_prefix_tokens + positions.sin.shape[-2]:
+        raise CannotFuse(f"rotary positions for {positions.sin.shape[-2]} of {x.shape[1]} tokens")
+    return positions
 
 
 _ATTENTION = ClassHandler(read_eva.read_attention, run.run_attention, check_call, rotary=rotary, options=masks)

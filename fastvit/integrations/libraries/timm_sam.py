@@ -30,9 +30,9 @@ def read_attention(attn: Any) -> GridAttention:
 
 
 def read_block(block: Any) -> GridBlock:
-    found = read_timm.read_half(read_attention, _HALF, block)
-    attention, positions = found.branch
-    half = found._replace(branch=attention)
+    attention_half = read_timm.read_half(read_attention, _HALF, block)
+    attention, positions = attention_half.branch
+    half = attention_half._replace(branch=attention)
     window = (block.window_size, block.window_size) if block.window_size else None
     return GridBlock(half, positions, read_timm.read_mlp_half(block), window, drops_windows=True)
 

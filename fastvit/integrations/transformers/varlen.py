@@ -47,8 +47,8 @@ def read_attention(attn: Any) -> VarlenSpec:
     if qkv.out_features != 3 * proj.in_features:
         raise CannotFuse(f"qkv has {qkv.out_features} outputs for {proj.in_features} inputs of proj")
     p = attn.attention_dropout if attn.training else 0.0
-    found = read.describe_attention((read.read_layer(qkv),), proj, attn.num_heads, attn.scaling, p, None)
-    return VarlenSpec(found.qkv[0], found.proj, found.num_heads, attn.scaling, p)
+    attention = read.describe_attention((read.read_layer(qkv),), proj, attn.num_heads, attn.scaling, p, None)
+    return VarlenSpec(attention.qkv[0], attention.proj, attention.num_heads, attn.scaling, p)
 
 
 def check_call(

@@ -1,0 +1,299 @@
+"""Linear layers with LoRA adapters of peft, or quantised by PyTorch or torchao: these layers run as modules, and all
+else stays fused, with the library's own outputs and gradients."""
+
+import copy
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from known_models import built, parallel
+from library_imports import import_library
+from library_models import (
+    Step,
+    assert_steps_agree,
+    fused_only,
+    gated_vit,
+    hugging_face,
+    outcome,
+    output_of,
+    step,
+    torchvision_vit,
+    vit,
+)
+from models import Calls, accelerate_as_it_was, close, randomised
+from oracle import assert_as_accurate
+from torch import Tensor, nn
+
+import fastvit
+
+LORA = "peft.tuners.lora.layer.Linear"
+UNFUSED = {"aten::native_layer_norm", "aten::_softmax"}
+
+
+@pytest.fixture
+def peft():
+    return import_library("peft")
+
+
+@pytest.fixture
+def image() -> Tensor:
+    return torch.randn(2, 3, 32, 32)
+
+
+def run(model: nn.Module, image: Tensor) -> tuple[Step, list[str]]:
+    """Return a step, and the operators that ran."""
+    with Calls() as calls:
+        result = step(model, lambda m: m(image))
+    return result, calls.names
+
+
+def attention_count(names: list[str]) -> int:
+    return sum(name in ("fastvit::attention_fwd", "fastvit::attention_qkvpacked_fwd") for name in names)
+
+
+# ---- LoRA ----
+
+
+def adapted(peft: Any, model: nn.Module, targets: list[str], **options: Any) -> nn.Module:
+    """Return the model with random adapters. peft's model wraps the same modules."""
+    chosen = targets[0] if targets == ["all-linear"] else targets
+    config = peft.LoraConfig(r=4, target_modules=chosen, init_lora_weights=False, **options)
+    return peft.get_peft_model(model, config).base_model.model
+
+
+timm_vit = partial(vit, init_values=0.3)
+swiglu = partial(gated_vit, "SwiGLU", norm=True)
+scale_norms = partial(vit, scale_attn_norm=True, scale_mlp_norm=True, norm_layer="rmsnorm")
+SIZES: dict[str, Any] = {"img_size": 32, "patch_size": 8, "embed_dim": 64, "num_heads": 2, "depth": 2, "num_classes": 7}
+ours = partial(fastvit.create_model, "vit_tiny_patch16_224", **SIZES)
+ADAPTED: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
+    "timm, attention": (timm_vit, ["qkv", "attn.proj"]),
+    "timm, fc1": (timm_vit, ["fc1"]),
+    "timm, fc2": (timm_vit, ["fc2"]),
+    "ViT, q and v": (partial(hugging_face, "ViTModel"), ["q_proj", "v_proj"]),
+    "ViT, all": (partial(hugging_face, "ViTModel"), ["all-linear"]),
+    "SwiGLU, gate": (swiglu, ["fc1_g"]),
+    "SwiGLU, value and fc2": (swiglu, ["fc1_x", "fc2"]),
+    "GluMlp": (partial(gated_vit, "GluMlp", act_layer=nn.GELU), ["fc1"]),
+    "scale norms": (scale_norms, ["attn.proj", "fc1"]),
+    "norms of q and k": (partial(vit, qk_norm=True), ["qkv"]),
+    "torchvision": (torchvision_vit, ["mlp.0"]),
+    "fastvit": (ours, ["qkv", "fc1"]),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "order"),
+    [*((name, "before") for name in ADAPTED), ("timm, attention", "after"), ("ViT, q and v", "after")],
+)
+def test_fused_attention_stays_and_gradients_agree(peft, image: Tensor, name: str, order: str) -> None:
+    make, targets = ADAPTED[name]
+    plain = make()
+    model = copy.deepcopy(plain)
+    if order == "after":
+        fastvit.accelerate(model)
+    torch.manual_seed(2)
+    model = adapted(peft, model, targets).eval()
+    torch.manual_seed(2)
+    want, _ = run(adapted(peft, plain, targets).eval(), image)
+    if order == "before":
+        fastvit.accelerate(model, strict=True)
+    got, names = run(model, image)
+    assert any("lora_A" in key for key in got.gradients)
+    assert not any("base_layer" in key for key in got.gradients)
+    assert_steps_agree(got, want)
+    assert attention_count(names) == 2
+    assert not UNFUSED.intersection(names)
+
+
+@pytest.mark.parametrize(
+    ("name", "targets"), [("SAM, windows with padding", ["qkv", "attn.proj"]), ("Qwen2.5-VL", ["qkv", "proj"])]
+)
+def test_layers_over_a_grid_and_of_several_lengths(peft, name: str, targets: list[str]) -> None:
+    known = built(name, torch.device("cpu"))
+    model = adapted(peft, copy.deepcopy(known.model), targets)
+    want = step(model, known.call)
+    report = fastvit.accelerate(model)
+    assert report.fused("attention")[0] == known.known.count
+    assert_steps_agree(step(model, known.call), want)
+
+
+@pytest.mark.parametrize("variant", ["dora, dropout", "bfloat16 base", "autocast"])
+def test_variants_of_lora_keep_working(peft, image: Tensor, variant: str) -> None:
+    dora = variant == "dora, dropout"
+    model = adapted(peft, vit(), ["qkv", "fc2"], use_dora=dora, lora_dropout=0.5 * dora).train(dora)
+    if variant == "bfloat16 base":
+        for name, tensor in model.named_parameters():
+            tensor.data = tensor.data if "lora" in name else tensor.data.bfloat16()
+        image = image.bfloat16()
+    exact = copy.deepcopy(model).double().eval()(image.double())
+    with torch.autocast("cpu", torch.bfloat16, enabled=variant == "autocast"):
+        want, _ = run(model, image)
+        fastvit.accelerate(model, strict=True)
+        got, names = run(model, image)
+    assert attention_count(names) == 2
+    if dora:  # drops the same from the same seed
+        assert_steps_agree(got, want)
+        assert not close(got.output, exact.float())
+    else:
+        assert_as_accurate(got.output, want.output, exact, what="output")
+
+
+def test_merged_and_disabled_adapters_are_plain_layers(peft, image: Tensor) -> None:
+    model, plain = adapted(peft, vit(), ["qkv", "attn.proj", "fc1"]), vit().requires_grad_(False)
+    layers = [m for m in model.modules() if hasattr(m, "merge")]
+    fastvit.accelerate(plain)
+    fastvit.accelerate(model)
+
+    def check(plain_layers: bool) -> Tensor:
+        """Compare the accelerated model with its own modules. plain_layers: whether its layers count as plain ones."""
+        names = []
+        for each in (model, plain):
+            with torch.no_grad(), Calls() as calls:
+                out = each(image)
+            names.append((calls.names, out))
+        assert (names[0][0] == names[1][0]) == plain_layers
+        bare = copy.deepcopy(model)
+        fastvit.restore(bare)
+        want = bare(image)
+        assert close(names[0][1], want)
+        return want
+
+    before = check(plain_layers=False)
+    for layer in layers:
+        layer.merge()
+    assert close(check(plain_layers=True), before)
+    for layer in layers:
+        layer.unmerge()
+        layer.enable_adapters(False)
+    assert not close(check(plain_layers=True), before)
+    for layer in layers:
+        layer.enable_adapters(True)
+        layer.merge()
+        layer.enable_adapters(False)  # its next forward takes the adapter out of the weight
+    check(plain_layers=False)
+    assert not any(layer.merged for layer in layers)
+
+
+@pytest.mark.parametrize(("tuner", "order"), [("Lora", "before"), ("Lora", "after"), ("IA3", "before")])
+@pytest.mark.filterwarnings("ignore:.*runs its own forward instead of fastvit's")
+def test_other_tuners_and_an_adapted_patch_embedding(peft, image: Tensor, tuner: str, order: str) -> None:
+    """They run their own forward. The target proj includes the convolution patch_embed.proj."""
+    options: dict[str, Any] = {"feedforward_modules": []} if tuner == "IA3" else {"init_lora_weights": False}
+    model = vit()
+    if order == "after":
+        fastvit.accelerate(model)
+    config = getattr(peft, f"{tuner}Config")(target_modules=["qkv", "proj"], **options)
+    model = peft.get_peft_model(model, config).base_model.model.eval()
+    randomised(model) if tuner == "IA3" else None
+    kind, got = type(model.patch_embed.proj), model(image)
+    fastvit.restore(model)
+    assert close(got, model(image))
+    report = accelerate_as_it_was(model, lambda: model(image))
+    reason = f"its convolution is {kind.__module__}.{kind.__name__}, in timm.layers.patch_embed.PatchEmbed"
+    assert outcome(report, "patch_embed") == ("skipped", reason)
+    if tuner == "IA3":
+        assert outcome(report, "blocks.0") == ("skipped", "qkv is peft.tuners.ia3.layer.Linear")
+
+
+def test_under_compile(peft, image: Tensor) -> None:
+    model = adapted(peft, vit(depth=1, init_values=0.3), ["qkv", "fc1"])
+    want, _ = run(model, image)
+    fastvit.accelerate(model)
+    torch._dynamo.reset()
+    assert_steps_agree(step(torch.compile(model, backend="eager", fullgraph=True), lambda m: m(image)), want)
+
+
+def test_a_mask_with_adapters(peft) -> None:
+    """Attention between layers that are called gets the mask."""
+    block = adapted(peft, vit(), ["qkv"]).blocks[0].eval()
+    x, mask = torch.randn(2, 5, 64), torch.rand(2, 1, 5, 5) > 0.3
+    mask[..., 0] = True
+    unmasked = block(x)
+    report = accelerate_as_it_was(block, lambda: block(x, attn_mask=mask))
+    assert outcome(report, "")[0] == "accelerated"
+    assert not close(block(x, attn_mask=mask), unmasked)
+
+
+# ---- int8 ----
+
+
+def dynamic(model: nn.Module) -> nn.Module:
+    """A quantised copy, by PyTorch."""
+    quantization = pytest.importorskip("torch.ao.quantization")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that torch.ao is deprecated
+        return quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
+
+
+def torchao(model: nn.Module) -> nn.Module:
+    """A quantised copy, by torchao."""
+    quantization = pytest.importorskip("torchao.quantization")
+    model = copy.deepcopy(model)
+    quantization.quantize_(model, quantization.Int8DynamicActivationInt8WeightConfig())
+    return model
+
+
+QUANTISED: dict[str, Callable[[], nn.Module]] = {
+    "timm": timm_vit,
+    "SwiGLU": partial(gated_vit, "SwiGLU"),
+    "DINOv2 of transformers": partial(hugging_face, "Dinov2Model"),
+    "fastvit": ours,
+}
+
+
+@pytest.mark.parametrize("quantise", [dynamic, torchao])
+@pytest.mark.parametrize(("name", "order"), [("timm", "after"), *((name, "before") for name in QUANTISED)])
+def test_all_but_quantised_layers_stays_fused(
+    name: str, order: str, quantise: Callable[[nn.Module], nn.Module], image: Tensor
+) -> None:
+    plain = randomised(QUANTISED[name]().eval().requires_grad_(False), std=0.05)
+    exact = output_of(copy.deepcopy(plain).double()(image.double()))
+    model = copy.deepcopy(plain)
+    if order == "after":
+        fastvit.accelerate(model)
+    model, singly = quantise(model), quantise(plain)
+    for module in singly.modules():  # a hook inside each fused span
+        module.register_forward_hook(lambda *_: None)
+    report = fastvit.accelerate(model, strict=True) if order == "before" else None
+    with fused_only(), Calls() as calls:
+        got = output_of(model(image))
+    # Not equal: if attention rounds differently, an input of a layer may become the next int8
+    assert_as_accurate(got, output_of(singly(image)), exact, what="output")
+    assert torch.cosine_similarity(got.flatten().double(), exact.flatten(), dim=0) > 0.99
+    assert (got - exact).abs().max() > 1e-3 * exact.abs().max()  # it is quantised
+    assert report is None or report.fused("attention") == (2, 2)
+    assert attention_count(calls.names) == 2
+    assert not UNFUSED.intersection(calls.names)
+    other = quantise(QUANTISED[name]().eval())
+    other.load_state_dict(model.state_dict())
+    fastvit.accelerate(other)
+    assert torch.equal(output_of(other(image)), got)
+
+
+# ---- reports ----
+
+
+def test_the_report_names_layers_that_run_as_modules(peft) -> None:
+    report = fastvit.accelerate(adapted(peft, vit(), ["qkv"]))
+    expected = f"layer_norm, attention_qkvpacked, linear, layer_norm_mlp; attn.qkv as {LORA}"
+    assert outcome(report, "blocks.0") == ("accelerated", expected)
+    assert outcome(report, "blocks.0.attn.qkv") == ("as it was", "called in blocks.0")
+    assert outcome(report, "blocks.0.attn.proj") == ("part of", "blocks.0")
+    report = fastvit.accelerate(dynamic(vit()))
+    kind = "torch.ao.nn.quantized.dynamic.modules.linear.Linear"
+    assert outcome(report, "blocks.0")[1].partition(kind)[0] == (
+        "layer_norm, attention_qkvpacked; attn.qkv, attn.proj, mlp.fc1, mlp.fc2 as "
+    )
+    assert (report.fused("attention"), report.fused("MLP")) == ((2, 2), (0, 2))
+
+
+def test_a_layer_of_attention_and_the_mlp_in_one(image: Tensor) -> None:
+    """The whole block runs by its modules, because an op reads that layer in two parts."""
+    model = dynamic(parallel()())
+    report = accelerate_as_it_was(model, lambda: model(image))
+    reason = "an adapter or a quantised weight on a layer that is attention's and the MLP's"
+    assert outcome(report, "blocks.0") == ("skipped", reason)
