@@ -169,7 +169,8 @@ def attention_windows_relative_fwd(qkv: Tensor, rows: Tensor, columns: Tensor, s
         return qkv.new_empty((*qkv.shape[:3], *qkv.shape[4:])), qkv.new_empty(lse_shape(qkv, None, windows))
     at = _places(qkv, windows)
     qkv_in_windows, rows, columns = (to_windows(t, at, windows.tokens) for t in (qkv, rows, columns))
-    o, lse = attention_relative_fwd(*qkv_in_windows.unbind(2), rows, columns, scale)
+    q, k, v = qkv_in_windows.unbind(2)
+    o, lse = attention_relative_fwd(q, k, v, rows, columns, scale)
     return from_windows(o, at, qkv), lse
 
 
@@ -180,12 +181,12 @@ def attention_windows_relative_bwd(
         return empty_gradients(qkv, rows, columns)
     windows = relative_windows_of(qkv, rows, columns)
     at = _places(qkv, windows)
-    tensors = qkv, rows, columns, do
     qkv_in_windows, rows_in_windows, columns_in_windows, do_in_windows = (
-        to_windows(t, at, windows.tokens) for t in tensors
+        to_windows(t, at, windows.tokens) for t in (qkv, rows, columns, do)
     )
+    q, k, v = qkv_in_windows.unbind(2)
     dqkv = torch.empty_like(qkv_in_windows)
     *_, drows, dcolumns = attention_relative_bwd(
-        do_in_windows, *qkv_in_windows.unbind(2), rows_in_windows, columns_in_windows, o, lse, scale, out=dqkv.unbind(2)
+        do_in_windows, q, k, v, rows_in_windows, columns_in_windows, o, lse, scale, out=dqkv.unbind(2)
     )
     return tuple([from_windows(gradient, at, qkv) for gradient in (dqkv, drows, dcolumns)])

@@ -166,7 +166,8 @@ def attention_windows_relative_fwd(qkv: Tensor, rows: Tensor, columns: Tensor, s
     window = rows.shape[4], columns.shape[4]
     at = window_places(qkv.shape[1:3], window, (0, 0), qkv.device)
     qkv_in_windows, rows, columns = (to_windows(t, at, window[0] * window[1]) for t in (qkv, rows, columns))
-    o, lse = attention_relative_fwd(*qkv_in_windows.unbind(2), rows, columns, scale)
+    q, k, v = qkv_in_windows.unbind(2)
+    o, lse = attention_relative_fwd(q, k, v, rows, columns, scale)
     return from_windows(o, at, qkv), lse
 
 
