@@ -74,7 +74,7 @@ def from_windows(x: Tensor, at: WindowPlaces, like: Tensor) -> Tensor:
     """Return x (B * windows, n, ...) as (B, gh, gw, ...), sizes of `like`."""
     B, gh, gw = like.shape[:3]
     tokens = x.unflatten(0, (B, -1)).flatten(1, 2).index_select(1, at.places)
-    return tokens.unflatten(1, (gh, gw)).detach()  # no view, as in aten.linear
+    return tokens.unflatten(1, (gh, gw))
 
 
 _remembered_places = functools.lru_cache(16)(window_places)
@@ -171,7 +171,7 @@ def attention_windows_relative_fwd(qkv: Tensor, rows: Tensor, columns: Tensor, s
     qkv_in_windows, rows, columns = (to_windows(t, at, windows.tokens) for t in (qkv, rows, columns))
     q, k, v = qkv_in_windows.unbind(2)
     o, lse = attention_relative_fwd(q, k, v, rows, columns, scale)
-    return from_windows(o, at, qkv), lse
+    return from_windows(o, at, qkv).detach(), lse  # no view, as in aten.linear
 
 
 def attention_windows_relative_bwd(
@@ -189,4 +189,4 @@ def attention_windows_relative_bwd(
     *_, drows, dcolumns = attention_relative_bwd(
         do_in_windows, q, k, v, rows_in_windows, columns_in_windows, o, lse, scale, out=dqkv.unbind(2)
     )
-    return tuple([from_windows(gradient, at, qkv) for gradient in (dqkv, drows, dcolumns)])
+    return tuple([from_windows(gradient, at, qkv).detach() for gradient in (dqkv, drows, dcolumns)])
