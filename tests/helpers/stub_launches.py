@@ -31,6 +31,7 @@ from triton.runtime.errors import OutOfResources
 from benchmarks.codegen.launches import recording
 from benchmarks.codegen.stub_driver import stub_gpu
 from benchmarks.gpu.tables import works
+from benchmarks.gpu.tuner import using
 from fastvit import ops
 from fastvit.kernels import _tuned
 from fastvit.kernels.layer_norm import layer_norm_fwd_kernel
@@ -38,7 +39,6 @@ from fastvit.ops.runtime import backend as backends
 from fastvit.ops.runtime import call as runtime_call
 from fastvit.ops.runtime import launch as runtime_launch
 from fastvit.ops.runtime.launch import launching
-from fastvit.tuning.tuner import using
 
 OPS = torch.ops.fastvit
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
