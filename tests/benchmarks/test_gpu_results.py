@@ -100,20 +100,22 @@ def test_the_verdict_has_what_is_wrong_first_and_compares_what_was_timed():
         row("b", "attention", "inference", eager=5.0, flash=4.0, cudnn=5.0, fastvit=2.0),
         row("c", "block", "training", eager=1.0, fastvit=2.0),
         record("row", "d", "failed", op="block", mode="inference", reason="OutOfMemoryError", wrong=False),
+        record("row", "f", "failed", op="block", mode="inference", reason="AssertionError: 4.20", wrong=True),
         record("correct", "mlp x", "failed", case="mlp x", dtype="bf16", ratios=[9.0, 1.0], reason="inaccurate"),
         record("step", "sanitize", "skipped", last=["SKIPPED: no compute-sanitizer"]),
         model("sdpa", 3.0),
         model("fastvit", 2.0),
     ]
     said = verdict.lines(records)
-    assert said[:5] == [
-        "7 results: 1 wrong, 1 failed, 1 missing",
+    assert said[:6] == [
+        "8 results: 2 wrong, 1 failed, 1 missing",
+        "WRONG: f: AssertionError: 4.20",
         "WRONG: mlp x: inaccurate 9.00, 1.00",
         "FAILED: d: OutOfMemoryError",
         "MISSING: e",
         "sanitize: skipped SKIPPED: no compute-sanitizer",
     ]
-    table = {" ".join(line.split()) for line in said[5:]}
+    table = {" ".join(line.split()) for line in said[6:]}
     assert "attention, forward 1.75 (1.50 to 2.00) 1.38 (0.75 to 2.00) 2" in table
     assert "block, both passes - 0.50 1" in table
     assert "fused modules, forward 1.50 1" in table
