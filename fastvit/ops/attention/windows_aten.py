@@ -166,7 +166,8 @@ def _backward(
 def attention_windows_relative_fwd(qkv: Tensor, rows: Tensor, columns: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     windows = relative_windows_of(qkv, rows, columns)
     if qkv.numel() == 0:
-        return qkv.new_empty((*qkv.shape[:3], *qkv.shape[4:])), qkv.new_empty(lse_shape(qkv, None, windows))
+        lse = qkv.new_empty(lse_shape(qkv, None, windows), dtype=stat_dtype(qkv))
+        return qkv.new_empty((*qkv.shape[:3], *qkv.shape[4:])), lse
     at = _places(qkv, windows)
     qkv_in_windows, rows, columns = (to_windows(t, at, windows.tokens) for t in (qkv, rows, columns))
     q, k, v = qkv_in_windows.unbind(2)
