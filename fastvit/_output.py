@@ -60,9 +60,11 @@ def wrapped(lines: Iterable[str], indent: int = 8) -> str:
     """Wrap lines at spaces to the width of the terminal or of $COLUMNS, 80 for a file; further lines are indented. A
     word is never broken."""
     wrapper = textwrap.TextWrapper(
-        shutil.get_terminal_size().columns, subsequent_indent=" " * indent, break_long_words=False,
+        shutil.get_terminal_size().columns,
+        subsequent_indent=" " * indent,
+        break_long_words=False,
         break_on_hyphens=False,
-    )  # fmt: skip
+    )
     return "\n".join(part for line in lines for part in wrapper.wrap(line))
 
 

@@ -102,8 +102,10 @@ class Eva(VisionTransformer):
         if use_rot_pos_emb:
             rotary = embed_dim // num_heads, rope_temperature
             grid: dict[str, Any] = {
-                "grid_offset": rope_grid_offset, "grid_indexing": rope_grid_indexing, "rotate_half": rope_rotate_half,
-            }  # fmt: skip
+                "grid_offset": rope_grid_offset,
+                "grid_indexing": rope_grid_indexing,
+                "rotate_half": rope_rotate_half,
+            }
             if rope_type == "cat":
                 self.rope = RotaryEmbeddingCat(*rotary, ref_feat_shape=ref_feat_shape, **grid)
             else:

@@ -360,5 +360,7 @@ def attention_relative_bwd_dkdv_kernel(
             EVEN,
         ),
         Head(HEAD_DIM, D0, D1, PRECISION),
-        BLOCK_M, LOOP, TAIL,
-    )  # fmt: skip
+        BLOCK_M,
+        LOOP,
+        TAIL,
+    )

@@ -36,7 +36,7 @@ def rotary(
 
 def _launch(
     x: Tensor, sin: Tensor, cos: Tensor, out: Tensor, rotated: int, interleaved: bool, transposed: bool, in_place: bool
-) -> Launch:  # fmt: skip
+) -> Launch:
     if torch.float64 in (x.dtype, sin.dtype, cos.dtype):
         raise KernelUnsupported("float64")
     B, N, heads, d = x.shape

@@ -41,7 +41,8 @@ def collect(
                 if (budget := int(gib * 2**30)) < peak:
                     choices = costs.cheapest(budget)
                     found[dtype][batch][gib] = choices and {
-                        "words": in_words(choices), "peak": costs.peak(choices),
+                        "words": in_words(choices),
+                        "peak": costs.peak(choices),
                         "recomputed": round(costs.recomputed(choices) / costs.flops, 4),
-                    }  # fmt: skip
+                    }
     return found

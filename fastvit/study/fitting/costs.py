@@ -180,11 +180,13 @@ class Trace:
             turn = start if back is None else back[1]
         again = sum(options[choice].flops for options, choice in zip(blocks, self.choices, strict=True))
         return StepCosts(
-            blocks=tuple(blocks), gaps=tuple(reversed(gaps)), late=tuple(reversed(late)),
+            blocks=tuple(blocks),
+            gaps=tuple(reversed(gaps)),
+            late=tuple(reversed(late)),
             before=int(self._held[forward[0][0]]),
             outside=int(max(self._held[self._begin : forward[0][0] + 1].max(), self._held[turn:].max())),
             flops=self.flops - again,
-        )  # fmt: skip
+        )
 
 
 class Kind(NamedTuple):
