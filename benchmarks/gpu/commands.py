@@ -17,7 +17,7 @@ REHEARSED = 600.0  # seconds, the limit of every command of a rehearsal
 _OTHERS = ("layer_norm", "add_layer_norm", "layer_norm_mlp", "layer_norm_attention", "patch_embed")
 ROWS = (("attention",), ("block",), ("model",), _OTHERS)  # ops of a command
 # Tests that need no GPU
-_WITHOUT_GPU = ("benchmarks/", "mutation/", "kernels/test_targets", "kernels/test_traffic", "kernels/test_tuned")
+_WITHOUT_GPU = ("benchmarks/", "kernels/test_targets", "kernels/test_traffic", "kernels/test_tuned")
 _PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider")
 
 
