@@ -3,7 +3,6 @@ the end.
 
 pytest benchmarks --benchmark-only                      CPU path in 5 minutes, or the full grid on a GPU
 pytest benchmarks --benchmark-only --quick              one tiny case of every kind, on one core in less than a minute
-pytest benchmarks --benchmark-only --long               CPU path, large cases too
 pytest benchmarks --benchmark-only --providers eager,sdpa,compile,graph,fastvit --dtype bfloat16
 """
 
@@ -36,15 +35,14 @@ from fastvit.cli.options import words_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 END_SECONDS = 5.0  # for measuring the limits again at the end
-MINUTES = {"quick": 5.0, "cpu": 5.0, "long": 30.0, "gpu": 110.0}  # a step of `make gpu` ends at 120
-CASE_SECONDS = {"quick": 0.02, "cpu": 1.0}  # of timed rounds; otherwise 1.5
+MINUTES = {"quick": 5.0, "cpu": 5.0, "gpu": 110.0}  # a step of `make gpu` ends at 120
+CASE_SECONDS = {"quick": 0.02, "cpu": 1.0, "gpu": 1.5}  # of timed rounds
 SESSION = pytest.StashKey[Session]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("fastvit")
     group.addoption("--quick", action="store_true", help="one tiny case of every kind, on one core")
-    group.addoption("--long", action="store_true", help="on a CPU, large cases too")
     group.addoption("--dtype", choices=sorted(DTYPES), help="float32 on a CPU, bfloat16 on a GPU, unless given")
     group.addoption(
         "--providers",
@@ -52,7 +50,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help=f"of {','.join(PROVIDERS)}; default all but the kernels of SDPA by name, on a CPU what is not compiled",
     )
     group.addoption("--bench-seconds", type=float, help="timed seconds for each case and step")
-    group.addoption("--bench-minutes", type=float, help="for all; default 5, with --long 30, on a GPU 110")
+    group.addoption("--bench-minutes", type=float, help="for all; default 5, on a GPU 110")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -60,16 +58,12 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError("TRITON_INTERPRET=1: Triton's interpreter is for tests; its time means nothing")
     options = config.option
     gpu = torch.cuda.is_available()
-    if options.quick and options.long:
-        raise pytest.UsageError("--quick and --long exclude each other")
-    if gpu and options.long:
-        raise pytest.UsageError("--long is for a CPU; on a GPU the grid has everything")
     device = torch.device("cuda" if gpu else "cpu")
-    grid = ("quick",) if options.quick else ("gpu",) if gpu else ("cpu", "long") if options.long else ("cpu",)
+    grid = "quick" if options.quick else "gpu" if gpu else "cpu"
     if options.quick:
         torch.set_num_threads(1)  # CI runs it next to something else
-    seconds = (options.bench_minutes or MINUTES[grid[-1]]) * 60
-    case_seconds = options.bench_seconds or CASE_SECONDS.get(grid[-1], 1.5)
+    seconds = (options.bench_minutes or MINUTES[grid]) * 60
+    case_seconds = options.bench_seconds or CASE_SECONDS[grid]
     default = [name for name in PROVIDERS if name not in BY_NAME] if gpu else ("eager", "sdpa", "fastvit")
     config.stash[SESSION] = Session(
         device=device,
@@ -102,7 +96,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Parametrise a bench module with the workloads of its OPS, in its MODES, or forward only and forward +
     backward."""
     if "workload" in metafunc.fixturenames:
-        chosen = workloads(*metafunc.config.stash[SESSION].grid, ops=metafunc.module.OPS)
+        chosen = workloads(metafunc.config.stash[SESSION].grid, ops=metafunc.module.OPS)
         metafunc.parametrize("workload", chosen, ids=[workload.id for workload in chosen])
         metafunc.parametrize("mode", getattr(metafunc.module, "MODES", tuple(table.MODE)))
 
@@ -116,7 +110,7 @@ def _case(item: pytest.Item) -> tuple[Workload, str] | None:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     session = config.stash[SESSION]
-    turn = turns(workloads(*session.grid))
+    turn = turns(workloads(session.grid))
     for item in items:
         item.add_marker(pytest.mark.benchmark(timer=session.clock))
     items.sort(key=lambda item: turn[case[0].id] if (case := _case(item)) else (-1, 0))

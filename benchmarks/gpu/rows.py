@@ -36,7 +36,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
     session, rehearse = config.stash[SESSION], config.option.quick
     if session.device.type == "cuda" and not rehearse:
-        session.grid = ("headline",)
+        session.grid = "headline"
     device = torch.device("cpu") if rehearse else session.device
     config.stash[_JOURNAL] = process.journal(config.option.journal, device)
 

@@ -50,7 +50,7 @@ class Session:
 
     device: torch.device
     dtype: torch.dtype
-    grid: tuple[str, ...]  # uses of workloads
+    grid: str  # a use of workloads
     providers: tuple[str, ...]
     clock: Clock
     schedule: Schedule
@@ -67,7 +67,7 @@ class Session:
         return Conditions(self.ceilings, self._limits(), self.load_before, load(), os.cpu_count())
 
     def _limits(self) -> Ceilings:
-        return measure_ceilings(self.clock, self.dtype, quick=self.grid == ("quick",))
+        return measure_ceilings(self.clock, self.dtype, quick=self.grid == "quick")
 
 
 def measure(benchmark: BenchmarkFixture, session: Session, workload: Workload, mode: str) -> Record:
