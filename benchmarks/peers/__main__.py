@@ -1,14 +1,13 @@
 """The tests of timm and transformers, with and without fastvit: `make peers`.
 
-    python -m benchmarks.peers                              all runs, and benchmarks/results/cpu/peers.json
+    python -m benchmarks.peers                              both suites, and benchmarks/results/cpu/peers.json
     python -m benchmarks.peers --suite timm -k "fx and not backward"
 
-Both suites come from the sdists at the versions of constraints.txt, downloaded into out/peers. Runs: timm's tests with
-`accelerate` on every model that `timm.create_model` makes, and with `fastvit.create_model` instead for names that both
-have; transformers' ModelTesterMixin with `accelerate` on every model, and with attn_implementation="fastvit". Tests
-that do not pass then run without fastvit. A difference is a test that ends in another way there, and does not fail
-there. Differences that are meant are in deliberate.toml, with the reason. Exits 1 at a difference that deliberate.toml
-does not have, and, without -k, at an entry of it that nothing meets.
+Both come from the sdists at the versions of constraints.txt, downloaded into out/peers: timm's tests with `accelerate`
+on every model that `timm.create_model` makes, and transformers' ModelTesterMixin with `accelerate` on every model.
+Tests that do not pass then run without fastvit. A difference is a test that ends in another way there, and does not
+fail there. Differences that are meant are in deliberate.toml, with the reason. Exits 1 at any other, and, without -k,
+at an entry of deliberate.toml that nothing meets.
 """
 
 from __future__ import annotations
@@ -31,12 +30,13 @@ import torch
 
 from benchmarks.harness.provenance import ROOT, write_json
 from benchmarks.harness.record import environment
-from benchmarks.peers.plugin import MODELS, PLAIN, RUNS
+from benchmarks.peers.plugin import MODELS
 from fastvit._output import write_file
 
 FOLDER = ROOT / "out" / "peers"
 RESULT = ROOT / "benchmarks" / "results" / "cpu" / "peers.json"
 DELIBERATE = Path(__file__).with_name("deliberate.toml")
+SUITES = ("timm", "transformers")
 PARAMETERIZED = "parameterized==0.9.0"  # transformers' tests import it
 Outcomes = dict[str, dict[str, Any]]  # by test
 
@@ -59,7 +59,7 @@ def pip(*arguments: str) -> None:
     subprocess.run([sys.executable, "-m", "pip", "--quiet", *arguments], check=True)
 
 
-def run_tests(suite: str, run: str, *options: str) -> Outcomes:
+def run_tests(suite: str, *options: str) -> Outcomes:
     """Run a suite in a pytest of its own."""
     folder, packages = download(suite), FOLDER / "packages"
     if suite == "timm":
@@ -71,16 +71,15 @@ def run_tests(suite: str, run: str, *options: str) -> Outcomes:
         chosen = [str(ROOT / "benchmarks/peers/transformers_suite.py"), "-c", os.devnull, "--noconftest"]
     environ = os.environ | {
         "FASTVIT_PEERS_TESTS": str(folder / "tests"),
-        "FASTVIT_PEERS_RUN": run,
         "HF_HUB_OFFLINE": "1",
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(packages), *filter(None, [os.environ.get("PYTHONPATH")])]),
         "OMP_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }
-    xml = FOLDER / f"{suite}-{run}.xml"
+    xml = FOLDER / f"{suite}.xml"
     command = [
         sys.executable, "-P", "-m", "pytest", *chosen, "--rootdir", str(folder), "-p", "benchmarks.peers.plugin",
-        "--fastvit", run, "--junitxml", str(xml), "-p", "no:cacheprovider", "-q", "--tb=line", "--disable-warnings",
+        "--junitxml", str(xml), "-p", "no:cacheprovider", "-q", "--tb=line", "--disable-warnings",
         *options,
     ]  # fmt: skip
     code = subprocess.run(command, cwd=folder, env=environ).returncode
@@ -104,17 +103,8 @@ def read_outcomes(xml: Path) -> Outcomes:
     return outcomes
 
 
-def read_deliberate(path: Path = DELIBERATE) -> list[dict[str, Any]]:
-    """Return entries with runs ("suite run"), tests (a pattern), error (a regular expression) and reason."""
-    entries: list[dict[str, Any]] = tomllib.loads(path.read_text())["difference"]
-    for entry in entries:
-        if not all(entry.get(name) for name in ("runs", "tests", "error", "reason")):
-            raise ValueError(f"a deliberate difference needs runs, tests, error and reason: {entry}")
-    return entries
-
-
-def compare(run: str, own: Outcomes, plain: Outcomes, meant: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Compare one run. own: outcomes with fastvit; plain: without it, of the tests that did not pass."""
+def compare(suite: str, own: Outcomes, plain: Outcomes, meant: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Compare a suite. own: outcomes with fastvit; plain: without it, of the tests that did not pass."""
     touched = {name: row for name, row in own.items() if row["models"]}
     suspects = {name: row for name, row in touched.items() if row["outcome"] != "passed"}
     differ = {
@@ -123,14 +113,14 @@ def compare(run: str, own: Outcomes, plain: Outcomes, meant: Sequence[Mapping[st
         if plain.get(name, {}).get("outcome") not in ("failed", row["outcome"])
     }
     deliberate: dict[str, int] = {}
-    for entry in (entry for entry in meant if run in entry["runs"]):
+    for entry in (entry for entry in meant if entry["suite"] == suite):
         met = [
             n for n, row in differ.items() if fnmatchcase(n, entry["tests"]) and re.search(entry["error"], row["error"])
         ]
         deliberate[f"{entry['tests']}: {entry['reason']}"] = len(met)
         differ = {name: row for name, row in differ.items() if name not in met}
     same = len(suspects) - len(differ) - sum(deliberate.values())  # skipped, or fail without fastvit, too
-    counts = {"run": run, "tests": len(touched), "passed": len(touched) - len(suspects), "same": same}
+    counts = {"run": f"{suite} accelerate", "tests": len(touched), "passed": len(touched) - len(suspects), "same": same}
     return counts | {"differences": differ, "deliberate": deliberate}
 
 
@@ -159,26 +149,24 @@ def render(path: Path) -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--suite", choices=RUNS, nargs="+", default=list(RUNS))
-    parser.add_argument("--workers", type=int, default=2, help="processes (2)")
+    parser.add_argument("--suite", choices=SUITES, nargs="+", default=SUITES)
     parser.add_argument("-k", default="", metavar="EXPRESSION", help="pytest's: only these tests")
     options = parser.parse_args(arguments)
     FOLDER.mkdir(parents=True, exist_ok=True)
-    results, meant = [], read_deliberate()
-    common = ["-n", str(options.workers), "--max-worker-restart", "20", *(["-k", options.k] if options.k else [])]
+    results, meant = [], tomllib.loads(DELIBERATE.read_text())["difference"]
+    common = ["-n", "2", "--max-worker-restart", "20", *(["-k", options.k] if options.k else [])]
     for suite in options.suite:
-        for run in RUNS[suite]:
-            own = run_tests(suite, run, *common)
-            again = [name for name, row in own.items() if row["models"] and row["outcome"] != "passed"]
-            only = FOLDER / f"{suite}-{run}-again.txt"
-            write_file(only, "\n".join(name.partition("::")[2] for name in again))
-            plain = run_tests(suite, PLAIN, *common, "--only", str(only)) if again else {}
-            results.append(compare(f"{suite} {run}", own, plain, meant))
-            if options.k:  # what the chosen tests do not meet is not reported
-                results[-1]["deliberate"] = {entry: n for entry, n in results[-1]["deliberate"].items() if n}
-            print("\n".join(lines(results[-1])), flush=True)
-    if not options.k and len(options.suite) == len(RUNS):
-        where = environment(torch.device("cpu"), torch.float32) | {"suites": [pinned(name) for name in RUNS]}
+        own = run_tests(suite, "--accelerate", *common)
+        again = [name for name, row in own.items() if row["models"] and row["outcome"] != "passed"]
+        only = FOLDER / f"{suite}-again.txt"
+        write_file(only, "\n".join(name.partition("::")[2] for name in again))
+        plain = run_tests(suite, *common, "--only", str(only)) if again else {}
+        results.append(compare(suite, own, plain, meant))
+        if options.k:  # what the chosen tests do not meet is not reported
+            results[-1]["deliberate"] = {entry: n for entry, n in results[-1]["deliberate"].items() if n}
+        print("\n".join(lines(results[-1])), flush=True)
+    if not options.k and len(options.suite) == len(SUITES):
+        where = environment(torch.device("cpu"), torch.float32) | {"suites": [pinned(name) for name in SUITES]}
         write_json(RESULT, {"environment": where, "models": {k: len(v) for k, v in MODELS.items()}, "runs": results})
     unmet = any(not count for result in results for count in result["deliberate"].values())
     return int(unmet or any(result["differences"] for result in results))

@@ -1,6 +1,6 @@
-"""Pytest plugin that puts fastvit into the models that the tests of timm or transformers create.
+"""Pytest plugin that accelerates the models that the tests of timm or transformers create.
 
-    pytest -p benchmarks.peers.plugin --fastvit accelerate --junitxml FILE ...
+    pytest -p benchmarks.peers.plugin --accelerate --junitxml FILE ...
 
 Each test starts from the same seed. Its property `models` in FILE is the number of models that fastvit was put into.
 """
@@ -11,7 +11,6 @@ import functools
 import random
 import sys
 import tomllib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,34 +21,28 @@ import torch
 import fastvit
 from benchmarks.harness.libraries import load
 
-PLAIN = "plain"
-RUNS = {"timm": ("accelerate", "create_model"), "transformers": ("accelerate", "attention")}
 MODELS: dict[str, list[str]] = tomllib.loads(Path(__file__).with_name("models.toml").read_text())
-# Options of timm's create_model that do not change the model, and their defaults
-_GENERAL = {
-    "pretrained": False, "pretrained_cfg": None, "pretrained_cfg_overlay": None, "checkpoint_path": None,
-    "cache_dir": None, "scriptable": None, "exportable": None, "no_jit": None,
-}  # fmt: skip
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--fastvit", choices=(PLAIN, "accelerate", "create_model", "attention"), default=PLAIN)
+    parser.addoption("--accelerate", action="store_true", help="without it, models stay as they are")
     parser.addoption("--only", type=Path, help="a file of names of tests: only these")
 
 
 class Touched:
-    """How many models fastvit was put into in the test that runs."""
+    """How many models fastvit was put into in the test that runs, and whether it is put into any."""
 
     count = 0
+    accelerates = False
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "timeout: of pytest-timeout, which is not installed")
     torch.set_num_threads(1)
     load("timm")
-    changes = {"accelerate": _accelerated, "create_model": _of_fastvit}
-    if change := changes.get(config.getoption("--fastvit")):
-        replace_create_model(change)
+    Touched.accelerates = config.getoption("--accelerate")
+    if Touched.accelerates:
+        replace_create_model()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -79,21 +72,17 @@ def pytest_runtest_call(item: pytest.Item) -> Any:
         item.user_properties.append(("models", Touched.count))
 
 
-def replace_create_model(change: Callable[..., Any]) -> None:
-    """Replace timm's create_model wherever timm has it. change: (timm's create_model, the arguments of a call)."""
+def replace_create_model() -> None:
+    """Replace timm's create_model, wherever timm has it, by one that accelerates what it creates."""
     own = load("timm").create_model
 
     @functools.wraps(own)
     def create_model(*args: Any, **kwargs: Any) -> Any:
-        return change(own, *args, **kwargs)
+        return accelerate(own(*args, **kwargs))
 
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] == "timm" and getattr(module, "create_model", None) is own:
             module.create_model = create_model  # type: ignore[attr-defined]
-
-
-def _accelerated(create: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return accelerate(create(*args, **kwargs))
 
 
 def accelerate(model: Any) -> Any:
@@ -102,25 +91,4 @@ def accelerate(model: Any) -> Any:
     except Exception:
         Touched.count += 1  # so that the test counts
         raise
-    return model
-
-
-def _of_fastvit(create: Callable[..., Any], model_name: str, *args: Any, **kwargs: Any) -> Any:
-    """Create fastvit's model of that name if both have it and timm's general options are the default, else timm's."""
-    options = dict(zip(_GENERAL, args, strict=False)) | kwargs
-    name, _, tag = model_name.partition(".")
-    general = all(options.pop(key, default) in (default, "") for key, default in _GENERAL.items())
-    getter = options.pop("feature_cls", "getter") == "getter"  # how timm's ViTs give features
-    timm = load("timm")
-    both = name in fastvit.list_models() and timm.is_model(name)
-    if not both or not general or not getter or tag not in ("", getattr(timm.get_pretrained_cfg(name), "tag", "")):
-        return create(model_name, *args, **kwargs)
-    Touched.count += 1
-    features_only = options.pop("features_only", False)
-    indices = {"out_indices": options.pop("out_indices")} if "out_indices" in options else {}
-    model: Any = fastvit.create_model(name, **{key: value for key, value in options.items() if value is not None})
-    if features_only:
-        config = model.pretrained_cfg
-        model = timm.models._features.FeatureGetterNet(model, **indices)
-        model.pretrained_cfg = model.default_cfg = config  # as timm's factory does
     return model
