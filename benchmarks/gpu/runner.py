@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from benchmarks.gpu.commands import Command
 
 SKIPPED = 77  # exit status of a command whose tool the machine does not have
-CUT = 75  # exit status of a command that had no time to finish
 _OURS = ("TRITON_INTERPRET", "PYTEST_XDIST")  # variables of a test process that commands must not inherit
 _HOME = os.environ.get("TRITON_HOME", os.path.expanduser("~"))
 VARIABLES = {
@@ -110,7 +109,7 @@ class Runner:
             code = process.wait()
             with self._lock:
                 del self._running[command.name]
-        status = {0: "passed", SKIPPED: "skipped", CUT: "cut"}.get(code, "failed")
+        status = {0: "passed", SKIPPED: "skipped"}.get(code, "failed")
         status = "timed out" if timed_out else "cut" if command.name in self._ended else status
         self._record(command, status, start, [*last, *[f"exit status {code}"] * (status == "failed")])
         return status

@@ -19,7 +19,6 @@ from benchmarks.harness.draw import Draw
 from benchmarks.harness.graphs import capture_all
 from benchmarks.harness.providers import COMPILED, OPS
 from benchmarks.harness.record import Provider, Record, environment
-from benchmarks.harness.schedule import Schedule
 from benchmarks.harness.sdpa_backend import BY_NAME, SdpaBackend, kernel_of, with_kernel
 from benchmarks.harness.timing import (
     Ceilings,
@@ -53,7 +52,7 @@ class Session:
     grid: str  # a use of workloads
     providers: tuple[str, ...]
     clock: Clock
-    schedule: Schedule
+    seconds: float  # of timed rounds, for each case
     records: list[Record] = field(default_factory=list)
     load_before: float | None = field(default_factory=load)
 
@@ -105,7 +104,7 @@ def measure(benchmark: BenchmarkFixture, session: Session, workload: Workload, m
         steps |= replays
         for name, remark in remarks.items():
             record.providers[name].remark = remark
-    samples = interleave(benchmark, session.clock, steps, seconds, session.schedule.budget(), workload.max_rounds)
+    samples = interleave(benchmark, session.clock, steps, seconds, session.seconds, workload.max_rounds)
     for name, values in samples.items():
         if good := measured(values):
             record.providers[name].time = Quantiles.of(good)
