@@ -21,7 +21,7 @@ from pytest_benchmark.fixture import BenchmarkFixture
 
 from benchmarks.harness import conditions, table
 from benchmarks.harness.clock import Clock
-from benchmarks.harness.measure import Measure, Session
+from benchmarks.harness.measure import Measure, Replay, Session
 from benchmarks.harness.measure import measure as measure_one
 from benchmarks.harness.providers import PROVIDERS
 from benchmarks.harness.record import environment
@@ -62,6 +62,7 @@ def pytest_configure(config: pytest.Config) -> None:
         grid=grid,
         providers=tuple(name for name in PROVIDERS if name in (options.providers or default)),
         clock=Clock(device),
+        replay=Replay(),
         seconds=options.bench_seconds or CASE_SECONDS[grid],
     )
     asked = ("columns", "compare", "histogram", "cprofile")
@@ -88,7 +89,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
-        item.add_marker(pytest.mark.benchmark(timer=config.stash[SESSION].clock))
+        item.add_marker(pytest.mark.benchmark(timer=config.stash[SESSION].replay))
 
 
 @pytest.fixture
