@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+import fastvit
 from benchmarks.coverage import small_transformers
 from benchmarks.harness.libraries import load
 from benchmarks.peers import plugin
@@ -90,7 +91,7 @@ def _put_in(kind: Any) -> None:
     def initialise(self: Any, *args: Any, **kwargs: Any) -> None:
         own(self, *args, **kwargs)
         if type(self) is kind:
-            plugin.accelerate(self)
+            fastvit.accelerate(self)
 
     kind.__init__ = initialise
 
@@ -110,7 +111,7 @@ def _make_tests() -> None:
         members = {"model_tester": Tester(own), "all_model_classes": own, "test_resize_embeddings": False}
         members |= {"_is_composite": hasattr(config(), "vision_config"), "__module__": __name__}
         globals()[name] = type(name, (mixin, unittest.TestCase), members)
-    for kind in kinds if plugin.Touched.accelerates else ():
+    for kind in kinds if plugin.accelerates else ():
         _put_in(kind)
 
 

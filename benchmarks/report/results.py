@@ -38,7 +38,7 @@ the same ops run PyTorch's fused ATen functions: the figures say nothing about t
 """
 _TABLES = {  # by the name of the file: a module with `render`
     "graphs": "benchmarks.report.graph_tables",
-    "peers": "benchmarks.peers.__main__",
+    "peers": "benchmarks.report.peers",
     "training": "benchmarks.report.training",
     "fitting": "benchmarks.harness.fitting",
 }
