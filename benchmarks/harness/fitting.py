@@ -5,8 +5,7 @@
 
 The budgets of a model lie at a quarter, a half and three quarters of the way from its least peak to that of recomputing
 nothing. At each, a step runs with the choices of `fastvit.fit`, and its peak is read from the allocator. `checkpointed`
-is what the fewest whole blocks within the same budget compute again. On a GPU steps are timed too; on a CPU ViT-L is
-only planned. `python -m benchmarks.report.results` makes a table of the file.
+is what the fewest whole blocks within the same budget compute again. On a CPU ViT-L is only planned.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import json
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any, NamedTuple
 
 import torch
@@ -25,18 +23,15 @@ from torch import nn
 from benchmarks.harness.columns import make
 from benchmarks.harness.provenance import commit, write_json
 from benchmarks.harness.record import environment
-from benchmarks.harness.timing import per_call
 from fastvit import study
-from fastvit.study.fitting.choices import BLOCK, NOTHING, Choice, put_on
+from fastvit.study.fitting.choices import Choice, put_on
 from fastvit.study.fitting.costs import blocks_of
 from fastvit.study.fitting.words import in_words
 from fastvit.study.memory import measurement
-from fastvit.study.memory.step import DTYPES, Setting, Step
+from fastvit.study.memory.step import DTYPES, Setting
 from fastvit.study.sources.find import find
-from fastvit.study.sources.model_source import images_for
 
 SHARES = 0.25, 0.5, 0.75
-ROUNDS = 5
 
 
 class Case(NamedTuple):
@@ -93,34 +88,9 @@ def fit_at(case: Case, device: torch.device, dtype: str) -> list[dict[str, Any]]
             row["measured"] = measurement.measure(
                 find(case.model), "fastvit", size, case.batch, setting, device, prepare=prepare
             )
-        if device.type == "cuda":
-            row["seconds"] = seconds(case, fit.choices, device, dtype)
         rows.append(row)
         print(*render_rows([row]), sep="\n", flush=True)
     return rows
-
-
-def seconds(case: Case, choices: Sequence[Choice], device: torch.device, dtype: str) -> dict[str, float]:
-    """Return the median seconds of a step with these choices, of one that recomputes nothing, and of one that
-    recomputes every block."""
-    size = case.image_size, case.image_size
-    with device:
-        model = find(case.model).build("fastvit", size).to(DTYPES[dtype])
-        pixels = images_for(model, case.batch, size, DTYPES[dtype])
-    step = Step(model, pixels, Setting("train", dtype), gpu=device.type == "cuda")
-    step.make_state()
-
-    def work() -> None:
-        for p in step.parameters:
-            p.grad = None
-        step.run()
-
-    ways = {"fit": choices, "nothing": [NOTHING] * len(choices), "every block": [BLOCK] * len(choices)}
-    found = {}
-    for way, of_blocks in ways.items():  # one after the other, because the model has one choice at a time
-        choose(model, of_blocks)
-        found[way] = median(per_call({"": work}, device, seconds=0.3, rounds=ROUNDS)[""])
-    return found
 
 
 def render_rows(rows: Sequence[dict[str, Any]]) -> list[str]:
