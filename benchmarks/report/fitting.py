@@ -1,5 +1,5 @@
-"""Show what `fastvit.fit` chose at three budgets of memory, results/*/fitting.json: planned peaks against measured ones,
-and what is computed again. A file of a GPU has the times of a step, too."""
+"""Show what `fastvit.fit` chose at three budgets of memory, results/*/fitting.json: planned peaks against measured
+ones, and what is computed again. A file of a GPU has the times of a step, too."""
 
 from __future__ import annotations
 
