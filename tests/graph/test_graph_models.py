@@ -27,7 +27,6 @@ FEW = {  # attention halves, attention by itself, and norms, of which the last i
     "timm/vit_5b_patch16_sapiens2": (0, 2, 4),  # heads share keys
     "timm/beit_base_patch16_224": (2, 0, 5),  # relative positions are a bias of the scores
     "torchvision/vit_b_16": (2, 0, 4),
-    "torchvision/swin_t": (0, 3, 4),
 }
 
 
