@@ -11,7 +11,7 @@ import fastvit
 from fastvit import VisionTransformer, reference
 from fastvit.modules.pooling import AttentionPoolLatent
 
-SMALL: dict[str, Any] = {"embed_dim": 256, "depth": 2, "num_heads": 4, "num_classes": 400}
+SMALL: dict[str, Any] = {"embed_dim": 256, "depth": 1, "num_heads": 4, "num_classes": 400}
 MODELS: dict[str, dict[str, Any]] = {
     "vit_small_patch16_224": {"init_values": 1e-5, "reg_tokens": 4},
     "vit_large_patch16_224": {"mlp_layer": "GluMlp"},  # the gate's bias is 1, and its weights are tiny
