@@ -157,10 +157,6 @@ def test_inputs_that_no_op_takes_fall_back(device: torch.device) -> None:
 REFUSED: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
     "no module": (lambda vit: "vit", "model must be an nn.Module, got str"),
     "nn.DataParallel": (nn.DataParallel, r"nn.DataParallel \(the model itself\).*or in DistributedDataParallel"),
-    "nn.DataParallel inside": (
-        lambda vit: nn.Sequential(nn.Identity(), nn.DataParallel(vit)),
-        r"nn.DataParallel \(1\)",
-    ),
     "ScriptModule": (
         lambda vit: nn.Sequential(torch.jit.script(nn.LayerNorm(8)), vit),
         r"ScriptModule \(0\), whose forward cannot be replaced",
