@@ -1,4 +1,5 @@
-"""What a call passes next to the tokens: masks, causality, rotary positions, ends of sequences."""
+"""What a call passes next to the tokens: masks, causality, rotary positions, ends of sequences. Attention and gated
+MLPs that are left alone."""
 
 from collections.abc import Callable
 from functools import partial
@@ -13,6 +14,7 @@ from models import Calls, accelerate_as_it_was, close, randomised
 from torch import Tensor, nn
 
 import fastvit
+from fastvit.blocks import read_timm, run
 from fastvit.blocks.submodules import CannotFuse
 from fastvit.integrations.forward import checked_mask
 from fastvit.integrations.transformers import layers
@@ -115,6 +117,26 @@ def test_positions_that_do_not_fit_are_the_librarys_affair(device: torch.device)
         attention(torch.randn(2, 7, 64, device=device), rope=torch.randn(4, 32, device=device))
 
 
+def gated_mlp(kind: str, **options: Any) -> nn.Module:
+    return randomised(getattr(import_library("timm").layers, kind)(64, **options))
+
+
+@pytest.mark.parametrize("kind", ["SwiGLU", "GluMlp"])
+def test_dropouts_are_those_of_the_layers(kind: str, device: torch.device) -> None:
+    """One after the product, before the norm, and one after fc2."""
+    mlp = gated_mlp(kind, act_layer=nn.GELU, norm_layer=nn.LayerNorm, drop=0.25).to(device).train()
+    spec = read_timm.read_mlp(mlp)
+    assert (spec.drop1, spec.drop2, spec.activation) == (0.25, 0.25, "geglu")
+    assert spec.inner_norm is not None
+    x = torch.randn(64, 64, device=device)
+    with torch.no_grad():
+        assert 0.2 < float((run.run_mlp(x, spec) == 0).double().mean()) < 0.3
+        mlp.drop1.p = 0.0  # fc2's alone
+        dropped, whole = run.run_mlp(x, read_timm.read_mlp(mlp)), mlp.eval()(x)
+    kept = dropped != 0
+    torch.testing.assert_close(dropped[kept], whole[kept] / 0.75, rtol=1e-4, atol=1e-5)
+
+
 def changed(module: nn.Module, **attributes: Any) -> nn.Module:
     for name, value in attributes.items():
         setattr(module, name, value)
@@ -132,13 +154,19 @@ LEFT: dict[str, Make] = {
     ),
     "q_norm and k_norm are of two kinds": lambda: changed(norms(), q_norm=nn.RMSNorm(16, eps=1e-3)),
     "q_norm is nn.Identity": lambda: changed(norms(), q_norm=nn.Identity()),
+    "act is nn.Sigmoid": partial(gated_mlp, "GluMlp"),
+    "a gate with relu": partial(gated_mlp, "GluMlp", act_layer=nn.ReLU),
+    "a gate with gelu_tanh": partial(gated_mlp, "SwiGLU", act_layer=partial(nn.GELU, approximate="tanh")),
+    "norm is nn.Softmax": lambda: changed(gated_mlp("SwiGLU"), norm=nn.Softmax(-1)),
 }
 
 
-@pytest.mark.parametrize("reason", LEFT)
-def test_what_is_left_alone(reason: str) -> None:
-    report = fastvit.accelerate(nn.ModuleList([LEFT[reason]()]))
-    assert outcome(report, "0") == ("skipped", reason)
+def test_what_is_left_alone() -> None:
+    """Gates of convolutions are no MLPs, and not skipped."""
+    convolution = gated_mlp("GluMlp", act_layer=nn.SiLU, use_conv=True)
+    report = fastvit.accelerate(nn.ModuleList([make() for make in LEFT.values()] + [convolution]))
+    details = {entry.name: entry.detail for entry in report.skipped}
+    assert [details.get(str(i)) for i in range(len(LEFT) + 1)] == [*LEFT, None]
 
 
 def test_towers_under_compile_and_with_other_arguments(device: torch.device) -> None:
