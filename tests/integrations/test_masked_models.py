@@ -179,7 +179,7 @@ def test_towers_under_compile_and_with_other_arguments(device: torch.device) -> 
     want = attention(x, ends, positions)
     fastvit.accelerate(attention)
     torch._dynamo.reset()
-    compiled = torch.compile(attention, backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(attention, backend="eager", fullgraph=True)
     with Calls() as calls:
         for got in (
             attention(x, ends, positions),
