@@ -197,7 +197,7 @@ def test_other_tuners_and_an_adapted_patch_embedding(peft, image: Tensor, tuner:
 
 def test_under_compile(peft, image: Tensor) -> None:
     model = adapted(peft, vit(depth=1, init_values=0.3), ["qkv", "fc1"])
-    want, _ = run(model, image)
+    want = step(model, lambda m: m(image))
     fastvit.accelerate(model)
     torch._dynamo.reset()
     assert_steps_agree(step(torch.compile(model, backend="eager", fullgraph=True), lambda m: m(image)), want)
@@ -276,12 +276,9 @@ def test_the_report_names_layers_that_run_as_modules(peft) -> None:
     expected = f"layer_norm, attention_qkvpacked, linear, layer_norm_mlp; attn.qkv as {LORA}"
     assert outcome(report, "blocks.0") == ("accelerated", expected)
     assert outcome(report, "blocks.0.attn.qkv") == ("as it was", "called in blocks.0")
-    assert outcome(report, "blocks.0.attn.proj") == ("part of", "blocks.0")
     report = fastvit.accelerate(dynamic(vit()))
-    kind = "torch.ao.nn.quantized.dynamic.modules.linear.Linear"
-    assert outcome(report, "blocks.0")[1].partition(kind)[0] == (
-        "layer_norm, attention_qkvpacked; attn.qkv, attn.proj, mlp.fc1, mlp.fc2 as "
-    )
+    expected = "layer_norm, attention_qkvpacked; attn.qkv, attn.proj, mlp.fc1, mlp.fc2 as torch.ao."
+    assert outcome(report, "blocks.0")[1].startswith(expected)
     assert (report.fused("attention"), report.fused("MLP")) == ((2, 2), (0, 2))
 
 

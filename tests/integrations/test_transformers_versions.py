@@ -110,6 +110,13 @@ def test_dropout_applies_where_it_stands(layer: Any) -> None:
         assert (attention.attn_drop, attention.proj_drop, mlp.drop2) == ps
 
 
+def test_custom_attention_is_left(layer: Any, x: Tensor) -> None:
+    layer.attention.attention.config._attn_implementation = "mine"
+    report = accelerate_as_it_was(layer, lambda: layer(x))
+    reasons = {entry.name: entry.detail for entry in report.skipped}
+    assert reasons[""] == reasons["attention"] == "its attention implementation is 'mine'"
+
+
 def test_layers_of_version_4_are_left(monkeypatch: pytest.MonkeyPatch, layer: Any, x: Tensor) -> None:
     monkeypatch.setattr(import_library("transformers"), "__version__", "4.57.6")
     report = accelerate_as_it_was(layer, lambda: layer(x))
