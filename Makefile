@@ -35,7 +35,7 @@ versions: $(INSTALLED)  ## accelerated models of other versions of transformers,
 models: $(INSTALLED)  ## every vision model of transformers, timm and torchvision through fastvit.compile: an hour of a core
 	FASTVIT_MODELS=all $(PYTEST) tests/graph/test_graph_models.py $(ARGS)
 
-peers: $(INSTALLED)  ## timm's and transformers' own tests, with and without fastvit; ARGS="--suite timm -k fx"
+peers: $(INSTALLED)  ## timm's and transformers' own tests on accelerated models; ARGS="--suite timm -k fx"
 	$(BIN)/python -m benchmarks.peers $(ARGS)
 
 bench: $(INSTALLED)  ## every benchmark, with the table of ratios at the end

@@ -12,11 +12,10 @@ import sys
 
 import torch
 import torch.nn.functional as F
-from extra import guarded
 from torch import Tensor, nn
 
 import fastvit
-from fastvit.cli import options
+from fastvit.cli import options, terminal
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's
 TEXTURES = ("brick", "grass", "gravel")
@@ -100,4 +99,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(guarded(main))
+    sys.exit(terminal.guarded(main))

@@ -15,11 +15,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from extra import guarded
 from torch import Tensor
 
 import fastvit
-from fastvit.cli import options
+from fastvit.cli import options, terminal
 
 WARM_UP = 5
 
@@ -70,4 +69,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(guarded(main))
+    sys.exit(terminal.guarded(main))

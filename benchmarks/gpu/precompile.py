@@ -1,6 +1,6 @@
 """Compile kernels that are about to be launched, in many processes, into Triton's cache.
 
-    python -m benchmarks.gpu.precompile --out FOLDER              # of the rows, then of the checks
+    python -m benchmarks.gpu.precompile --out FOLDER              # of the rows and of memcheck, then of the checks
     python -m benchmarks.gpu.precompile --out FOLDER --tune       # of every choice that tuning tries
 
 The launches are recorded on meta tensors (fastvit/warmup.py), so that this process needs no GPU and can be forked.
@@ -106,7 +106,8 @@ def main(arguments: list[str] | None = None) -> int:
         launches = record_candidates(_machine())
     else:
         machine = _machine()
-        launches = record_rows(workloads("headline"), machine) + record_checks(machine)
+        rows = [*workloads("headline"), *workloads("sanitize", ops=("attention",))]
+        launches = record_rows(rows, machine) + record_checks(machine)
     print(f"> {len(launches)} kernels recorded in {time.perf_counter() - start:.1f} s", flush=True)
     failed = []
     for launch, reason in compile_all(launches, min(15, max(2, (os.cpu_count() or 2) - 1))):

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.candidates import FIXED, Choice, candidates
-from benchmarks.harness.clock import HOST_BOUND, Clock, Quantiles
+from benchmarks.harness.clock import HOST_BOUND, Quantiles
 from fastvit._output import write_file
 from fastvit.kernels import _tuned
 from fastvit.ops.runtime import backend as backends
@@ -36,7 +36,7 @@ Run = Callable[[], tuple[Tensor, ...]]
 Key = tuple[int, ...]
 Entries = dict[tuple[str, Key], Choice]
 Samples = dict[Choice | None, list[float]]  # seconds; None: as shipped
-Timer = Callable[[Callable[[], object]], float]
+Timer = Callable[[Callable[[], object]], float]  # seconds of a call; NaN if the GPU waited for its host
 
 
 @dataclass(frozen=True)
@@ -46,23 +46,6 @@ class Work:
     table: str
     label: str
     build: Callable[[torch.device], Run]
-
-
-class HostBound(RuntimeError):
-    """A work cannot be timed, because the GPU waits for the host."""
-
-
-def timer_of(device: torch.device) -> Timer:
-    """Return a function that times a call in seconds, or raises HostBound."""
-    clock = Clock(device)
-
-    def timer(run: Callable[[], object]) -> float:
-        seconds = clock.time(run)
-        if math.isnan(seconds):
-            raise HostBound(HOST_BOUND)
-        return seconds
-
-    return timer
 
 
 def difference(got: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> float:
@@ -107,11 +90,11 @@ def base_entries(table: str, entries: Entries) -> Entries:
     return {k: choice for k, choice in entries.items() if k[0] not in fixed} | {(t, ()): c for t, c in fixed.items()}
 
 
-def keys_of(run: Callable[[], object], table: str, entries: Entries) -> list[tuple[str, Key]]:
-    """Return the (arch, key) that a call looks up in one table, with these entries, sorted."""
+def keys_of(run: Callable[[], object], table: str, entries: Entries) -> list[Key]:
+    """Return the keys that a call looks up in one table, with these entries, sorted."""
     with using(base_entries(table, entries)) as asked:
         run()
-    return sorted((arch, key) for arch, name, key in asked if name == table)
+    return sorted({key for _, name, key in asked if name == table})
 
 
 def run_candidates(work: Work) -> None:
@@ -120,7 +103,7 @@ def run_candidates(work: Work) -> None:
     base = base_entries(work.table, {})
     with using(base):
         run = work.build(torch.device("meta"))
-    for _, key in keys_of(run, work.table, {}):
+    for key in keys_of(run, work.table, {}):
         for choice in candidates(work.table, key):
             with using(base | {(work.table, key): choice}), contextlib.suppress(backends.KernelUnsupported):
                 run()
@@ -147,14 +130,8 @@ class Tuner:
         self.device, self.timer, self.path, self.measured, self.most = device, timer, path, measured, most
         self.arch = devices.arch(torch.empty(0, device=device))
         where = measured()
-        self.data: dict[str, Any] = {
-            "format": _tuned.FORMAT,
-            "gpu": gpu,
-            "arch": self.arch,
-            "measured": where,
-            "tables": {},
-            "samples": {},
-        }
+        self.data: dict[str, Any] = {"format": _tuned.FORMAT, "gpu": gpu, "arch": self.arch, "measured": where}
+        self.data |= {"tables": {}, "samples": {}}
         if path.exists():  # only results of the same code on the same GPU count
             before = json.loads(path.read_text())
             _tuned.parse(before, self.arch, gpu)
@@ -176,12 +153,10 @@ class Tuner:
             run = work.build(self.device)
         # with the entries: another kernel's choice sets the rows of a sum
         keys = keys_of(run, work.table, self.entries)
-        if any(arch != self.arch for arch, _ in keys):
-            raise RuntimeError(f"{work.table} is looked up without the target: no measured choice could reach it")
         if not keys:
             raise RuntimeError(f"{work.label}: no launch asked for a choice of {work.table}")
         measured = self.data["samples"]
-        return [self._tune(work, run, key) for _, key in keys if name_of(work.table, key) not in measured]
+        return [self._tune(work, run, key) for key in keys if name_of(work.table, key) not in measured]
 
     def _tune(self, work: Work, run: Run, key: Key) -> str:
         base = base_entries(work.table, self.entries)
@@ -213,6 +188,8 @@ class Tuner:
         final = rounds([None, *finalists], ROUNDS[1])
         chosen = decide(final[None], {choice: final[choice] for choice in finalists})
         gain = float(np.median(np.asarray(final[None]) / np.asarray(final[chosen])))
+        if math.isnan(gain):
+            return f"{name_of(work.table, key)} {work.label}: not tuned, {HOST_BOUND}"
         self._record(work, key, samples | final, rejected, chosen, gain)
         verdict = f"{chosen}, {gain:.3f}x" if chosen else "as shipped"
         shipped = f"{work.label}: shipped {1e6 * float(np.median(final[None])):.1f} us"

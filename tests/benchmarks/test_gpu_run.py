@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from benchmarks.gpu import __main__ as program
-from benchmarks.gpu import check, commands, needs, rows, sanitize, summary, verdict
+from benchmarks.gpu import check, commands, rows, sanitize, summary, verdict
 from benchmarks.gpu.commands import Command
 from benchmarks.gpu.journal import BEGUN, Journal, read
-from benchmarks.gpu.runner import CUT, SKIPPED, Runner
+from benchmarks.gpu.runner import SKIPPED, Runner
 from benchmarks.harness.provenance import ROOT
 from benchmarks.harness.sdpa_backend import BY_NAME, SdpaBackend, kernel_of, with_kernel
 from benchmarks.harness.workloads import workloads
@@ -50,13 +50,13 @@ def rehearse(folder: Path, *arguments: str) -> subprocess.Popen[str]:
 
 @needs_interpreter
 @pytest.mark.nightly
-def test_rehearsal_killed_and_taken_up_again(tmp_path):
+def test_rehearsal_stopped_and_taken_up_again(tmp_path):
     folder = tmp_path / "results"
     run = rehearse(folder)
     while not any(r["kind"] == "row" and r["status"] == "passed" for r in read(folder / "results.jsonl")):
         assert run.poll() is None, run.communicate()[0]
         time.sleep(0.05)
-    run.send_signal(signal.SIGKILL)
+    run.send_signal(signal.SIGTERM)
     run.wait()
     before = read(folder / "results.jsonl")
     time.sleep(1.0)
@@ -81,7 +81,7 @@ def test_rehearsal_killed_and_taken_up_again(tmp_path):
     assert flash["flash"]["graph"]["median"] > 0
     assert "does not run" in flash["cudnn"]["skipped"]
     tuned = json.loads((folder / "tuned" / "tuned_interpreter.json").read_text())
-    assert list(tuned["samples"]) == ["attention_fwd[20,16,2,0,0]"]
+    assert list(tuned["samples"]) == ["attention_fwd[50,64,2,0,0]"]
     bench = json.loads((folder / "layer_norm.json").read_text())
     assert [b["extra_info"]["mode"] for b in bench["benchmarks"]] == ["inference", "training"]
     assert (folder / "README.md").read_text() == results.page([folder])
@@ -122,9 +122,9 @@ def start(folder: Path, seconds: float = 1e9) -> Runner:
 
 def test_a_second_call_goes_on_with_what_has_not_passed(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("FASTVIT_STRICT", "0")
-    every = [counting(tmp_path, "first"), counting(tmp_path, "no tool", SKIPPED), counting(tmp_path, "late", CUT)]
+    every = [counting(tmp_path, "first"), counting(tmp_path, "no tool", SKIPPED)]
     every += [counting(tmp_path, "broken", 3), counting(tmp_path, "last")]
-    wanted = {"first": "passed", "no tool": "skipped", "late": "cut", "broken": "failed", "last": "passed"}
+    wanted = {"first": "passed", "no tool": "skipped", "broken": "failed", "last": "passed"}
     assert start(tmp_path).run(every, at_once=2) == wanted
     assert "broken: failed" in capsys.readouterr().out
     (failed,) = (r for r in read(tmp_path / "results" / "results.jsonl") if r["name"] == "broken")
@@ -134,7 +134,7 @@ def test_a_second_call_goes_on_with_what_has_not_passed(tmp_path, monkeypatch, c
     mended = [counting(tmp_path, command.name) for command in every]
     mended[-1] = replace(mended[-1], prepares=("check",))  # its kernels may lie in another machine's cache
     assert start(tmp_path).run(mended) == dict.fromkeys(wanted, "passed") | {"no tool": "skipped"}
-    assert [len((tmp_path / command.name).read_text()) for command in every] == [1, 1, 2, 2, 2]
+    assert [len((tmp_path / command.name).read_text()) for command in every] == [1, 1, 2, 2]
     assert "[last] " in (tmp_path / "results" / "log.txt").read_text()
 
 
@@ -162,21 +162,6 @@ def test_a_command_over_its_limit_is_ended_with_what_it_started(tmp_path, capsys
     assert not (tmp_path / "late").exists()
 
 
-def test_a_command_ends_with_the_process_that_holds_it(tmp_path):
-    """A killed process closes its pipes."""
-    pid = tmp_path / "pid"
-    holder = subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.gpu.process_group", "-c", begetting(pid)], cwd=ROOT, stdin=subprocess.PIPE
-    )
-    assert holder.stdin is not None
-    while not (pid.exists() and pid.read_text()):
-        assert holder.poll() is None
-        time.sleep(0.02)
-    holder.stdin.close()
-    holder.wait(20)
-    assert ends(int(pid.read_text()))
-
-
 def ends(pid: int) -> bool:
     """Wait for a killed process. Return whether it is gone long before it would end by itself."""
     limit = time.perf_counter() + 20
@@ -195,8 +180,8 @@ def test_the_commands_are_complete():
     kinds = [
         "compile",
         "check",
-        "sanitize",
         "rows",
+        "sanitize",
         "compiled",
         "compile",
         "tune",
@@ -229,7 +214,6 @@ def test_what_prepares_others_runs_while_they_are_to_do(tmp_path, monkeypatch, c
     prepare, row = counting(tmp_path, "compile"), replace(counting(tmp_path, "rows"), results=("a row",))
     every = [replace(prepare, prepares=("rows",)), row]
     monkeypatch.setattr(commands, "rehearsal", lambda folder: every)
-    monkeypatch.setattr(needs, "complaint", lambda rehearse: "")
     folder = tmp_path / "results"
     words = ["--rehearse", "--out", str(folder)]
     for runs in (1, 1):
@@ -256,15 +240,11 @@ def test_the_list_and_what_cannot_begin(capsys, monkeypatch, tmp_path):
     with pytest.raises(SystemExit):
         program.main(["--rehearse", "--list", "--steps", "nonsense", "--out", str(tmp_path)])
     assert "no command begins with 'nonsense'" in capsys.readouterr().err
-    monkeypatch.setattr(needs, "why_no_gpu", lambda: "the driver is too old")
+    monkeypatch.setattr(program, "why_no_gpu", lambda: "the driver is too old")
     assert program.main(["--first"]) == 2
     assert "make gpu needs a GPU: the driver is too old" in capsys.readouterr().err
-    monkeypatch.setattr(needs, "why_no_gpu", lambda: "")
-    monkeypatch.setattr(needs, "missing_for_triton", lambda: "no C compiler")
-    monkeypatch.setattr(needs, "_PACKAGES", {"torch": "torch", "no_such_module": "no-such-module"})
-    missing, compiler = needs.complaint(rehearse=False).splitlines()
-    assert missing.startswith("make gpu: missing no-such-module: ")
-    assert compiler == "make gpu: no C compiler"
+    monkeypatch.setattr(program, "_PACKAGES", {"torch": "torch", "no_such_module": "no-such-module"})
+    assert program.complaint(rehearse=True).startswith("make gpu: missing no-such-module: ")
 
 
 # ---- results: checks and rows ----
@@ -314,11 +294,9 @@ def test_rows_are_kept_when_they_end_and_left_out_later(tmp_path):
     with pytest.raises(MemoryError):
         call(items[2], MemoryError())
     assert [r["wrong"] for r in journal.records() if r["status"] == "failed"] == [True, False]
-    with pytest.raises(pytest.skip.Exception):
-        call(items[2], pytest.skip.Exception("no time left"))
     journal.add("row", rows._name(items[1]), BEGUN)  # as if the process had ended
     status = {r["name"]: r["status"] for r in journal.records() if r["kind"] == "row"}
-    assert [*status.values()][:3] == ["passed", BEGUN, "cut"]
+    assert [*status.values()][:3] == ["passed", BEGUN, "failed"]
     left = items.copy()
     hooked = rows.pytest_collection_modifyitems(config, left)
     next(hooked)
@@ -326,13 +304,9 @@ def test_rows_are_kept_when_they_end_and_left_out_later(tmp_path):
         hooked.send(None)
     assert deselected == [items[0]]
     assert left == [*items[2:], items[1]]
-    session: Any = SimpleNamespace(config=config, exitstatus=0)
-    rows.pytest_sessionfinish(session, 0)
-    assert session.exitstatus == CUT, "the last rows are missing"
-    for item in items:
-        call(item)
-    rows.pytest_sessionfinish(session, pytest.ExitCode.NO_TESTS_COLLECTED)
-    assert session.exitstatus == 0, "all were done before"
+    session: Any = SimpleNamespace(config=config, exitstatus=pytest.ExitCode.NO_TESTS_COLLECTED)
+    rows.pytest_sessionfinish(session, session.exitstatus)
+    assert session.exitstatus == 0, "one was done before"
 
 
 @pytest.mark.parametrize(("quick", "grid", "journal"), [(False, "headline", "cuda"), (True, "quick", "cpu")])
@@ -340,12 +314,12 @@ def test_rows_of_a_gpu_are_the_headline_ones(quick, grid, journal, monkeypatch):
     monkeypatch.setenv("FASTVIT_STRICT", "1")  # which the import sets
     from benchmarks.conftest import SESSION
 
-    session = SimpleNamespace(device=torch.device("cuda"), grid=("quick",) if quick else ("gpu",))
+    session = SimpleNamespace(device=torch.device("cuda"), grid="quick" if quick else "gpu")
     option = SimpleNamespace(quick=quick, journal=Path("results"))
     config: Any = SimpleNamespace(stash={SESSION: session}, option=option)
     monkeypatch.setattr(rows.process, "journal", lambda folder, device: (folder, device.type))
     rows.pytest_configure(config)
-    assert (session.grid, config.stash[rows._JOURNAL]) == ((grid,), (Path("results"), journal))
+    assert (session.grid, config.stash[rows._JOURNAL]) == (grid, (Path("results"), journal))
 
 
 def test_providers_named_after_a_kernel_run_it():

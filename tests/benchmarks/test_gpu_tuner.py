@@ -14,7 +14,7 @@ from benchmarks.gpu import tune
 from benchmarks.gpu import tuner as tuning
 from benchmarks.gpu.candidates import candidates
 from benchmarks.gpu.tuner import Timer, Tuner, Work, decide, difference
-from fastvit.kernels import _attention_configs, _configs, _tuned
+from fastvit.kernels import _attention_configs, _tuned
 
 ARCH, GPU = "sm_90", "Test GPU 80GB"
 KEY = (20, 16, 2, 0, 0)  # of attention_fwd
@@ -111,16 +111,9 @@ def asking(table: str, ask: Callable[[], object]) -> Work:
     return Work(table, "a call", lambda device: lambda: (ask(), torch.ones(1))[1:])
 
 
-@pytest.mark.parametrize(
-    ("work", "message"),
-    [
-        (asking("gemm", lambda: None), "no launch asked"),
-        (asking("layer_norm", lambda: _configs.layer_norm(768)), "without the target"),
-    ],
-)
-def test_a_work_that_cannot_be_tuned_is_an_error(work, message, tmp_path):
-    with pytest.raises(RuntimeError, match=message):
-        tuner(tmp_path, by_rows({64: 1.0})).tune(work)
+def test_a_work_that_cannot_be_tuned_is_an_error(tmp_path):
+    with pytest.raises(RuntimeError, match="no launch asked"):
+        tuner(tmp_path, by_rows({64: 1.0})).tune(asking("gemm", lambda: None))
 
 
 def test_tuning_goes_on_unless_the_kernels_have_changed(tmp_path, monkeypatch):
@@ -178,7 +171,7 @@ def test_every_work_asks_for_its_table():
 
 
 def test_a_work_that_the_host_holds_up_is_not_tuned(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(tuning, "Clock", lambda device: types.SimpleNamespace(time=lambda run: float("nan")))
+    monkeypatch.setattr(tune, "Clock", lambda device: types.SimpleNamespace(time=lambda run: float("nan")))
     monkeypatch.setattr(tune, "works", lambda tiny: [choosing()])
     assert tune.main(["--rehearse", "--table", "attention_fwd", "--out", str(tmp_path)]) == 1
     assert "not tuned, the GPU waited for the host" in capsys.readouterr().out

@@ -48,7 +48,7 @@ def test_counts_of_a_known_kernel() -> None:
     assert launch.kernel == "scale_kernel"
     loads, factors, stores = (launch.arguments[name] for name in ("x_ptr", "factor_ptr", "out_ptr"))
     assert (loads.loaded, loads.loaded_per_program, loads.loaded_once) == (3 * 42, 42, 42)
-    assert (loads.reloads, loads.readers) == (3.0, 1.0)
+    assert loads.readers == 1.0
     assert (factors.loaded, factors.loaded_once, factors.readers) == (3 * 4, 4, 3.0)
     assert (stores.loaded, stores.stored, stores.stored_once) == (0, 84, 84)
     assert (launch.loaded, launch.stored) == (3 * 42 + 12, 84)
@@ -215,12 +215,3 @@ def test_a_mask_is_loaded_once_for_each_tile(mask: str) -> None:
     assert tiled(backward) < 1.08
     gradients = [launch for launch in backward.launches if launch.kernel == "attention_bwd_mask_kernel"]
     assert [launch.stored for launch in gradients] == ([2 * 40 * 48 * 4] if mask == "positions" else [])
-
-
-def test_the_report_names_what_is_loaded_again() -> None:
-    for title, rows in traffic.passes(Workload("layer_norm_linear", {"B": 1, "N": 70, "D": 64, "out": 64})):
-        again = {row[0]: row[1] for row in rows}
-        assert again["all of it"] == ""
-        if "forward" in title:
-            assert again["layer_norm_fwd_kernel"].startswith("w x")
-        assert max(map(len, traffic.table(title, rows).splitlines())) <= 100
