@@ -1,27 +1,22 @@
 """Measure the host's time: until calls are queued on a GPU, next to eager and SDPA; without a GPU, of small ops on the
-CPU, of one launch, and of a ViT-B/16 block.
+CPU and of one launch.
 
     python -m benchmarks.host
 
 Without a GPU a driver stands in for it that loads and launches nothing (benchmarks/codegen/stub_driver.py), so that
-what is left of a launch is Python's part; CUDA's own takes some 2 us. PyTorch's own matmuls, sums and casts of a block
-are replaced by the allocation of their result. Noise only ever adds, so the least round counts.
+what is left of a launch is Python's part; CUDA's own takes some 2 us. Noise only ever adds, so the least round counts.
 """
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import statistics
 import sys
 import time
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 import fastvit
 from benchmarks.harness.columns import make
@@ -38,7 +33,6 @@ _ROUNDS = 60
 _QUEUED = 600  # launches, about, between two waits: CUDA's queue holds about 1,000, and then the host waits
 _NOT_OPS = ("block", "model", "accelerate", "memory, attention", "memory, block")
 _CALLS = 10  # a round
-_TOKENS, _WIDTH, _HEADS = 197, 768, 12
 
 
 def _steps(workload: Workload, mode: str, draw: Draw) -> Steps:
@@ -91,16 +85,17 @@ def _queue(steps: Steps, calls: int, device: torch.device) -> dict[str, list[flo
 
 
 def launches(rounds: int) -> Rows:
-    """Yield for every kernel of a block's training step, at N and at a length that is not short, its arguments and the
+    """Yield for every kernel of a block's training step, at a short and at a long sequence, its arguments and the
     microseconds of one launch by Triton and by fastvit, in turns."""
     from benchmarks.codegen.stub_driver import stub_gpu  # here: it needs triton
     from fastvit.ops.runtime.launch import launch, launching
 
     calls: dict[str, Any] = {}
+    block = fastvit.Block(768, 12, qkv_bias=True).to(torch.bfloat16)
     with stub_gpu(records=False):
         with launching(lambda *call: calls.update({call[0].__name__: call})):
-            for tokens in (_TOKENS, 1025):
-                _block(tokens)["forward and backward"]()
+            for tokens in (197, 1025):
+                block(torch.randn(1, tokens, 768, dtype=torch.bfloat16)).sum().backward()
         for name, (kernel, programs, tensors, numbers, constants) in calls.items():
             ways: Steps = {
                 "triton": partial(kernel[(programs,)], *tensors, *numbers, **constants),
@@ -108,72 +103,6 @@ def launches(rounds: int) -> Rows:
             }
             microseconds = least_microseconds(ways, rounds, _CALLS)
             yield name, str(len(kernel.arg_names)), *(f"{us:.1f}" for us in microseconds.values())
-
-
-def block(rounds: int) -> Rows:
-    """Yield the microseconds of each kind of step of a block, its kernels, and the calls of the vendor's matmuls, sums
-    and casts. It is timed alone, as a model is a row of blocks."""
-    from benchmarks.codegen.stub_driver import stub_gpu
-    from fastvit.ops.runtime.launch import launching
-
-    with stub_gpu(records=False), _vendor_stand_ins() as vendor:
-        for name, step in _block(_TOKENS).items():
-            with torch.inference_mode(name.endswith("inference")):  # entered once for all blocks of a model
-                microseconds = least_microseconds({name: step}, rounds, _CALLS)[name]
-                kernels: list[Any] = []
-                vendor.clear()
-                with launching(lambda *call, kernels=kernels: kernels.append(call)):
-                    step()
-            yield name, f"{microseconds:.0f}", str(len(kernels)), str(len(vendor))
-
-
-def _block(tokens: int) -> dict[str, Callable[[], object]]:
-    torch.manual_seed(0)
-    module = fastvit.Block(_WIDTH, _HEADS, qkv_bias=True)
-    narrow = copy.deepcopy(module).to(torch.bfloat16)
-    x = torch.randn(1, tokens, _WIDTH).to(torch.bfloat16)
-    leaf, wide = x.clone().requires_grad_(), x.float().requires_grad_()
-    leaves, wides = [leaf, *narrow.parameters()], [wide, *module.parameters()]
-    gradient, wide_gradient = torch.randn_like(x), torch.randn_like(wide)
-
-    def amp() -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            return module(wide)
-
-    return {
-        "forward, inference": lambda: narrow(x),
-        "forward and backward": lambda: torch.autograd.grad(narrow(leaf), leaves, gradient),
-        "forward and backward, autocast": lambda: torch.autograd.grad(amp(), wides, wide_gradient),
-    }
-
-
-@contextlib.contextmanager
-def _vendor_stand_ins() -> Iterator[list[str]]:
-    """Make ATen's matmuls, sums and casts of CPU tensors only allocate, within the context. Yields the names of those
-    called."""
-    called: list[str] = []
-
-    def mm(x: Tensor, w: Tensor) -> Tensor:
-        called.append("mm")
-        return x.new_empty(x.shape[0], w.shape[1])
-
-    def addmm(bias: Tensor, x: Tensor, w: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-        return mm(x, w)
-
-    def column_sum(x: Tensor, dim: list[int], keepdim: bool = False, *, dtype: Any = None) -> Tensor:
-        called.append("sum")
-        return x.new_empty(x.shape[1], dtype=dtype or x.dtype)
-
-    def cast(x: Tensor, *, dtype: Any = None, **_: Any) -> Tensor:
-        called.append("cast")
-        return torch.empty_like(x, dtype=dtype)
-
-    with torch.library._scoped_library("aten", "IMPL") as library, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of replaced kernels
-        stand_ins = {"mm": mm, "addmm": addmm, "sum.dim_IntList": column_sum, "_to_copy": cast}
-        for name, stand_in in stand_ins.items():
-            library.impl(name, stand_in, "CPU")
-        yield called
 
 
 def main(rounds: int = 1000, ops: tuple[str, ...] = ()) -> int:
@@ -186,7 +115,6 @@ def main(rounds: int = 1000, ops: tuple[str, ...] = ()) -> int:
     torch.set_num_threads(1)
     heads = ("kernel", "arguments", "Triton's way\nus", "fastvit's\nus")
     print(*make(heads, list(launches(rounds))), "", sep="\n")
-    print(*make(("ViT-B/16 block, batch 1", "us", "kernels", "vendor's\ncalls"), list(block(rounds))), "", sep="\n")
     heads = ("small ops on the CPU, float32, us", "eager", "SDPA", "fastvit")
     print(*make(heads, list(small_ops(rounds // 20 or 1, ops))), "", sep="\n")
     print(f"one thread, the least of the rounds, {where}")

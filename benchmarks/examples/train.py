@@ -32,8 +32,6 @@ from typing import Any
 
 from fastvit.cli import options, terminal
 
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silence the profiler that reads the CPU's allocator
-
 _EXAMPLES = "benchmarks/examples/README.md has commands for CIFAR, fine-tuning, distillation and several GPUs."
 
 

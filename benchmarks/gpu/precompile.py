@@ -55,14 +55,12 @@ def record_checks(machine: Machine) -> list[Launch]:
             for case in cases.cases():
                 tensors = case.tensors(DTYPES[dtype], torch.device("meta"))
                 with contextlib.suppress(KernelUnsupported):
-                    _train(case.fused(**tensors), [t for t in tensors.values() if t.requires_grad])
+                    outputs = case.fused(**tensors)
+                    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+                    through = [out for out in outputs if out.requires_grad]
+                    leaves = [t for t in tensors.values() if t.requires_grad]
+                    torch.autograd.grad(through, leaves, [torch.empty_like(out) for out in through])
     return list(recorder.launches.values())
-
-
-def _train(outputs: Any, leaves: list[torch.Tensor]) -> None:
-    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    through = [out for out in outputs if out.requires_grad]
-    torch.autograd.grad(through, leaves, [torch.empty_like(out) for out in through])
 
 
 def record_candidates(machine: Machine) -> list[Launch]:

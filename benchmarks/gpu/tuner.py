@@ -162,27 +162,30 @@ class Tuner:
         base = base_entries(work.table, self.entries)
         base.pop((work.table, key), None)
 
+        def with_choice(choice: Choice | None) -> Entries:
+            return base | ({} if choice is None else {(work.table, key): choice})
+
         def rounds(choices: list[Choice | None], count: int) -> Samples:
             samples: Samples = {choice: [] for choice in choices}
             for _, choice in itertools.product(range(count), choices):
-                with using(base | ({} if choice is None else {(work.table, key): choice})):
+                with using(with_choice(choice)):
                     samples[choice].append(self.timer(run))
             return samples
 
-        rejected: dict[Choice, str] = {}
         with using(base):
             expected = tuple(t.clone() for t in run())  # each call may write into the same memory
         tried: list[Choice] = []
+        unfit: dict[str, str] = {}
         for choice in candidates(work.table, key)[: self.most]:
             try:
-                _tuned.check(work.table, key, dict(zip(_tuned.FIELDS[work.table], choice, strict=True)))
-                with using(base | {(work.table, key): choice}):
-                    got = run()
-                if (error := difference(got, expected)) > TOLERANCE:
-                    raise ArithmeticError(f"differs from the shipped choice's result by {error:.3g}")
+                _tuned.check(work.table, key, _fields(work.table, choice))
+                with using(with_choice(choice)):
+                    apart = difference(run(), expected)
+                if apart > TOLERANCE:
+                    raise ArithmeticError(f"differs from the shipped choice's result by {apart:.3g}")
                 tried.append(choice)
             except Exception as error:  # does not compile or fit; reported with the result
-                rejected[choice] = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
+                unfit[str(choice)] = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
         samples = rounds([None, *tried], ROUNDS[0])
         finalists = sorted(tried, key=lambda choice: float(np.median(samples[choice])))[:FINALISTS]
         final = rounds([None, *finalists], ROUNDS[1])
@@ -190,27 +193,23 @@ class Tuner:
         gain = float(np.median(np.asarray(final[None]) / np.asarray(final[chosen])))
         if math.isnan(gain):
             return f"{name_of(work.table, key)} {work.label}: not tuned, {HOST_BOUND}"
-        self._record(work, key, samples | final, rejected, chosen, gain)
-        verdict = f"{chosen}, {gain:.3f}x" if chosen else "as shipped"
-        shipped = f"{work.label}: shipped {1e6 * float(np.median(final[None])):.1f} us"
-        return f"{name_of(work.table, key)} {shipped}; {verdict}; {len(tried)} tried, {len(rejected)} unfit"
-
-    def _record(
-        self, work: Work, key: Key, samples: Samples, rejected: dict[Choice, str], chosen: Choice | None, gain: float
-    ) -> None:
         choices = self.data["tables"].setdefault(work.table, {})
         choices.pop(text := ",".join(map(str, key)), None)
         if chosen is not None:
-            choices[text] = dict(zip(_tuned.FIELDS[work.table], chosen, strict=True))
+            choices[text] = _fields(work.table, chosen)
+        quantiles = {choice: asdict(Quantiles.of(values)) for choice, values in (samples | final).items()}
         self.data["samples"][name_of(work.table, key)] = {
-            "work": work.label,
-            "shipped": asdict(Quantiles.of(samples[None])),
-            "tried": {str(choice): asdict(Quantiles.of(v)) for choice, v in samples.items() if choice is not None},
-            "unfit": {str(choice): reason for choice, reason in rejected.items()},
-            "chosen": chosen,
-            "gain": gain,
-        }
+            "work": work.label, "shipped": quantiles.pop(None), "tried": {str(c): q for c, q in quantiles.items()},
+            "unfit": unfit, "chosen": chosen, "gain": gain,
+        }  # fmt: skip
         self.data["measured"] |= self.measured()  # the current date and state
         _tuned.parse(self.data, self.arch, self.data["gpu"])
         self.path.parent.mkdir(parents=True, exist_ok=True)
         write_file(self.path, json.dumps(self.data, indent=1) + "\n")
+        shipped = f"{work.label}: shipped {1e6 * float(np.median(final[None])):.1f} us"
+        verdict = f"{chosen}, {gain:.3f}x" if chosen else "as shipped"
+        return f"{name_of(work.table, key)} {shipped}; {verdict}; {len(tried)} tried, {len(unfit)} unfit"
+
+
+def _fields(table: str, choice: Choice) -> dict[str, int]:
+    return dict(zip(_tuned.FIELDS[table], choice, strict=True))

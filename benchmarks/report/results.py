@@ -40,7 +40,7 @@ _TABLES = {  # by the name of the file: a module with `render`
     "graphs": "benchmarks.report.graph_tables",
     "peers": "benchmarks.report.peers",
     "training": "benchmarks.report.training",
-    "fitting": "benchmarks.harness.fitting",
+    "fitting": "benchmarks.report.fitting",
 }
 
 

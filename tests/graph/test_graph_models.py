@@ -40,7 +40,7 @@ FEW = {  # attention halves, attention by itself, and norms, of which the last i
 def test_as_right_and_as_fused_as_the_results_say(name):
     library, _, model = name.partition("/")
     import_library(library)
-    row = graph_models.run(graph_models.candidate(library, model))
+    row = graph_models.run(graph_models.Candidate(library, model))
     assert row.status == ROWS[name]["status"], row.detail
     for column, kinds in graph_tables.KINDS.items():
         fused, shown = (graph_tables.counts(of, *kinds)[0] for of in (vars(row), ROWS[name]))
