@@ -28,6 +28,7 @@ def test_meant():
 """
 
 
+@pytest.mark.nightly
 def test_what_passes_without_fastvit_is_a_difference(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
