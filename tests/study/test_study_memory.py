@@ -1,11 +1,10 @@
 """Planned memory against what allocators record, and against arithmetic."""
 
+import random
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from study_models import CONFIG, SMALL, TIMM
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -31,8 +30,7 @@ CONFIGS = {
 }
 MEASURED: dict[str, tuple[str, dict[str, Any]]] = {
     "training": (SMALL, {"image_sizes": (64,)}),
-    "inference": (SMALL, {"image_sizes": (64,), "mode": "infer"}),
-    "of timm": (TIMM, {"image_sizes": (96,)}),
+
     "autocast": (
         "depth 10",
         {"image_sizes": (64,), "batches": (12,), "dtype": "amp", "optimizer": "sgd", "providers": ("fastvit",)},
@@ -143,21 +141,6 @@ def test_a_gpus_attention_drops_out_in_its_kernel():
     assert gpu.points[0].planned.peak == pytest.approx(without.planned.peak, rel=0.01)
 
 
-def test_a_function_that_reads_values_while_it_makes_the_model():
-    got, want = (
-        study.memory(name, image_sizes=(32,), device="cpu", mode="infer", providers=("fastvit",)).points[0]
-        for name in ("study_models:of_values", TIMM)
-    )
-    assert got.planned == want.planned
-
-
-def test_gradients_are_planned_where_they_are_off_outside():
-    pytest.importorskip("triton")
-    want = study.memory(SMALL, image_sizes=(32,), device="cpu"), study.block(SMALL)
-    with torch.no_grad():
-        assert (study.memory(SMALL, image_sizes=(32,), device="cpu"), study.block(SMALL)) == want
-
-
 def test_a_cpu_without_memory(monkeypatch):
     """Like CUDA's own error, it leaves the point unmeasured; any other error is raised."""
 
@@ -187,27 +170,23 @@ def test_planning_leaves_no_trace():
     torch.testing.assert_close(got, torch.nn.functional.layer_norm(x, (32,), eps=1e-6))
 
 
-@given(
-    st.integers(0, 10**6),
-    st.integers(1, 10**4),
-    st.sampled_from([1.0, 2.0, 4.0]),
-    st.integers(1, 10**9),
-    st.integers(1, 97),
-    st.sampled_from([1, 2, 1000, 2**40]),
-    st.sampled_from([1, 2]),
-)
-@settings(max_examples=200, deadline=None)
-def test_the_largest_that_fits(start, slope, power, budget, step, most, expected):
+@pytest.mark.parametrize("power", [1.0, 4.0])
+@pytest.mark.parametrize("step", [1, 97])
+def test_the_largest_that_fits(power, step):
     """It is found whether a peak grows linearly, faster, or in steps. Nothing above `most` is tried."""
+    draw = random.Random(0)
+    for _ in range(50):
+        start, slope, budget = draw.randrange(10**6), draw.randrange(1, 10**4), draw.randrange(1, 10**9)
+        most, expected = draw.choice((1, 2, 1000, 2**40)), draw.choice((1, 2))
 
-    def peak(n: int) -> int:
-        assert n <= most + 1
-        return start + slope * int((n // step * step + 1) ** power)
+        def peak(n: int, start: int = start, slope: int = slope, most: int = most) -> int:
+            assert n <= most + 1
+            return start + slope * int((n // step * step + 1) ** power)
 
-    largest = _largest(peak, budget, most, expected)
-    assert largest <= most
-    assert not largest or peak(largest) <= budget
-    assert largest == most or peak(largest + 1) > budget
+        largest = _largest(peak, budget, most, expected)
+        assert largest <= most
+        assert not largest or peak(largest) <= budget
+        assert largest == most or peak(largest + 1) > budget
 
 
 def test_a_search_plans_few_steps(monkeypatch):
@@ -229,9 +208,7 @@ def test_a_search_plans_few_steps(monkeypatch):
 
 SCALED = {
     "fused": (SMALL, 1, "fastvit", Setting(), True),
-    "on a CPU": (SMALL, 1, "fastvit", Setting(), False),
     "rotary, gated": ("vit_small_plus_patch16_dinov3", 5, "fastvit", Setting(), True),
-    "no prefix": ("aimv2_large_patch14_224", 0, "fastvit", Setting(), True),
     "registers without positions": ("study_models:of_registers", 3, "sdpa", Setting(), True),
     "relative positions": ("study_models:of_relative_positions", 1, "fastvit", Setting(), True),
 }
@@ -259,10 +236,8 @@ def test_a_plan_scaled_from_two_traces_is_the_plan(row, monkeypatch):
     ("arguments", "message"),
     [
         ({"mode": "training"}, "mode must be one of train, infer, got 'training'"),
-        ({"dtype": "int8"}, "dtype must be one of .*got 'int8'"),
         ({"providers": ("flash",)}, "providers must be of .*got 'flash'"),
         ({"providers": ("compile",)}, "'compile' has no planned figures"),
-        ({"device": "tpu"}, "device must be one of"),
         ({"device": "cuda", "measured": True}, "needs a GPU"),
         ({"batches": (2**63,)}, f"batch must be a positive integer, at most 1048576, got {2**63}"),
         ({"image_sizes": (2**63,)}, f"image_size must have sides of at most 65536 pixels, got {2**63}"),
@@ -293,14 +268,6 @@ def test_what_a_block_keeps(provider, kept, ops):
     assert cost.kept == pytest.approx(kept, abs=0.2)
     assert len(cost.ops) == ops
     assert ("softmax" in [op.name for op in cost.ops]) == (provider == "eager")
-
-
-def test_a_block_of_rotary_positions():
-    pytest.importorskip("triton")
-    ops_ = study.block("eva02_tiny_patch14_336").ops  # whose MLP has a norm of its own, wider than the tokens
-    (attention,) = [op.kept for op in ops_ if op.name == "attention_qkvpacked_fwd"]
-    assert attention == pytest.approx(1.03, abs=0.02)
-    assert "rotary" in " ".join(op.name for op in ops_)
 
 
 def test_compile_is_measured_only(device, monkeypatch):
