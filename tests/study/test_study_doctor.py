@@ -29,10 +29,7 @@ def finding(name, probe):
 def test_json_has_every_finding_of_this_machine(capsys):
     findings = doctor()
     assert {one.topic for one in findings} == {"versions", "devices", "compilers", "ops", "packages"}
-    by_name = {one.name: one.value for one in findings}
-    assert by_name["torch"].startswith(torch.__version__)
-    assert str(ROOT / "fastvit") in by_name["fastvit"]
-    assert set(verification.OPS) <= set(by_name)
+    assert set(verification.OPS) <= {one.name for one in findings}
     assert main(["doctor", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
     assert [(row["topic"], row["name"], row["status"]) for row in rows] == [
@@ -80,7 +77,6 @@ def test_a_gpu_and_its_tuned_table(monkeypatch, tmp_path):
         (None, None, None, None, "is a CPU build"),
         ("13.0", None, "Found no NVIDIA driver.\nGo there", None, "Found no NVIDIA driver."),
         ("13.0", "", None, None, "CUDA_VISIBLE_DEVICES= hides every GPU"),
-        ("13.0", None, None, None, "torch is built for 13.0, and sees no GPU"),
         ("13.0", None, None, (7, 5), "Tesla T4 is sm_75, and the kernels need sm_80 or newer"),
         ("13.0", None, None, (9, 0), ""),
     ],
