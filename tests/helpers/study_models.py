@@ -100,7 +100,7 @@ def of_timm_with_dropout(image_size: int = 64) -> nn.Module:
 
 def of_values(image_size: int = 32) -> nn.Module:
     """Read numbers out of tensors, as many constructors do for stochastic depth."""
-    rates = [x.item() for x in torch.linspace(0, 0.1, 2)]
+    rates = [x.item() for x in torch.linspace(0, 0, 2)]
     return of_timm(image_size, depth=len(rates), drop_path_rate=rates[-1])
 
 

@@ -141,6 +141,15 @@ def test_a_gpus_attention_drops_out_in_its_kernel():
     assert gpu.points[0].planned.peak == pytest.approx(without.planned.peak, rel=0.01)
 
 
+def test_a_function_that_reads_values_while_it_makes_the_model():
+    """Gradients are planned where they are off outside, too."""
+    options = {"image_sizes": (32,), "device": "cpu", "providers": ("fastvit",)}
+    (want,) = study.memory(TIMM, **options).points
+    with torch.no_grad():
+        (got,) = study.memory("study_models:of_values", **options).points
+    assert got.planned == want.planned
+
+
 def test_a_cpu_without_memory(monkeypatch):
     """Like CUDA's own error, it leaves the point unmeasured; any other error is raised."""
 
@@ -263,7 +272,8 @@ def test_what_it_refuses(arguments, message, monkeypatch):
 def test_what_a_block_keeps(provider, kept, ops):
     """In token tensors, for ViTs whose heads are of 64: eager also keeps H * N^2 probabilities."""
     pytest.importorskip("triton")
-    cost = study.block("vit_tiny_patch16_224", provider=provider)
+    with torch.no_grad():
+        cost = study.block("vit_tiny_patch16_224", provider=provider)
     assert cost.tokens == 197
     assert cost.kept == pytest.approx(kept, abs=0.2)
     assert len(cost.ops) == ops
