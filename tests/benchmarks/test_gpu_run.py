@@ -1,4 +1,4 @@
-"""`make gpu`: its journal, what a second call goes on with, limits, and results. Rehearsed nightly."""
+"""`make gpu`: its journal, what a second call goes on with, limits, results and verdict. Rehearsed nightly."""
 
 import contextlib
 import itertools
@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from benchmarks.gpu import __main__ as program
-from benchmarks.gpu import check, commands, rows, summary, verdict
+from benchmarks.gpu import check, commands, rows, sanitize, summary, verdict
 from benchmarks.gpu.commands import Command
-from benchmarks.gpu.journal import BEGUN, Journal, read
+from benchmarks.gpu.journal import BEGUN, Journal, Record, read
 from benchmarks.gpu.runner import SKIPPED, Runner
 from benchmarks.harness.provenance import ROOT
 from benchmarks.harness.workloads import workloads
@@ -240,3 +240,77 @@ def test_rows_are_kept_when_they_end_and_left_out_later(tmp_path):
         hooked.send(None)
     assert deselected == [items[0]]
     assert left == [*items[2:], items[1]]
+
+
+# ---- the sanitizer, and the verdict ----
+
+OUTCOMES = [
+    (0, "========= ERROR SUMMARY: 0 errors", 0, "no findings"),
+    (86, "========= ERROR SUMMARY: 3 errors", 1, "FINDINGS"),
+    (9, "Traceback", 1, "FAILED with exit status 9"),
+    (255, "========= Error: the device is not supported", SKIPPED, "refuses this device: Error: the device"),
+]
+
+
+@pytest.mark.parametrize(("ended", "said", "status", "words"), OUTCOMES)
+def test_what_the_sanitizer_says(ended, said, status, words, monkeypatch, tmp_path, capsys):
+    seen = tmp_path / "arguments"
+    tool = tmp_path / "compute-sanitizer"
+    tool.write_text(f'#!/bin/sh\necho "$PYTORCH_NO_CUDA_MEMORY_CACHING" "$@" > {seen}\necho "{said}"\nexit {ended}\n')
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert sanitize.main(["--tool", "racecheck", "--op", "dropout"]) == status
+    assert words in capsys.readouterr().out.splitlines()[-1]
+    assert seen.read_text().startswith("1 --tool racecheck --error-exitcode 86 ")
+
+
+@pytest.mark.nightly
+@needs_interpreter
+def test_sanitizer_cases_launch_every_kernel():
+    kernels = {
+        line.split("(")[0].removeprefix("def ")
+        for path in (ROOT / "kernels").glob("*.py")
+        for line in path.read_text().splitlines()
+        if line.startswith("def ") and "_kernel(" in line
+    }
+    assert {kernel for op in sanitize.ops() for kernel in sanitize.rehearse(op)} == kernels
+
+
+def record(kind: str, name: str, status: str = "passed", **about: Any) -> Record:
+    return {"kind": kind, "name": name, "status": status, **about}
+
+
+def test_the_verdict_has_what_is_wrong_first_and_compares_what_was_timed():
+    def row(name: str, op: str, mode: str, **times: float) -> Record:
+        return record("row", name, op=op, mode=mode, providers={k: {"graph": {"median": v}} for k, v in times.items()})
+
+    def model(provider: str, seconds: float) -> Record:
+        about = {"model": "m", "style": "default", "mode": "inference", "provider": provider}
+        return record("compiled", f"m {provider}", graph={"median": seconds}, **about)
+
+    records = [
+        record("plan", "results", expected={"rows": ["a", "b", "c", "d", "e"], "check mlp": ["mlp x"]}),
+        row("a", "attention", "inference", eager=5.0, flash=3.0, cudnn=1.5, fastvit=2.0),
+        row("b", "attention", "inference", eager=5.0, flash=4.0, cudnn=5.0, fastvit=2.0),
+        row("c", "block", "training", eager=1.0, fastvit=2.0),
+        record("row", "d", "failed", op="block", mode="inference", reason="OutOfMemoryError", wrong=False),
+        record("row", "f", "failed", op="block", mode="inference", reason="AssertionError: 4.20", wrong=True),
+        record("correct", "mlp x", "failed", case="mlp x", dtype="bf16", ratios=[9.0, 1.0], reason="inaccurate"),
+        record("step", "sanitize", "skipped", last=["SKIPPED: no compute-sanitizer"]),
+        model("sdpa", 3.0),
+        model("fastvit", 2.0),
+    ]
+    said = verdict.lines(records)
+    assert said[:6] == [
+        "8 results: 2 wrong, 1 failed, 1 missing",
+        "WRONG: f: AssertionError: 4.20",
+        "WRONG: mlp x: inaccurate 9.00, 1.00",
+        "FAILED: d: OutOfMemoryError",
+        "MISSING: e",
+        "sanitize: skipped SKIPPED: no compute-sanitizer",
+    ]
+    table = {" ".join(line.split()) for line in said[6:]}
+    assert "attention, forward 1.75 (1.50 to 2.00) 1.38 (0.75 to 2.00) 2" in table
+    assert "block, both passes - 0.50 1" in table
+    assert "fused modules, forward 1.50 1" in table
+    assert max(map(len, said)) <= 80
