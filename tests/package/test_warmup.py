@@ -28,7 +28,7 @@ from fastvit.study.sources.find import find
 from fastvit.warmup import Recorder, record_step
 with known():
     for name, size, dtype, mode in ((SMALL, 32, "bf16", "infer"), (SMALL, 32, "bf16", "train"),
-                                    ("study_models:of_timm", 32, "amp", "infer")):
+                                    ("study_models:timm_vit", 32, "amp", "infer")):
         recorder = Recorder("sm_90")
         record_step(recorder, find(name), (size, size), 2, dtype, mode, 132)
         launches = recorder.launches.values()

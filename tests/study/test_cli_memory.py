@@ -48,7 +48,7 @@ def test_a_budget(capsys):
     options = {"patch_size": 6, "provider": "sdpa", "mode": "infer", "dtype": "bf16", "device": "cpu"}
     assert fit["batch"]["36"] == study.largest_batch(SMALL, 16 << 20, image_size=36, **options)
     assert fit["image_size"]["2"] == study.largest_image(SMALL, 16 << 20, batch=2, **options)
-    assert main(["memory", "study_models:of_one_size", *words]) == 0
+    assert main(["memory", "study_models:one_size", *words]) == 0
     out, err = capsys.readouterr()
     assert json.loads(out)["fits"][0]["image_size"]["2"] is None
     assert "takes no image_size: its model has one only" in err

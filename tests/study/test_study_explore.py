@@ -122,10 +122,12 @@ def test_recomputation_of_the_page_is_that_of_the_study(explored):
     assert [*memory["fit"]["float32"]] == [b for b in memory["batches"] if b > 1]
     peak = sum(memory["plan"]["fastvit"]["train"]["bfloat16"]["40x8"][32])
     gib = [share * peak / 2**30 for share in (0.1, 0.9, 1.01)]
-    found = recomputation.collect(find(NAME), (40, 40), True, {"bfloat16": {2: 0, 32: peak, 256: 0}}, gib)["bfloat16"]
-    assert found[2] == found[256] == {}
-    assert [*found[32]] == gib[:2]
-    least, policy = found[32].values()
+    policies = recomputation.collect(find(NAME), (40, 40), True, {"bfloat16": {2: 0, 32: peak, 256: 0}}, gib)[
+        "bfloat16"
+    ]
+    assert policies[2] == policies[256] == {}
+    assert [*policies[32]] == gib[:2]
+    least, policy = policies[32].values()
     assert least is None
     right = study.fit(NAME, budget=int(gib[1] * 2**30), batch=32, device="cuda")
     assert policy["words"].startswith("block 0: ")
@@ -136,7 +138,7 @@ def test_recomputation_of_the_page_is_that_of_the_study(explored):
 
 
 def test_the_page_says_what_it_has_not():
-    source, plans = find("study_models:of_no_list"), dict.fromkeys(explored_memory.BATCHES, (0,))
+    source, plans = find("study_models:no_list"), dict.fromkeys(explored_memory.BATCHES, (0,))
     trained = {"fastvit": {"train": {dtype: {"32x8": plans} for dtype in explored_memory.DTYPES}}}
     nothing, (why,) = explored_memory._fit(source, (32, 32), True, trained, "32x8")
     assert nothing is None
@@ -184,11 +186,11 @@ def test_nothing_leads_out_of_the_page(explored):
 
 
 def test_names_are_no_markup(explored):
-    found, image, _ = explored
-    page = found.html()
+    written, image, _ = explored
+    page = written.html()
     assert image.name not in page
     assert "onerror=alert(1)>" not in page
-    assert found.data["provenance"].endswith(f"Picture: {image.name}.")
+    assert written.data["provenance"].endswith(f"Picture: {image.name}.")
     nasty = "</script><script>alert(1)</script><!--"
     page = document.rendered(nasty, {"name": nasty, "@@STYLE@@": r"\1"})
     assert page.count("<script") == 2 == page.count("</script>")

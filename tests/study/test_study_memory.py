@@ -40,8 +40,8 @@ MEASURED: dict[str, tuple[str, dict[str, Any]]] = {
         "rotary", {"image_sizes": (256,), "batches": (8,), "mode": "infer", "providers": ("fastvit",)},
     ),
     "a list": (SMALL, {"image_sizes": (64, 32, (48, 96)), "batches": (2,), "together": True}),
-    "convolutions": ("study_models:of_a_neck", {"image_sizes": (64,), "providers": ("fastvit",)}),
-    "convolutions without oneDNN": ("study_models:of_a_neck", {"image_sizes": (64,), "providers": ("fastvit",)}),
+    "convolutions": ("study_models:with_neck", {"image_sizes": (64,), "providers": ("fastvit",)}),
+    "convolutions without oneDNN": ("study_models:with_neck", {"image_sizes": (64,), "providers": ("fastvit",)}),
 }  # fmt: skip
 
 
@@ -63,14 +63,14 @@ def test_planned_is_measured(row, device, monkeypatch):
 
 @pytest.mark.parametrize(("kind", "mode"), [("cpu", "train"), pytest.param("cuda", "infer", marks=NEEDS_TRITON)])
 def test_how_memory_grows(kind, mode):
-    found = study.memory(SMALL, image_sizes=(128, 256), batches=(2,), mode=mode, device=kind)
-    assert all(p.attention <= p.activations <= p.planned.peak for p in found.points)
-    eager, fused = found.exponents("eager"), found.exponents("fastvit")
+    growth = study.memory(SMALL, image_sizes=(128, 256), batches=(2,), mode=mode, device=kind)
+    assert all(p.attention <= p.activations <= p.planned.peak for p in growth.points)
+    eager, fused = growth.exponents("eager"), growth.exponents("fastvit")
     assert eager["attention"] == pytest.approx(2.0, abs=0.05)
     assert fused["activations"] == pytest.approx(1.0, abs=0.05)
     assert "attention" not in fused
-    assert all(p.attention == p.planned.attention == 0 for p in found.of("fastvit"))
-    one = found.of("eager")[-1]
+    assert all(p.attention == p.planned.attention == 0 for p in growth.of("fastvit"))
+    one = growth.of("eager")[-1]
     matrix = 2 * 3 * one.tokens**2 * 2  # B, H, N, N in bfloat16
     assert one.tokens == 64 * 64 + 1
     # a block keeps probabilities; two more are there while their gradients, or scores, are computed
@@ -135,7 +135,7 @@ def test_a_gpus_attention_drops_out_in_its_kernel():
     """On a CPU SDPA with dropout computes N x N matrices."""
     pytest.importorskip("triton")
     options = {"image_sizes": (64,), "providers": ("sdpa",)}
-    gpu, cpu = (study.memory("study_models:of_timm_with_dropout", device=d, **options) for d in ("cuda", "cpu"))
+    gpu, cpu = (study.memory("study_models:with_dropout", device=d, **options) for d in ("cuda", "cpu"))
     (without,) = study.memory(TIMM, device="cuda", **options).points
     assert gpu.points[0].attention == 0 < cpu.points[0].attention
     assert gpu.points[0].planned.peak == pytest.approx(without.planned.peak, rel=0.01)
@@ -146,7 +146,7 @@ def test_a_function_that_reads_values_while_it_makes_the_model():
     options = {"image_sizes": (32,), "device": "cpu", "providers": ("fastvit",)}
     (want,) = study.memory(TIMM, **options).points
     with torch.no_grad():
-        (got,) = study.memory("study_models:of_values", **options).points
+        (got,) = study.memory("study_models:reads_values", **options).points
     assert got.planned == want.planned
 
 
@@ -212,14 +212,14 @@ def test_a_search_plans_few_steps(monkeypatch):
             peak = plan(source, "eager", px, images, Setting(optimizer="none"), gpu=False).parts.peak
             assert (peak <= budget) is fits
     with pytest.raises(ValueError, match="takes no image_size"):
-        study.largest_image("study_models:of_one_size", 64 << 20, device="cpu")
+        study.largest_image("study_models:one_size", 64 << 20, device="cpu")
 
 
 SCALED = {
     "fused": (SMALL, 1, "fastvit", Setting(), True),
     "rotary, gated": ("vit_small_plus_patch16_dinov3", 5, "fastvit", Setting(), True),
-    "registers without positions": ("study_models:of_registers", 3, "sdpa", Setting(), True),
-    "relative positions": ("study_models:of_relative_positions", 1, "fastvit", Setting(), True),
+    "registers without positions": ("study_models:with_registers", 3, "sdpa", Setting(), True),
+    "relative positions": ("study_models:relative_positions", 1, "fastvit", Setting(), True),
 }
 
 
@@ -251,10 +251,10 @@ def test_a_plan_scaled_from_two_traces_is_the_plan(row, monkeypatch):
         ({"batches": (2**63,)}, f"batch must be a positive integer, at most 1048576, got {2**63}"),
         ({"image_sizes": (2**63,)}, f"image_size must have sides of at most 65536 pixels, got {2**63}"),
         ({"together": True, "providers": ("fastvit", "sdpa")}, "providers must be .'fastvit',. with together=True"),
-        ({"together": True, "model": TIMM}, "of_timm: AttributeError: 'list' object has no attribute"),
+        ({"together": True, "model": TIMM}, "timm_vit: AttributeError: 'list' object has no attribute"),
         (
-            {"model": "study_models:of_a_convolution", "providers": ("sdpa",)},
-            "no attention is seen in study_models:of_a_convolution",
+            {"model": "study_models:convolution", "providers": ("sdpa",)},
+            "no attention is seen in study_models:convolution",
         ),
     ],
 )
@@ -283,9 +283,9 @@ def test_what_a_block_keeps(provider, kept, ops):
 def test_compile_is_measured_only(device, monkeypatch):
     compiled = []
     monkeypatch.setattr(torch.nn.Module, "compile", lambda model: compiled.append(model))
-    found = study.memory(
+    study_ = study.memory(
         TIMM, image_sizes=(32,), batches=(1,), mode="infer", providers=("compile",), device=device.type, measured=True
     )
     assert len(compiled) == 1
-    assert found.points[0].planned is None
-    assert found.points[0].measured > 0
+    assert study_.points[0].planned is None
+    assert study_.points[0].measured > 0

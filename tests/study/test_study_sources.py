@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from library_imports import import_library, import_timm
-from study_models import SMALL, of_timm
+from study_models import SMALL, timm_vit
 from torch import nn
 
 import fastvit
@@ -22,12 +22,13 @@ from fastvit.study.sources.normalization import HALF, statistics
         ("no/such/config.json", "no/such/config.json"),
         ("no_such_module:vit", "no_such_module"),
         ("study_models:missing", "study_models has no function 'missing'"),
-        ("study_models:of_nothing", "must return an nn.Module, got NoneType"),
-        ("study_models:of_mistakes", "of_mistakes: RuntimeError: what went wrong$"),
+        ("study_models:nothing", "must return an nn.Module, got NoneType"),
+        ("study_models:mistakes", "mistakes: RuntimeError: what went wrong$"),
         ("resnet50", "no plain ViT"),
     ],
 )
 def test_names_of_no_model(name, message):
+    import_timm()
     with pytest.raises((ValueError, FileNotFoundError, ImportError), match=message):
         find(name)
 
@@ -36,9 +37,9 @@ def test_names_of_no_model(name, message):
     ("name", "arguments", "message"),
     [
         (SMALL, {"image_size": 33}, "image size 33 is not a multiple of the patch size 4.*nearest: 32"),
-        ("study_models:of_the_reference", {"provider": "fastvit"}, "the reference has no fused form"),
-        ("study_models:of_no_library", {"provider": "fastvit"}, "accelerate knows no block of Sequential"),
-        ("study_models:of_no_library", {"provider": "eager"}, "Sequential has no switch for eager attention"),
+        ("study_models:reference_vit", {"provider": "fastvit"}, "the reference has no fused form"),
+        ("study_models:no_library", {"provider": "fastvit"}, "accelerate knows no block of Sequential"),
+        ("study_models:no_library", {"provider": "eager"}, "Sequential has no switch for eager attention"),
     ],
 )
 def test_models_that_cannot_be_built(name, arguments, message):
@@ -47,9 +48,9 @@ def test_models_that_cannot_be_built(name, arguments, message):
 
 
 def test_a_function_says_its_size_by_its_default_or_by_its_model():
-    assert find("study_models:of_timm_with_dropout").image_size == (64, 64)
-    assert find("study_models:of_one_size").image_size == (32, 32)
-    grey = find("study_models:of_timm").on_meta("sdpa", in_chans=1)
+    assert find("study_models:with_dropout").image_size == (64, 64)
+    assert find("study_models:one_size").image_size == (32, 32)
+    grey = find("study_models:timm_vit").on_meta("sdpa", in_chans=1)
     assert channels(grey) == 1
 
 
@@ -101,7 +102,7 @@ NEEDS_DATA = "its forward reads values of tensors, and a study runs it without d
 )
 def test_a_model_that_raises_says_so_in_one_line_and_pytorch_logs_nothing(forward, message, caplog):
     model = type("Raises", (nn.Module,), {"forward": forward})()
-    model.vit = of_timm()
+    model.vit = timm_vit()
     with pytest.raises(ValueError, match=rf"^Raises: {message}"):
         fastvit.fit(model, budget="1GiB", batch=1, image_size=32)
     assert not caplog.records
@@ -126,7 +127,7 @@ def test_names_are_normalised_as_timm_does_it():
 
 
 def test_weights_are_for_names_of_the_zoo():
-    with pytest.raises(ValueError, match="weights are for names of `fastvit models`, and study_models:of_timm is of"):
-        find("study_models:of_timm").with_weights("x.safetensors")
+    with pytest.raises(ValueError, match="weights are for names of `fastvit models`, and study_models:timm_vit is of"):
+        find("study_models:timm_vit").with_weights("x.safetensors")
     with torch.device("meta"):
         assert isinstance(find(SMALL).with_weights(None), type(zoo.create_model(SMALL)))
