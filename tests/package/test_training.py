@@ -67,6 +67,8 @@ def test_fused_and_plain_models_have_the_same_losses_and_are_compared(tmp_path, 
     assert train("run", *settings, "--out", runs[0]) == 0
     assert train("run", *settings, "--plain", "--out", runs[1]) == 0
     assert losses(runs[1]) == pytest.approx(losses(runs[0]), abs=1e-5)
+    ended = log(runs[0], "epoch")[-1]
+    assert ended["accuracy"] == pytest.approx(ended["right"] / 359)
     capsys.readouterr()
     assert train("compare", *runs, "--plot", tmp_path / "both.svg", "--json", tmp_path / "both.json") == 0
     assert "fused and plain: training losses of 10 steps differ by at most" in capsys.readouterr().out
