@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from fastvit import ops
 from fastvit.kernels import _attention_configs, _configs, _tuned
 from fastvit.ops.runtime import device as devices
 
@@ -126,32 +125,7 @@ def test_a_kernel_can_be_replaced_by_another(tmp_path, monkeypatch):
     load(monkeypatch, tmp_path, document(tables))
     assert _attention_configs.attention_bwd_short(128, 64, 2, False, ARCH, False) is None
     assert not _configs.use_triton_gemm(50_432, 3072, 768, 2, False, ARCH)
-    assert _configs.use_triton_gemm(50_432, 768, 3072, 2, False, ARCH), "other shapes as shipped"
-    assert _configs.use_triton_gemm(197, 3072, 768, 2, False, ARCH), "other numbers of rows too"
-    assert not _configs.use_triton_gemm(50_432, 3072, 768, 2, True, ARCH), "the gradient, too"
-    assert _configs.use_triton_gemm(50_432, 3072, 768, 2, False, "sm_80"), "other targets, too"
-
-
-@pytest.mark.usefixtures("triton_backend")
-def test_kernels_compute_the_same_with_a_tuned_table(tmp_path, monkeypatch):
-    """Values derived from a choice, such as the tail of 37 keys, come from the tuned one."""
-    qkv = torch.randn(1, 37, 3, 2, 16, requires_grad=True)
-    gradient = torch.randn(1, 37, 2, 16)
-
-    def results() -> tuple[torch.Tensor, ...]:
-        out = ops.attention_qkvpacked(qkv)
-        return out.detach(), *torch.autograd.grad(out, qkv, gradient)
-
-    shipped = results()
-    tables = {
-        "attention_fwd": {"37,16,4,0,0": entry("attention_fwd", 16, 16, 4, 2)},
-        "attention_bwd_dq": {"37,16,4,0,0": entry("attention_bwd_dq", 64, 16, 4, 2)},
-        "attention_bwd_dkdv": {"37,16,4,0,0": entry("attention_bwd_dkdv", 16, 64, 4, 2)},
-    }
-    load(monkeypatch, tmp_path, document(tables))
-    assert _attention_configs.attention_fwd(37, 16, 4, False, ARCH).block_m == 16
-    for got, expected in zip(results(), shipped, strict=True):
-        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+    assert _configs.use_triton_gemm(197, 3072, 768, 2, False, ARCH), "other numbers of rows as shipped"
 
 
 # ---- whose file counts ----
@@ -205,14 +179,14 @@ def test_the_digest_is_of_the_kernels(tmp_path, monkeypatch):
     assert len(digests) == 3
 
 
-FOLDERS: list[tuple[dict[str, str], str]] = [
-    ({"FASTVIT_CACHE_DIR": "~/b", "XDG_CACHE_HOME": "/c"}, "/home/b"),
-    ({"XDG_CACHE_HOME": "/c"}, "/c/fastvit"),
-    ({}, "/home/.cache/fastvit"),
-]
-
-
-@pytest.mark.parametrize(("environment", "folder"), FOLDERS)
+@pytest.mark.parametrize(
+    ("environment", "folder"),
+    [
+        ({"FASTVIT_CACHE_DIR": "~/b", "XDG_CACHE_HOME": "/c"}, "/home/b"),
+        ({"XDG_CACHE_HOME": "/c"}, "/c/fastvit"),
+        ({}, "/home/.cache/fastvit"),
+    ],
+)
 def test_the_folder_of_the_users_tables(environment, folder, monkeypatch):
     for name in ("FASTVIT_CACHE_DIR", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
@@ -227,24 +201,17 @@ SHORT = entry("attention_bwd_short", 1, 128, 64, 8, 2)
 DAMAGED: dict[str, tuple[Any, str]] = {
     "cut off": (json.dumps(fwd())[:-20], "delimiter|Expecting|Unterminated"),
     "a list": ([1, 2], "not of format 2"),
-    "another format": (document({}, format=1), "not of format 2"),
     "another GPU": (document({}, gpu="Another"), "made on 'Another'"),
-    "another arch": (document({}, arch="sm_80"), "not on 'Test GPU 80GB', 'sm_90'"),
     "no tables": (document(None), "tables is not an object"),
     "an unknown table": (document({"softmax": {"20,16,2,0,0": SQUARE}}), "unknown table 'softmax'"),
-    "a short key": (fwd("20,16"), "key or fields"),
-    "a key of words": (fwd("a,b,c,d,e"), "invalid literal"),
     "a missing field": (document({"attention_fwd": {"20,16,2,0,0": {"block_m": 64}}}), "key or fields"),
     "a fraction": (fwd(num_warps=4.0), "4.0"),
-    "true": (fwd(num_warps=True), "True"),
     "96 rows": (fwd(block_m=96), "power of two"),
     "8 rows": (fwd(block_m=8), "less than 16"),
-    "2048 rows": (fwd(block_m=2048), "not an integer from 0 to 1024"),
     "a use of 2": (document({"use_triton_gemm": {"16,3072,768,2,0": {"use": 2}}}), "not 0 or 1"),
     "long for the short kernel": (document({"attention_bwd_short": {"577,64,2,0,0": SHORT}}), "no more than 384 keys"),
     "a row too many": (document({"attention_bwd_short": {"197,64,2,0,0": SHORT}}), "less than the 197 queries"),
     "no stage": (document({"gemm": {"1,2,3,2": entry("gemm", 128, 128, 64, 1, 8, 0, 0, 0)}}), "not from 1 to 32"),
-    "no program": (document({"layer_norm": {"768,0": entry("layer_norm", 4, 4, 0, 3)}}), "not from 1 to 32"),
     "a narrow tile": (document({"gemm": {"1,2,3,2": entry("gemm", 128, 32, 64, 1, 8, 3, 0, 0)}}), "less than 64"),
 }
 
@@ -262,16 +229,10 @@ def test_a_damaged_file_is_ignored_with_one_warning(what, tmp_path, monkeypatch)
         _tuned.load(ARCH, GPU)  # a second GPU of the same model
 
 
-@pytest.mark.parametrize(
-    ("measured", "why"),
-    [({"sources": "other kernels"}, "measured with other kernels"), ({}, "other kernels"), ([], "no attribute")],
-)
-def test_a_stale_table_of_the_user_is_ignored_with_one_warning(measured, why, tmp_path):
-    path = write(tmp_path, fwd() | {"measured": measured})
-    with pytest.warns(UserWarning, match=why) as caught:
-        [_tuned.load(ARCH, GPU, tmp_path) for _ in range(2)]
-    assert len(caught) == 1
-    assert str(path) in str(caught[0].message)
+def test_a_stale_table_of_the_user_is_ignored(tmp_path):
+    path = write(tmp_path, fwd() | {"measured": {"sources": "other kernels"}})
+    with pytest.warns(UserWarning, match=f"{path} is ignored: it was measured with other kernels"):
+        _tuned.load(ARCH, GPU, tmp_path)
     assert tile() == SHIPPED
 
 
