@@ -31,11 +31,16 @@ from cosmic_ray.mutating import mutate_code
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = tomllib.loads(Path(__file__).with_name("rooms.toml").read_text())
 OPERATORS = [name for name in plugins.operator_names() if not name.startswith("core/Variable")]
+LIMIT = 1800.0  # seconds of a room's tests: a mutant that never ends has been noticed
 PYTEST = (sys.executable, "-m", "pytest", "-x", "-q", "--tb=no", "-p", "no:cacheprovider", "-m", "not nightly")
 
 
-class _WithoutAnnotations(ast.NodeTransformer):
-    """What runs: annotations and docstrings are left out."""
+class _WithoutWords(ast.NodeTransformer):
+    """Leave out annotations and docstrings, which change nothing that runs."""
+
+    def visit_Expr(self, node: ast.Expr) -> ast.AST:
+        is_text = isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        return ast.Pass() if is_text else self.generic_visit(node)
 
     def visit_arg(self, node: ast.arg) -> ast.arg:
         node.annotation = None
@@ -51,7 +56,7 @@ class _WithoutAnnotations(ast.NodeTransformer):
 
 
 def _meaning(text: str) -> str:
-    return ast.dump(_WithoutAnnotations().visit(ast.parse(text)))
+    return ast.dump(_WithoutWords().visit(ast.parse(text)))
 
 
 def _left_out(text: str, statement: ast.stmt) -> str:
@@ -100,7 +105,10 @@ def survives(checkout: Path, path: str, after: str, tests: list[str]) -> bool:
         (checkout / path).write_text(after)
         environment = os.environ | {"PYTHONPATH": str(checkout), "PYTHONDONTWRITEBYTECODE": "1"}
         command = (*PYTEST, *files(tests, checkout))
-        return subprocess.run(command, cwd=checkout, env=environment, capture_output=True).returncode == 0
+        run = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, timeout=LIMIT)
+        return run.returncode == 0
+    except subprocess.TimeoutExpired:
+        return False
     finally:
         (checkout / path).write_text(before)
 
@@ -112,9 +120,13 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     chosen = random.Random(arguments.seed)
-    code = [(name, path) for name in arguments.rooms or ROOMS for path in files(ROOMS[name]["code"], ROOT)]
-    sizes = [(ROOT / path).stat().st_size for _, path in code]
-    drawn = {place: mutants(place[1], chosen) for place in code}
+    room_of: dict[str, str] = {}
+    for name in ROOMS:
+        for path in files(ROOMS[name]["code"], ROOT):
+            room_of.setdefault(path, name)
+    code = [path for path, name in room_of.items() if not arguments.rooms or name in arguments.rooms]
+    sizes = [(ROOT / path).stat().st_size for path in code]
+    drawn = {path: mutants(path, chosen) for path in code}
     tracked = subprocess.run(("git", "ls-files", "-z"), cwd=ROOT, capture_output=True, check=True).stdout.decode()
     with tempfile.TemporaryDirectory() as folder:
         checkout = Path(folder)
@@ -122,10 +134,10 @@ def main() -> None:
             (checkout / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, checkout / name, follow_symlinks=False)
         survivors = tried = 0
-        for room, path in chosen.choices(code, sizes, k=arguments.count):
-            if (after := next(drawn[room, path], None)) is None:
+        for path in chosen.choices(code, sizes, k=arguments.count):
+            if (after := next(drawn[path], None)) is None:
                 continue
-            tried += 1
+            tried, room = tried + 1, room_of[path]
             if survives(checkout, path, after, ROOMS[room]["tests"]):
                 survivors += 1
                 lines = (ROOT / path).read_text().splitlines(), after.splitlines()
