@@ -168,6 +168,20 @@ def test_a_head_dimension_in_two_parts_has_a_loop(d, kind):
             assert _attention_configs.attention_fwd(n, d, 2, has_dropout, "sm_90", False, kind).loop
 
 
+def test_four_programs_of_dkdv_share_a_multiprocessor_where_that_was_measured():
+    """In plain attention of 49 to 64 dimensions, in 16 bits, where the last tile of queries is narrow."""
+
+    def limited(n, d=64, itemsize=2, dropout=False, arch="sm_90", kind=""):
+        config = _attention_configs.attention_bwd_dkdv(n, d, itemsize, dropout, arch, False, kind)
+        assert (config.num_stages, config.max_registers) == (3, 128) or config.max_registers is None
+        return config.max_registers is not None
+
+    assert [n for n in (50, 196, 197, 201, 256, 257, 401, 577, 1025) if limited(n)] == [196, 197, 201, 257, 577, 1025]
+    assert [d for d in (32, 48, 56, 64, 72, 80) if limited(197, d)] == [56, 64]
+    assert not any((limited(197, itemsize=4), limited(197, arch="sm_80")))
+    assert not any((limited(197, dropout=True), limited(197, kind="mask"), limited(197, kind="causal")))
+
+
 def test_a_measured_choice_has_that_loop_too(monkeypatch):
     monkeypatch.setattr(_tuned, "choice", lambda *_: (128, 128, 8, 3))
     _tuned.clear_caches()
