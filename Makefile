@@ -17,10 +17,10 @@ test-quick: $(INSTALLED)  ## of these one case of every test and backend
 nightly: $(INSTALLED)  ## what takes long: sm_80, FLOPs of every model, rehearsals of programs for a GPU
 	$(PYTEST) -m nightly $(ARGS)
 
-mutants: $(INSTALLED)  ## one change at a time, which a test has to notice; ARGS="--since main", ARGS="dropout"
+mutants: $(INSTALLED)  ## one change at a time, which a test has to notice; ARGS="dropout --count 20" for one room
 	$(BIN)/python -c "import cosmic_ray" 2>/dev/null \
 		|| $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[mutants]"
-	$(BIN)/python -m tests.mutation.run $(ARGS)
+	$(BIN)/python -m tests.mutants $(ARGS)
 
 # Each with its requirements, in a folder that goes before .venv
 TRANSFORMERS := 5.0.0 5.8.1 5.12.1 5.17.0 5.20.2 5.24.0
@@ -35,7 +35,7 @@ versions: $(INSTALLED)  ## accelerated models of other versions of transformers,
 models: $(INSTALLED)  ## every vision model of transformers, timm and torchvision through fastvit.compile: an hour of a core
 	FASTVIT_MODELS=all $(PYTEST) tests/graph/test_graph_models.py $(ARGS)
 
-peers: $(INSTALLED)  ## timm's and transformers' own tests, with and without fastvit; ARGS="--suite timm -k fx"
+peers: $(INSTALLED)  ## timm's and transformers' own tests on accelerated models; ARGS="--suite timm -k fx"
 	$(BIN)/python -m benchmarks.peers $(ARGS)
 
 bench: $(INSTALLED)  ## every benchmark, with the table of ratios at the end

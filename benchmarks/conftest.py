@@ -1,21 +1,17 @@
-"""Options, the order and the time of a run, the `measure` fixture that every benchmark is one call of, and the table at
-the end.
+"""Options, the `measure` fixture that every benchmark is one call of, and the table at the end.
 
-pytest benchmarks --benchmark-only                      CPU path in 5 minutes, or the full grid on a GPU
+pytest benchmarks --benchmark-only                      CPU path in some ten minutes, or the full grid on a GPU
 pytest benchmarks --benchmark-only --quick              one tiny case of every kind, on one core in less than a minute
-pytest benchmarks --benchmark-only --long               CPU path, large cases too
 pytest benchmarks --benchmark-only --providers eager,sdpa,compile,graph,fastvit --dtype bfloat16
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
-import time
-from collections import Counter
 from collections.abc import Generator
 from dataclasses import asdict
-from typing import Any
 
 os.environ["FASTVIT_STRICT"] = "1"  # a fallback raises, so that none is ever timed
 
@@ -25,26 +21,22 @@ from pytest_benchmark.fixture import BenchmarkFixture
 
 from benchmarks.harness import conditions, table
 from benchmarks.harness.clock import Clock
-from benchmarks.harness.measure import Measure, Session
+from benchmarks.harness.measure import Measure, Replay, Session
 from benchmarks.harness.measure import measure as measure_one
 from benchmarks.harness.providers import PROVIDERS
-from benchmarks.harness.record import Record, environment
-from benchmarks.harness.schedule import Schedule, turns
+from benchmarks.harness.record import environment
 from benchmarks.harness.sdpa_backend import BY_NAME
-from benchmarks.harness.workloads import INSTALLED, Workload, workloads
+from benchmarks.harness.workloads import INSTALLED, workloads
 from fastvit.cli.options import words_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-END_SECONDS = 5.0  # for measuring the limits again at the end
-MINUTES = {"quick": 5.0, "cpu": 5.0, "long": 30.0, "gpu": 110.0}  # a step of `make gpu` ends at 120
-CASE_SECONDS = {"quick": 0.02, "cpu": 1.0}  # of timed rounds; otherwise 1.5
+CASE_SECONDS = {"quick": 0.02, "cpu": 0.5, "gpu": 1.5}  # of timed rounds
 SESSION = pytest.StashKey[Session]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("fastvit")
     group.addoption("--quick", action="store_true", help="one tiny case of every kind, on one core")
-    group.addoption("--long", action="store_true", help="on a CPU, large cases too")
     group.addoption("--dtype", choices=sorted(DTYPES), help="float32 on a CPU, bfloat16 on a GPU, unless given")
     group.addoption(
         "--providers",
@@ -52,7 +44,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help=f"of {','.join(PROVIDERS)}; default all but the kernels of SDPA by name, on a CPU what is not compiled",
     )
     group.addoption("--bench-seconds", type=float, help="timed seconds for each case and step")
-    group.addoption("--bench-minutes", type=float, help="for all; default 5, with --long 30, on a GPU 110")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -60,16 +51,10 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError("TRITON_INTERPRET=1: Triton's interpreter is for tests; its time means nothing")
     options = config.option
     gpu = torch.cuda.is_available()
-    if options.quick and options.long:
-        raise pytest.UsageError("--quick and --long exclude each other")
-    if gpu and options.long:
-        raise pytest.UsageError("--long is for a CPU; on a GPU the grid has everything")
     device = torch.device("cuda" if gpu else "cpu")
-    grid = ("quick",) if options.quick else ("gpu",) if gpu else ("cpu", "long") if options.long else ("cpu",)
+    grid = "quick" if options.quick else "gpu" if gpu else "cpu"
     if options.quick:
         torch.set_num_threads(1)  # CI runs it next to something else
-    seconds = (options.bench_minutes or MINUTES[grid[-1]]) * 60
-    case_seconds = options.bench_seconds or CASE_SECONDS.get(grid[-1], 1.5)
     default = [name for name in PROVIDERS if name not in BY_NAME] if gpu else ("eager", "sdpa", "fastvit")
     config.stash[SESSION] = Session(
         device=device,
@@ -77,18 +62,13 @@ def pytest_configure(config: pytest.Config) -> None:
         grid=grid,
         providers=tuple(name for name in PROVIDERS if name in (options.providers or default)),
         clock=Clock(device),
-        schedule=Schedule(time.perf_counter() + seconds - END_SECONDS, case_seconds),
+        replay=Replay(),
+        seconds=options.bench_seconds or CASE_SECONDS[grid],
     )
     asked = ("columns", "compare", "histogram", "cprofile")
     if not any(getattr(options, f"benchmark_{name}") for name in asked):
         options.benchmark_quiet = True  # the plugin's table: fastvit alone, in more columns than fit
     options.benchmark_columns = options.benchmark_columns or ["median", "iqr", "min", "rounds"]
-
-
-def pytest_sessionstart(session: pytest.Session) -> None:
-    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
-    if reporter is not None:
-        reporter.showfspath = False  # every case has a line of progress
 
 
 @pytest.hookimpl(wrapper=True)
@@ -102,67 +82,21 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Parametrise a bench module with the workloads of its OPS, in its MODES, or forward only and forward +
     backward."""
     if "workload" in metafunc.fixturenames:
-        chosen = workloads(*metafunc.config.stash[SESSION].grid, ops=metafunc.module.OPS)
+        chosen = workloads(metafunc.config.stash[SESSION].grid, ops=metafunc.module.OPS)
         metafunc.parametrize("workload", chosen, ids=[workload.id for workload in chosen])
         metafunc.parametrize("mode", getattr(metafunc.module, "MODES", tuple(table.MODE)))
 
 
-def _case(item: pytest.Item) -> tuple[Workload, str] | None:
-    """Return the workload and the mode of a benchmark."""
-    parameters: dict[str, Any] = getattr(getattr(item, "callspec", None), "params", {})
-    return (parameters["workload"], parameters["mode"]) if "workload" in parameters else None
-
-
-@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    session = config.stash[SESSION]
-    turn = turns(workloads(*session.grid))
     for item in items:
-        item.add_marker(pytest.mark.benchmark(timer=session.clock))
-    items.sort(key=lambda item: turn[case[0].id] if (case := _case(item)) else (-1, 0))
-
-
-def pytest_collection_finish(session: pytest.Session) -> None:
-    session.config.stash[SESSION].schedule.total = len(session.items)
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Print a line of progress, unless there is no time left for the case."""
-    session, case = item.config.stash[SESSION], _case(item)
-    schedule, write = session.schedule, item.config.get_terminal_writer()
-    if case is None or not schedule.left():
-        return (yield)
-    workload, mode = case
-    schedule.done += 1
-    name = f"{workload.op} {workload}, {table.MODE[mode]}"
-    write.write(f"{schedule.done:>3} of {schedule.total}  {name:<48}", flush=True)
-    begun, before = time.perf_counter(), len(session.records)
-    result = yield
-    minutes, rest = divmod(int(schedule.left()), 60)
-    failed = " failed" * (len(session.records) == before)
-    write.line(f"{time.perf_counter() - begun:6.1f} s {minutes:>4}:{rest:02} left{failed}")
-    return result
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_report_teststatus(report: pytest.TestReport) -> Generator[None, Any, tuple[str, str, str]]:
-    """Print no letters between the lines of progress."""
-    category, *_ = yield
-    return category, "", ""
+        item.add_marker(pytest.mark.benchmark(timer=config.stash[SESSION].replay))
 
 
 @pytest.fixture
 def measure(benchmark: BenchmarkFixture, request: pytest.FixtureRequest) -> Measure:
     session = request.config.stash[SESSION]
 
-    def run(workload: Workload, mode: str) -> Record:
-        if not session.schedule.left():
-            session.schedule.left_out.append(workload.op)
-            pytest.skip("no time left for it")
-        return measure_one(benchmark, session, workload, mode)
-
-    return run
+    return functools.partial(measure_one, benchmark, session)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -190,11 +124,5 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         for title, lines in table.render(session.records, ceilings, shutil.get_terminal_size().columns):
             terminalreporter.section(title, sep="-")
             write("\n".join(lines))
-    schedule = session.schedule
-    if schedule.left_out:
-        terminalreporter.section("NOT ALL", sep="-")
-        counts = ", ".join(f"{op} {count}" for op, count in Counter(schedule.left_out).items())
-        write(f"no time was left for {len(schedule.left_out)} of {schedule.total} benchmarks: {counts}")
-        write("--bench-minutes gives more, -k selects: -k '[block-' is all blocks")
     if not INSTALLED:
         write("accelerate: neither timm, torchvision nor transformers is installed")

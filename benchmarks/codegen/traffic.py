@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-from collections import Counter
 from collections.abc import Iterator
 from unittest import mock
 
@@ -63,56 +62,31 @@ def measure(workload: Workload) -> dict[str, Traffic]:
     return {"forward": ahead, "backward": back}
 
 
-def passes(workload: Workload) -> Iterator[tuple[str, list[list[str]]]]:
-    """Yield title and table of the forward and of the backward pass, with a row per kernel and one for all of them."""
-    parts = f", one of {workload.parts} parts of the GPU and of the rows" if workload.parts > 1 else ""
+def rows(workload: Workload) -> Iterator[tuple[str, ...]]:
+    """Yield a row for each kernel of the forward and of the backward pass, and one for all of them."""
+    part = f", 1 of {workload.parts} parts" if workload.parts > 1 else ""
     for step, traffic in measure(workload).items():
-        rows = []
+        name = f"{workload.op}, {step}: {workload}{part}"
         for kernel in dict.fromkeys(launch.kernel for launch in traffic.launches):
             launches = [launch for launch in traffic.launches if launch.kernel == kernel]
-            rows.append(_row(kernel, _repeated(launches), launches, sum(launch.least for launch in launches)))
-        rows.append(_row("all of it", "", traffic.launches, traffic.least))
-        yield f"{workload.op}, {step}: {workload}{parts}", rows
+            yield name, *_row(kernel, launches, sum(launch.least for launch in launches))
+            name = ""
+        yield "", *_row("all of it", traffic.launches, traffic.least)
 
 
-def _row(kernel: str, repeated: str, launches: list[CountedLaunch], least: int) -> list[str]:
+def _row(kernel: str, launches: list[CountedLaunch], least: int) -> tuple[str, ...]:
     moved = sum(launch.loaded + launch.stored for launch in launches)
     tiled = sum(launch.least_tiled for launch in launches)
-    kilobytes = (f"{n / 1024:,.0f}" for n in (moved, least, tiled))
-    return [kernel, repeated, *kilobytes, f"{moved / least:.3f}", f"{moved / tiled:.3f}"]
-
-
-def _repeated(launches: list[CountedLaunch]) -> str:
-    """Name the arguments of a kernel that are loaded more than once, and how often, the largest excess first."""
-    loaded: Counter[str] = Counter()
-    once: Counter[str] = Counter()
-    for argument in (argument for launch in launches for argument in launch.arguments.values()):
-        loaded[argument.name.removesuffix("_ptr")] += argument.loaded
-        once[argument.name.removesuffix("_ptr")] += argument.loaded_once
-    least = sum(launch.least for launch in launches)
-    large = [name for name, excess in (loaded - once).most_common() if excess > 0.01 * least]
-    return ", ".join(f"{name} x{loaded[name] / once[name]:.3g}" for name in large)
-
-
-LEGEND = """\
-KB moved: loaded and stored by unmasked lanes. KB least: every element loaded once and every result stored once. KB
-tiled: loaded once by every program that needs it. Loaded again: arguments, and how often an element is loaded; those
-whose further loads are at most 1 % of the least are left out."""
-_COLUMNS = ("kernel", "loaded again", "moved\nKB", "least\nKB", "tiled\nKB", "moved\n/ least", "moved\n/ tiled")
-
-
-def table(title: str, rows: list[list[str]]) -> str:
-    return "\n".join(["", title, *make(_COLUMNS, rows, left=2, wrap=1)])
+    return kernel, f"{moved / 1024:,.0f}", f"{moved / least:.3f}", f"{moved / tiled:.3f}"
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--op", action="append", default=[], help="only the workloads of this op")
     chosen = parser.parse_args(arguments)
-    print(LEGEND)
     for workload in workloads("traffic", ops=tuple(chosen.op)):
-        for title, rows in passes(workload):
-            print(table(title, rows), flush=True)
+        columns = ("", "kernel", "moved\nKB", "moved\n/ least", "moved\n/ tiled")
+        print("", *make(columns, rows(workload), left=2), sep="\n", flush=True)
 
 
 if __name__ == "__main__":

@@ -43,11 +43,6 @@ class Argument:
     stored_once: int = 0
 
     @property
-    def reloads(self) -> float:
-        """Mean number of times that a program loads an element that it needs."""
-        return self.loaded / self.loaded_per_program if self.loaded else 0.0
-
-    @property
     def readers(self) -> float:
         """Mean number of programs that load an element."""
         return self.loaded_per_program / self.loaded_once if self.loaded else 0.0

@@ -17,8 +17,9 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -35,17 +36,29 @@ Made = tuple[nn.Module, dict[str, Tensor]]
 Sites = dict[str, dict[str, dict[str, int]]]
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """A model to check. make: functions that return the model and its inputs; the first that runs is used."""
+class Candidate(NamedTuple):
+    """A model to check."""
 
     library: str
     name: str
-    family: str
-    make: tuple[Callable[[], Made], ...]
+    family: str = ""
 
     def __str__(self) -> str:
         return f"{self.library}/{self.name}"
+
+    def makers(self) -> list[Callable[[], Made]]:
+        """Return functions that make the model and its inputs; the first that runs is used."""
+        if self.library == "transformers":
+            kind = getattr(load(self.library), self.name, None) or dict(small_transformers.classes())[self.name]
+            return [partial(_of_transformers, kind, narrow) for narrow in (True, False)]
+        if self.library == "timm":
+            return [lambda: (small_timm.build(self.family, self.name), small_timm.inputs(self.name))]
+        return [lambda: (small_timm.build_torchvision(self.name), small_timm.torchvision_inputs(self.name))]
+
+
+def _of_transformers(kind: Any, narrow: bool) -> Made:
+    model = small_transformers.build(kind, narrow=narrow)
+    return model, small_transformers.inputs(model)
 
 
 @dataclass
@@ -78,44 +91,18 @@ class Row:
 
 def candidates(library: str) -> Iterator[Candidate]:
     if library == "transformers":
-        for name, kind in small_transformers.classes():
-            yield Candidate(library, name, kind.__module__.split(".")[2], _transformers(kind))
+        models = [(kind.__module__.split(".")[2], name) for name, kind in small_transformers.classes()]
     elif library == "timm":
-        yield from (Candidate(library, name, family, _timm(family, name)) for family, name in small_timm.names())
+        models = list(small_timm.names())
     else:
-        yield from (candidate(library, name) for name in small_timm.torchvision_names())
-
-
-def candidate(library: str, name: str) -> Candidate:
-    """Return one candidate, if possible without importing all others."""
-    if library == "transformers":
-        kind = getattr(load(library), name, None) or dict(small_transformers.classes())[name]
-        return Candidate(library, name, "", _transformers(kind))
-    if library == "timm":
-        return Candidate(library, name, "", _timm("", name))
-    return Candidate(library, name, name.partition("_")[0], _torchvision(name))
-
-
-def _transformers(kind: Any) -> tuple[Callable[[], Made], ...]:
-    def make(narrow: bool) -> Made:
-        model = small_transformers.build(kind, narrow=narrow)
-        return model, small_transformers.inputs(model)
-
-    return (lambda: make(True)), (lambda: make(False))
-
-
-def _timm(family: str, name: str) -> tuple[Callable[[], Made], ...]:
-    return (lambda: (small_timm.build(family, name), small_timm.inputs(name)),)
-
-
-def _torchvision(name: str) -> tuple[Callable[[], Made], ...]:
-    return (lambda: (small_timm.build_torchvision(name), small_timm.torchvision_inputs(name)),)
+        models = [(name.partition("_")[0], name) for name in small_timm.torchvision_names()]
+    return (Candidate(library, name, family) for family, name in models)
 
 
 def made(candidate: Candidate) -> Made:
     """Return a model with random weights, and its inputs, after one run."""
     errors: list[Exception] = []
-    for make in candidate.make:
+    for make in candidate.makers():
         try:
             torch.manual_seed(0)
             model, inputs = make()
@@ -125,11 +112,6 @@ def made(candidate: Candidate) -> Made:
         except Exception as error:
             errors.append(error)
     raise errors[0]
-
-
-def compiled(model: nn.Module, report: Callable[[Any], None]) -> Callable[..., Any]:
-    """Compile by `fastvit.compile`; PyTorch runs the rest op by op."""
-    return fastvit.compile(model, inner="aot_eager", report=report)
 
 
 def sites(reports: list[Any]) -> Sites:
@@ -159,7 +141,7 @@ def _check(subject: Model, row: Row) -> None:
 
     def compile(model: nn.Module) -> Callable[..., Any]:
         reports.append([])
-        return compiled(model, reports[-1].append)
+        return fastvit.compile(model, inner="aot_eager", report=reports[-1].append)
 
     torch._dynamo.utils.counters.clear()
     try:
@@ -189,14 +171,13 @@ def _short(error: Exception) -> str:
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("path", type=Path, help="result file, new or to continue")
-    parser.add_argument("--library", choices=LIBRARIES, help="default: all")
     parser.add_argument("--only", help="only models with this in their name, even if they have results")
     chosen = parser.parse_args(arguments)
     warnings.filterwarnings("ignore")
     logging.getLogger("torch._dynamo").setLevel(logging.CRITICAL)  # it logs every graph break
     rows: dict[str, Any] = json.loads(chosen.path.read_text())["rows"] if chosen.path.exists() else {}
     same: dict[str, str] = {row["fingerprint"]: name for name, row in rows.items() if row.get("fingerprint")}
-    for library in [chosen.library] if chosen.library else LIBRARIES:
+    for library in LIBRARIES:
         if library == "transformers":
             load("transformers").logging.set_verbosity_error()
         for candidate in candidates(library):
@@ -207,14 +188,14 @@ def main(arguments: list[str] | None = None) -> None:
             if library != "timm" or not _same(candidate, name, rows, same):
                 save(chosen.path, rows)
                 rows[name] |= asdict(run(candidate))
-                print(line(rows[name]), flush=True)
+                print(f"{name}: {rows[name]['status']} {rows[name]['detail']}", flush=True)
             save(chosen.path, rows)
 
 
 def _same(candidate: Candidate, name: str, rows: dict[str, Any], same: dict[str, str]) -> bool:
     """Return whether an equal small model has been run, and copy its row."""
     try:
-        key = small_timm.fingerprint(candidate.make[0]()[0])
+        key = small_timm.fingerprint(candidate.makers()[0]()[0])
     except Exception:
         return False  # run() says why
     if same.setdefault(key, name) == name:
@@ -224,16 +205,6 @@ def _same(candidate: Candidate, name: str, rows: dict[str, Any], same: dict[str,
     rows[name]["same_as"] = rows[same[key]]["name"]
     print(f"{name}: as {rows[name]['same_as']}", flush=True)
     return True
-
-
-def line(row: Mapping[str, Any]) -> str:
-    counts = ", ".join(
-        f"{kind} {sum(found['fused'].values())}/{sum(sum(part.values()) for part in found.values())}"
-        for kind, found in row["sites"].items()
-    )
-    tail = f": {row['detail']}" if row["detail"] else f" {row['share']:.2f}"
-    numbers = f"{row['graphs']} graphs, {row['breaks']} breaks, {row['seconds']:.1f} s"
-    return f"{row['library']}/{row['name']}: {'; '.join(filter(None, (counts, numbers)))}, {row['status']}{tail}"
 
 
 def save(path: Path, rows: Mapping[str, Any]) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,68 +14,8 @@ Inputs = dict[str, Tensor]
 Normal = Callable[..., Tensor]
 GRID = torch.tensor([[1, 4, 4], [1, 4, 4]])  # two images of 4 x 4 patches
 
-_EOMT = {"num_blocks": 1}
-_SEGGPT = {
-    "merge_index": 0, "num_hidden_layers": 5, "intermediate_hidden_state_indices": [1, 2, 3, 4],
-    "image_size": [64, 32], "pretrain_image_size": 32, "decoder_hidden_size": 24,
-}  # fmt: skip
-_LOFTR = {"hidden_size": 64}
-_LW_DETR = {"projector_scale_factors": [1.0]}
-_SEGMENTATION = {"d_model": 128, "encoder_attention_heads": 8, "decoder_attention_heads": 8}
-_HEAD = {
-    "upsample_out_channels": [32],
-    "conv_out_channels": [32],
-    "use_pixel_shuffle": False,
-    "scale_conv_out_channels": [16],
-    "scale_final_hidden_sizes": [16, 16],
-}
-_SAM = {
-    "vision_config": {
-        "hidden_size": 96, "output_channels": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 64,
-        "window_size": 2, "global_attn_indexes": [1], "num_pos_feats": 48, "mlp_dim": 128,
-    },
-    "prompt_encoder_config": {"image_size": 64, "patch_size": 16, "hidden_size": 96},
-}  # fmt: skip
-_DEPTH_PRO = {"patch_size": 56}  # of the windows that its encoder sees, four patches a side
-_SAPIENS2 = ("SemanticSegmentation", "PoseEstimation", "NormalEstimation", "PointmapEstimation", "ImageMatting")
-OPTIONS: dict[str, dict[str, Any]] = {
-    "BeitForSemanticSegmentation": {"num_hidden_layers": 4, "out_indices": [1, 2, 3, 4], "use_mask_token": False},
-    "DetrForSegmentation": _SEGMENTATION,
-    "ConditionalDetrForSegmentation": _SEGMENTATION,
-    "CvtModel": {"depth": [1, 2, 3]},
-    "CvtForImageClassification": {"depth": [1, 2, 3]},
-    "EomtForUniversalSegmentation": _EOMT,
-    "EomtDinov3ForUniversalSegmentation": _EOMT,
-    "Llama4VisionModel": {
-        "intermediate_size": 384,
-        "projector_input_dim": 96,
-        "projector_output_dim": 96,
-        "vision_output_dim": 96,
-    },
-    "SegGptModel": _SEGGPT,
-    "SegGptForImageSegmentation": _SEGGPT,
-    "EfficientLoFTRModel": _LOFTR,
-    "EfficientLoFTRForKeypointMatching": _LOFTR,
-    **{f"Sapiens2For{task}": {"head_config": _HEAD} for task in _SAPIENS2},
-    "LwDetrModel": _LW_DETR,
-    "LwDetrForObjectDetection": _LW_DETR,
-    "VitMatteForImageMatting": {"convstream_hidden_sizes": [48, 96, 192], "fusion_hidden_sizes": [256, 128, 64, 32]},
-    "HieraForPreTraining": {"decoder_hidden_size": 64, "decoder_depth": 1, "decoder_num_heads": 4},
-    "Kosmos2_5VisionModel": {"patch_embed_hidden_size": 768, "max_num_patches": 16},
-    "SamModel": _SAM,
-    "SamHQModel": _SAM,
-    "DepthProModel": _DEPTH_PRO,
-    "DepthProForDepthEstimation": _DEPTH_PRO,
-    "PPDocLayoutV2ForObjectDetection": {"class_thresholds": [0.5] * 5, "class_order": [4, 3, 2, 1, 0]},
-    "PeVideoEncoder": {
-        "vision_config": {
-            "architecture": "vit_pe_core_tiny_patch16_384",
-            "global_pool": "map",
-            "num_classes": 96,
-            "model_args": {"img_size": 64, "depth": 2, "embed_dim": 96, "num_heads": 4},
-        }
-    },
-}
+_EXCEPTIONS = tomllib.loads(Path(__file__).with_name("small_options.toml").read_text())["exception"]
+OPTIONS: dict[str, dict[str, Any]] = {name: row["options"] for row in _EXCEPTIONS for name in row["classes"]}
 
 
 def _video(config: Any, normal: Normal) -> Inputs:

@@ -18,11 +18,10 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from extra import guarded
 from torch import Tensor
 
 import fastvit
-from fastvit.cli import options
+from fastvit.cli import options, terminal
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's
 PHOTOGRAPHS = ("astronaut", "chelsea", "coffee", "rocket")
@@ -107,4 +106,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(guarded(main))
+    sys.exit(terminal.guarded(main))

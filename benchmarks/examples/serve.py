@@ -8,18 +8,16 @@ the accelerated model runs PyTorch's own fused functions: fastvit's kernels are 
 
 import argparse
 import copy
-import difflib
 import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from extra import guarded
 from torch import Tensor
 
 import fastvit
-from fastvit.cli import options
+from fastvit.cli import options, terminal
 
 WARM_UP = 5
 
@@ -46,8 +44,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=options.count, default=100)
     args = parser.parse_args()
     if not timm.is_model(args.model):
-        near = difflib.get_close_matches(args.model, timm.list_models())
-        raise ValueError(f"--model must be a model of timm, got {args.model}; nearest: {', '.join(near) or 'none'}")
+        raise ValueError(f"--model must be a model of timm, got {args.model}")
     gpu = torch.cuda.is_available()
     device, dtype = ("cuda", torch.bfloat16) if gpu else ("cpu", torch.float32)
 
@@ -70,4 +67,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(guarded(main))
+    sys.exit(terminal.guarded(main))

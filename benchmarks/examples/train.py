@@ -30,25 +30,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from extra import guarded
-
 from fastvit.cli import options, terminal
 
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silence the profiler that reads the CPU's allocator
-
-_EXAMPLES = """examples:
-  train.py run --data cifar10 --model vit_cifar_small --epochs 200 --amp \\
-      --out runs/cifar
-  train.py resume runs/cifar                 # goes on where a run has stopped
-  train.py run --dropout 0 --out runs/fused
-  train.py run --dropout 0 --plain --out runs/plain   # same losses, in PyTorch
-  train.py run --model vit_small_patch14_dinov2 --image-size 56 --mixup 0 \\
-      --weights facebook/dinov2-small --cutmix 0 --layer-decay 0.75 --lr 3e-4 \\
-      --out runs/tuned                           # fine-tuning
-  train.py run --teacher runs/resnet --distill hard --out runs/taught
-  torchrun --nproc-per-node 8 benchmarks/examples/train.py run \\
-      --parallel fsdp --compile --amp --out runs/eight
-"""
+_EXAMPLES = "benchmarks/examples/README.md has commands for CIFAR, fine-tuning, distillation and several GPUs."
 
 
 def _run_options(parser: argparse.ArgumentParser) -> None:
@@ -67,10 +51,10 @@ def _run_options(parser: argparse.ArgumentParser) -> None:
     add("--epochs", type=options.count, default=100, help="passes through the training images")
     add("--steps", type=options.count, help="end after so many steps instead of --epochs")
     add("--batch", type=options.count, default=128, help="images of a step, over all processes")
-    add("--lr", type=_rate, default=1e-3, help="highest learning rate")
+    add("--lr", type=_amount, default=1e-3, help="highest learning rate")
     add("--warm-up", type=_amount, default=5.0, metavar="EPOCHS", help="epochs of linear warm-up")
     add("--weight-decay", type=_amount, default=0.05, help="not of biases, norms, positions and tokens")
-    add("--layer-decay", type=_rate, help="each layer learns more slowly than the next one by this factor")
+    add("--layer-decay", type=_amount, help="each layer learns more slowly than the next one by this factor")
     add("--clip", type=_amount, default=1.0, help="largest norm of the gradient; 0: not clipped")
     add("--rand-augment", type=int, choices=range(10), help="its magnitude; 0: none; default: 9, 5 under 16 px")
     add("--mixup", type=_amount, default=0.8, help="alpha of MixUp; 0: none")
@@ -80,7 +64,7 @@ def _run_options(parser: argparse.ArgumentParser) -> None:
     add("--drop-path", type=_share, help="stochastic depth; default: 0.1")
     add("--teacher", metavar="RUN", help="distil the model of this run, from the same images")
     add("--distill", choices=("hard", "soft"), default="hard", help="learn its choice, or its probabilities")
-    add("--temperature", type=_rate, default=1.0, help="of soft distillation")
+    add("--temperature", type=_amount, default=1.0, help="of soft distillation")
 
     group = parser.add_argument_group("machine")
     add = group.add_argument
@@ -223,26 +207,15 @@ def _workers() -> int:
     return min((os.cpu_count() or 1) // (2 * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))), 8)
 
 
-def _amount(text: str) -> float:
-    return _within(text, lambda value: 0.0 <= value < float("inf"), "a number from 0 on")
-
-
-def _rate(text: str) -> float:
-    return _within(text, lambda value: 0.0 < value < float("inf"), "a positive number")
+def _amount(text: str, limit: float = float("inf")) -> float:
+    value = float(text)
+    if not 0.0 <= value < limit:
+        raise argparse.ArgumentTypeError(f"must be in [0, {limit:g}), got {text!r}")
+    return value
 
 
 def _share(text: str) -> float:
-    return _within(text, lambda value: 0.0 <= value < 1.0, "in [0, 1)")
-
-
-def _within(text: str, allowed: Any, words: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = float("nan")
-    if not allowed(value):
-        raise argparse.ArgumentTypeError(f"must be {words}, got {text!r}")
-    return value
+    return _amount(text, 1.0)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -262,4 +235,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(guarded(main))
+    sys.exit(terminal.guarded(main))

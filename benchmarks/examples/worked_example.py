@@ -108,15 +108,16 @@ def report(got: dict[str, Tensor]) -> str:
     lines: list[str] = []
     expected, worst = tensors("expected", dtype=torch.float64), differences(got)
     for number, (name, (title, rows)) in enumerate(STEPS.items(), 1):
-        computed, right = (t.reshape(len(rows), -1).tolist() for t in (got[name], expected[name]))
-        width = 9 * len(computed[0])
-        lines += [f"{number}. {title}", f"{'':4}{'computed':>{max(width, 9)}}   {'expected':>{max(width, 9)}}"]
-        for row, ours, theirs in zip(rows, computed, right, strict=True):
-            ours, theirs = ("".join(f"{value:9.4f}" for value in values) for values in (ours, theirs))
-            lines.append(f"{row:4}{ours}   {theirs}")
+        both = [t.reshape(len(rows), -1).tolist() for t in (got[name], expected[name])]
+        lines.append(f"{number}. {title}: computed, expected")
+        for row, *halves in zip(rows, *both, strict=True):
+            lines.append(f"{row:4}" + "   ".join("".join(f"{value:9.4f}" for value in half) for half in halves))
         lines += [f"largest difference {worst[name]:.1e}", ""]
-    wrong = [STEPS[name][0] for name, difference in worst.items() if not difference <= TOLERANCE]
-    return "\n".join([*lines, f"off by more than {TOLERANCE:g}: {', '.join(wrong) or 'nothing'}"])
+    return "\n".join([*lines, f"off by more than {TOLERANCE:g}: {', '.join(_wrong(worst)) or 'nothing'}"])
+
+
+def _wrong(worst: dict[str, float]) -> list[str]:
+    return [STEPS[name][0] for name, difference in worst.items() if not difference <= TOLERANCE]
 
 
 def main() -> int:
@@ -124,7 +125,7 @@ def main() -> int:
     got = compute(tensors("inputs", dtype=torch.float64))
     got["normalised_residual"] = normalised(got["tokens"], got["mlp"])
     print(report(got))
-    return int(any(not difference <= TOLERANCE for difference in differences(got).values()))
+    return int(bool(_wrong(differences(got))))
 
 
 if __name__ == "__main__":

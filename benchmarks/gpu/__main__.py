@@ -17,8 +17,10 @@ status: 0 if all is done and right, 1 if not, 2 if the run could not begin.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import itertools
 import math
+import signal
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -26,12 +28,15 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.gpu import commands, needs, summary, verdict
+from benchmarks.gpu import commands, summary, verdict
 from benchmarks.gpu.journal import DONE, REHEARSAL, Journal, results_folder
 from benchmarks.gpu.runner import Runner
 from benchmarks.harness.provenance import commit, write_text
 from fastvit._output import not_writable, write_file
 from fastvit.kernels import _tuned
+from fastvit.study.machine import why_no_gpu
+
+_PACKAGES = {"triton": "triton", "pytest": "pytest", "pytest_benchmark": "pytest-benchmark"}  # module -> its package
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -43,7 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--rehearse", action="store_true", help="every kind of command in miniature, on a CPU")
     parser.add_argument("--out", type=Path, help="results folder; default benchmarks/results/<gpu>")
     chosen = parser.parse_args(arguments)
-    if not chosen.list and (reason := needs.complaint(rehearse=chosen.rehearse)):
+    if not chosen.list and (reason := complaint(rehearse=chosen.rehearse)):
         print(reason, file=sys.stderr)
         return 2
     gpu = torch.cuda.is_available() and not chosen.rehearse
@@ -75,6 +80,18 @@ def main(arguments: list[str] | None = None) -> int:
         return 130
 
 
+def complaint(*, rehearse: bool) -> str:
+    """Return why the run cannot begin, or ""."""
+    if not rehearse and (reason := why_no_gpu()):
+        return (
+            f"make gpu needs a GPU: {reason}, in {sys.executable}.\n"
+            "fastvit doctor says more; --rehearse runs every command in miniature without one."
+        )
+    missing = [package for module, package in _PACKAGES.items() if importlib.util.find_spec(module) is None]
+    words = " ".join(missing)
+    return f"make gpu: missing {words}: {sys.executable} -m pip install {words}" if missing else ""
+
+
 def run(journal: Journal, every: Sequence[commands.Command], seconds: float) -> int:
     """Run the commands, kind by kind, for at most so many seconds. Return the exit status."""
     runner = Runner(journal, seconds)
@@ -104,4 +121,5 @@ def keep_tuned(journal: Journal) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the commands, too
     sys.exit(main())

@@ -41,13 +41,9 @@ def runs(rehearse: bool) -> list[tuple[str, str]]:
 
 def results(model: str, provider: str, rehearse: bool) -> dict[str, dict[str, str]]:
     """Return by name the results that a process of `runs` has to find, in the order in which it compiles them."""
+    workload, about = _workload(model, rehearse), {"model": model, "provider": provider}
     return {
-        f"model {_workload(model, rehearse)} {provider}, {style}, {title}": {
-            "model": model,
-            "provider": provider,
-            "style": style,
-            "mode": mode,
-        }
+        f"model {workload} {provider}, {style}, {title}": about | {"style": style, "mode": mode}
         for style in (_STYLES[-1:] if rehearse else _STYLES)
         for mode, title in MODES.items()
     }

@@ -1,6 +1,6 @@
 """Compile kernels that are about to be launched, in many processes, into Triton's cache.
 
-    python -m benchmarks.gpu.precompile --out FOLDER              # of the rows, then of the checks
+    python -m benchmarks.gpu.precompile --out FOLDER              # of the rows and of memcheck, then of the checks
     python -m benchmarks.gpu.precompile --out FOLDER --tune       # of every choice that tuning tries
 
 The launches are recorded on meta tensors (fastvit/warmup.py), so that this process needs no GPU and can be forked.
@@ -55,14 +55,12 @@ def record_checks(machine: Machine) -> list[Launch]:
             for case in cases.cases():
                 tensors = case.tensors(DTYPES[dtype], torch.device("meta"))
                 with contextlib.suppress(KernelUnsupported):
-                    _train(case.fused(**tensors), [t for t in tensors.values() if t.requires_grad])
+                    outputs = case.fused(**tensors)
+                    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+                    through = [out for out in outputs if out.requires_grad]
+                    leaves = [t for t in tensors.values() if t.requires_grad]
+                    torch.autograd.grad(through, leaves, [torch.empty_like(out) for out in through])
     return list(recorder.launches.values())
-
-
-def _train(outputs: Any, leaves: list[torch.Tensor]) -> None:
-    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    through = [out for out in outputs if out.requires_grad]
-    torch.autograd.grad(through, leaves, [torch.empty_like(out) for out in through])
 
 
 def record_candidates(machine: Machine) -> list[Launch]:
@@ -106,7 +104,8 @@ def main(arguments: list[str] | None = None) -> int:
         launches = record_candidates(_machine())
     else:
         machine = _machine()
-        launches = record_rows(workloads("headline"), machine) + record_checks(machine)
+        rows = [*workloads("headline"), *workloads("sanitize", ops=("attention",))]
+        launches = record_rows(rows, machine) + record_checks(machine)
     print(f"> {len(launches)} kernels recorded in {time.perf_counter() - start:.1f} s", flush=True)
     failed = []
     for launch, reason in compile_all(launches, min(15, max(2, (os.cpu_count() or 2) - 1))):

@@ -3,7 +3,6 @@
     pytest benchmarks --benchmark-only -p benchmarks.gpu.rows --journal FOLDER -k "[block-"
 
 On a GPU the cases are the workloads for "headline". A case that has ended its process is begun again, after all others.
-Exit status: 75 if time was up before all cases were measured.
 """
 
 from __future__ import annotations
@@ -18,12 +17,11 @@ import torch
 
 from benchmarks.gpu import process
 from benchmarks.gpu.journal import BEGUN, DONE, Journal, words
-from benchmarks.gpu.runner import CUT
 from benchmarks.gpu.summary import row_name
 from benchmarks.harness.workloads import Workload
 
 _JOURNAL = pytest.StashKey[Journal]()
-_WANTED = pytest.StashKey[list[str]]()  # names of the selected rows
+_DONE = pytest.StashKey[int]()  # how many of the selected rows are done
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -36,7 +34,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
     session, rehearse = config.stash[SESSION], config.option.quick
     if session.device.type == "cuda" and not rehearse:
-        session.grid = ("headline",)
+        session.grid = "headline"
     device = torch.device("cpu") if rehearse else session.device
     config.stash[_JOURNAL] = process.journal(config.option.journal, device)
 
@@ -47,8 +45,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     result = yield
     journal = config.stash[_JOURNAL]
     status = {r["name"]: r["status"] for r in journal.records() if r["kind"] == "row"}
-    config.stash[_WANTED] = [_name(item) for item in items]
     done = [item for item in items if status.get(_name(item)) in DONE]
+    config.stash[_DONE] = len(done)
     config.hook.pytest_deselected(items=done)
     left = [item for item in items if item not in done]
     items[:] = sorted(left, key=lambda item: status.get(_name(item)) == BEGUN)
@@ -72,9 +70,6 @@ def pytest_runtest_call(item: Any) -> Generator[None, object, object]:
     journal.add("row", name, BEGUN, **about)
     try:
         result = yield
-    except pytest.skip.Exception as reason:
-        journal.add("row", name, "cut", reason=str(reason), **about)
-        raise
     except Exception as error:
         wrong = isinstance(error, AssertionError)  # fastvit's results, before anything was timed
         journal.add("row", name, "failed", reason=words(error), wrong=wrong, **about)
@@ -103,9 +98,5 @@ def figures(provider: dict[str, Any]) -> dict[str, Any]:
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    journal, wanted = session.config.stash[_JOURNAL], session.config.stash.get(_WANTED, [])
-    complete = all(journal.done("row", name) for name in wanted)
-    if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and wanted and complete:  # they were done before
+    if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and session.config.stash.get(_DONE, 0):
         session.exitstatus = pytest.ExitCode.OK
-    elif exitstatus == pytest.ExitCode.OK and not complete:
-        session.exitstatus = CUT

@@ -5,8 +5,10 @@ All output goes into log.txt, each line after the name of its command; lines tha
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -24,7 +26,6 @@ if TYPE_CHECKING:
     from benchmarks.gpu.commands import Command
 
 SKIPPED = 77  # exit status of a command whose tool the machine does not have
-CUT = 75  # exit status of a command that had no time to finish
 _OURS = ("TRITON_INTERPRET", "PYTEST_XDIST")  # variables of a test process that commands must not inherit
 _HOME = os.environ.get("TRITON_HOME", os.path.expanduser("~"))
 VARIABLES = {
@@ -76,7 +77,7 @@ class Runner:
         with self._lock:
             self._ended |= self._running.keys()
             for process in self._running.values():
-                _release(process)
+                _kill(process)
 
     def _run(self, command: Command) -> str:
         if (before := self.journal.status(command.name)) in DONE and not command.prepares:
@@ -86,45 +87,41 @@ class Runner:
         if limit < 1:
             self._record(command, "cut", time.time(), ["no time was left"])
             return "cut"
-        start, last, timed_out = time.time(), deque[str](maxlen=3), threading.Event()
+        start, last, timed_out = time.time(), deque[str](maxlen=3), False
         environment = {name: value for name, value in os.environ.items() if not name.startswith(_OURS)} | VARIABLES
         if command.kind != "tests":
             environment |= STRICT
         process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.gpu.process_group", *command.words], cwd=ROOT, env=environment,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
+            [sys.executable, *command.words], cwd=ROOT, env=environment, stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True,
         )  # fmt: skip
         with self._lock:
             self._running[command.name] = process
-
-        def end() -> None:
-            timed_out.set()
-            _release(process)
-
-        timer = threading.Timer(limit, end)
-        timer.start()
+        reader = threading.Thread(target=self._read, args=(command, process, last))
+        reader.start()
         try:
-            assert process.stdout is not None
-            for line in process.stdout:
-                self._read(command, line.rstrip(), last)
-            code = process.wait()
+            process.wait(limit)
+        except subprocess.TimeoutExpired:
+            timed_out = True
         finally:
-            timer.cancel()
-            _release(process)
+            _kill(process)  # and what it has started and not ended
+            reader.join()
+            code = process.wait()
             with self._lock:
                 del self._running[command.name]
-        status = {0: "passed", SKIPPED: "skipped", CUT: "cut"}.get(code, "failed")
-        status = "timed out" if timed_out.is_set() else "cut" if command.name in self._ended else status
+        status = {0: "passed", SKIPPED: "skipped"}.get(code, "failed")
+        status = "timed out" if timed_out else "cut" if command.name in self._ended else status
         self._record(command, status, start, [*last, *[f"exit status {code}"] * (status == "failed")])
         return status
 
-    def _read(self, command: Command, line: str, last: deque[str]) -> None:
-        with self._lock:
-            print(f"[{command.name}] {line}", file=self._log, flush=True)
-        if line.startswith("> "):
-            self.say(f"{command.name}: {line[2:]}")
-        elif line:
-            last.append(_without_folders(line))
+    def _read(self, command: Command, process: subprocess.Popen[str], last: deque[str]) -> None:
+        for line in map(str.rstrip, process.stdout or ()):
+            with self._lock:
+                print(f"[{command.name}] {line}", file=self._log, flush=True)
+            if line.startswith("> "):
+                self.say(f"{command.name}: {line[2:]}")
+            elif line:
+                last.append(_without_folders(line))
 
     def _record(self, command: Command, status: str, start: float, last: list[str]) -> None:
         """Record how a command ended. start: seconds since 1970."""
@@ -141,7 +138,7 @@ def _without_folders(line: str) -> str:
     return line
 
 
-def _release(process: subprocess.Popen[str]) -> None:
-    """Close the input of process_group.py, which then ends the command with all that it has started."""
-    assert process.stdin is not None
-    process.stdin.close()
+def _kill(process: subprocess.Popen[str]) -> None:
+    """End a command with all that it has started, its session."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)

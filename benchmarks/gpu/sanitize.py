@@ -87,28 +87,21 @@ def main(arguments: list[str] | None = None) -> int:
     ]  # fmt: skip
     # every tensor gets an allocation of its own, so that memcheck sees its end
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    status, last = _follow(command, environment)
+    last = ""  # line in which the tool reports an error
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        for line in process.stdout or ():
+            print(line, end="", flush=True)
+            if line.startswith("=") and "error" in line.lower():
+                last = line.strip("= \n")
+    status = process.returncode
     if status not in (0, FINDINGS) and any(word in last.lower() for word in _REFUSALS):
         print(f"SKIPPED: {tool} refuses this device: {last}")
         return SKIPPED
     verdict = {0: "no findings", FINDINGS: "FINDINGS"}.get(status, f"FAILED with exit status {status}")
     print(f"{chosen.tool}, {', '.join(names)}: {verdict}")
     return int(status != 0)
-
-
-def _follow(command: list[str], environment: dict[str, str]) -> tuple[int, str]:
-    """Run the command and print its output. Returns its exit status and the last line in which the tool reports an
-    error."""
-    last = ""
-    with subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            print(line, end="", flush=True)
-            if line.startswith("=") and "error" in line.lower():
-                last = line.strip("= \n")
-    return process.returncode, last
 
 
 if __name__ == "__main__":

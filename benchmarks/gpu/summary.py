@@ -88,16 +88,16 @@ def _ceilings(records: list[Record]) -> list[str]:
 
 def _steps(records: list[Record]) -> list[str]:
     rows = [
-        [r["name"], r["status"], str(r.get("seconds", "")), _last(r).replace("|", "/")]
+        [
+            r["name"],
+            r["status"],
+            str(r.get("seconds", "")),
+            "" if r["status"] == "passed" else reason(r)[:200].replace("|", "/"),
+        ]
         for r in records
         if r["kind"] in ("step", "environment") and r["name"] not in ("machine", "ceilings")
     ]
     return _table(("step", "what became of it", "s", "last words, unless it passed"), rows)
-
-
-def _last(r: Record) -> str:
-    """Say why a step did not pass, or ""."""
-    return "" if r["status"] == "passed" else reason(r)[:200]
 
 
 def _correct(records: list[Record]) -> list[str]:
@@ -133,8 +133,10 @@ def _rows(records: list[Record], rates: Rates) -> list[str]:
         by_provider = r.get("providers", {})
         name = r["name"] if r["status"] == "passed" else f"{r['name']} (**{reason(r)[:160].replace('|', '/')}**)"
         reached = rates.cells(r["name"], by_provider.get("fastvit", {}).get("graph"))
-        alone.append([name, *_times(by_provider, "graph"), *reached, _over(r, "graph")])
-        called.append([name, *_times(by_provider, "called"), _over(r, "called")])
+        alone.append(
+            [name, *(_us(by_provider, provider, "graph") for provider in PROVIDERS), *reached, _over(r, "graph")]
+        )
+        called.append([name, *(_us(by_provider, provider, "called") for provider in PROVIDERS), _over(r, "called")])
         notes += [
             f"- {r['name']}, {provider}: {words}"
             for provider, result in by_provider.items()
@@ -148,10 +150,6 @@ def _rows(records: list[Record], rates: Rates) -> list[str]:
         *_LEGEND * bool(alone),
         *notes,
     ]
-
-
-def _times(providers: Record, which: str) -> list[str]:
-    return [_us(providers, name, which) for name in PROVIDERS]
 
 
 def _over(r: Record, which: str) -> str:

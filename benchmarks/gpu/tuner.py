@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.candidates import FIXED, Choice, candidates
-from benchmarks.harness.clock import HOST_BOUND, Clock, Quantiles
+from benchmarks.harness.clock import HOST_BOUND, Quantiles
 from fastvit._output import write_file
 from fastvit.kernels import _tuned
 from fastvit.ops.runtime import backend as backends
@@ -36,7 +36,7 @@ Run = Callable[[], tuple[Tensor, ...]]
 Key = tuple[int, ...]
 Entries = dict[tuple[str, Key], Choice]
 Samples = dict[Choice | None, list[float]]  # seconds; None: as shipped
-Timer = Callable[[Callable[[], object]], float]
+Timer = Callable[[Callable[[], object]], float]  # seconds of a call; NaN if the GPU waited for its host
 
 
 @dataclass(frozen=True)
@@ -46,23 +46,6 @@ class Work:
     table: str
     label: str
     build: Callable[[torch.device], Run]
-
-
-class HostBound(RuntimeError):
-    """A work cannot be timed, because the GPU waits for the host."""
-
-
-def timer_of(device: torch.device) -> Timer:
-    """Return a function that times a call in seconds, or raises HostBound."""
-    clock = Clock(device)
-
-    def timer(run: Callable[[], object]) -> float:
-        seconds = clock.time(run)
-        if math.isnan(seconds):
-            raise HostBound(HOST_BOUND)
-        return seconds
-
-    return timer
 
 
 def difference(got: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> float:
@@ -107,11 +90,11 @@ def base_entries(table: str, entries: Entries) -> Entries:
     return {k: choice for k, choice in entries.items() if k[0] not in fixed} | {(t, ()): c for t, c in fixed.items()}
 
 
-def keys_of(run: Callable[[], object], table: str, entries: Entries) -> list[tuple[str, Key]]:
-    """Return the (arch, key) that a call looks up in one table, with these entries, sorted."""
+def keys_of(run: Callable[[], object], table: str, entries: Entries) -> list[Key]:
+    """Return the keys that a call looks up in one table, with these entries, sorted."""
     with using(base_entries(table, entries)) as asked:
         run()
-    return sorted((arch, key) for arch, name, key in asked if name == table)
+    return sorted({key for _, name, key in asked if name == table})
 
 
 def run_candidates(work: Work) -> None:
@@ -120,7 +103,7 @@ def run_candidates(work: Work) -> None:
     base = base_entries(work.table, {})
     with using(base):
         run = work.build(torch.device("meta"))
-    for _, key in keys_of(run, work.table, {}):
+    for key in keys_of(run, work.table, {}):
         for choice in candidates(work.table, key):
             with using(base | {(work.table, key): choice}), contextlib.suppress(backends.KernelUnsupported):
                 run()
@@ -147,14 +130,8 @@ class Tuner:
         self.device, self.timer, self.path, self.measured, self.most = device, timer, path, measured, most
         self.arch = devices.arch(torch.empty(0, device=device))
         where = measured()
-        self.data: dict[str, Any] = {
-            "format": _tuned.FORMAT,
-            "gpu": gpu,
-            "arch": self.arch,
-            "measured": where,
-            "tables": {},
-            "samples": {},
-        }
+        self.data: dict[str, Any] = {"format": _tuned.FORMAT, "gpu": gpu, "arch": self.arch, "measured": where}
+        self.data |= {"tables": {}, "samples": {}}
         if path.exists():  # only results of the same code on the same GPU count
             before = json.loads(path.read_text())
             _tuned.parse(before, self.arch, gpu)
@@ -176,64 +153,63 @@ class Tuner:
             run = work.build(self.device)
         # with the entries: another kernel's choice sets the rows of a sum
         keys = keys_of(run, work.table, self.entries)
-        if any(arch != self.arch for arch, _ in keys):
-            raise RuntimeError(f"{work.table} is looked up without the target: no measured choice could reach it")
         if not keys:
             raise RuntimeError(f"{work.label}: no launch asked for a choice of {work.table}")
         measured = self.data["samples"]
-        return [self._tune(work, run, key) for _, key in keys if name_of(work.table, key) not in measured]
+        return [self._tune(work, run, key) for key in keys if name_of(work.table, key) not in measured]
 
     def _tune(self, work: Work, run: Run, key: Key) -> str:
         base = base_entries(work.table, self.entries)
         base.pop((work.table, key), None)
 
+        def with_choice(choice: Choice | None) -> Entries:
+            return base | ({} if choice is None else {(work.table, key): choice})
+
         def rounds(choices: list[Choice | None], count: int) -> Samples:
             samples: Samples = {choice: [] for choice in choices}
             for _, choice in itertools.product(range(count), choices):
-                with using(base | ({} if choice is None else {(work.table, key): choice})):
+                with using(with_choice(choice)):
                     samples[choice].append(self.timer(run))
             return samples
 
-        rejected: dict[Choice, str] = {}
         with using(base):
             expected = tuple(t.clone() for t in run())  # each call may write into the same memory
         tried: list[Choice] = []
+        unfit: dict[str, str] = {}
         for choice in candidates(work.table, key)[: self.most]:
             try:
-                _tuned.check(work.table, key, dict(zip(_tuned.FIELDS[work.table], choice, strict=True)))
-                with using(base | {(work.table, key): choice}):
-                    got = run()
-                if (error := difference(got, expected)) > TOLERANCE:
-                    raise ArithmeticError(f"differs from the shipped choice's result by {error:.3g}")
+                _tuned.check(work.table, key, _fields(work.table, choice))
+                with using(with_choice(choice)):
+                    apart = difference(run(), expected)
+                if apart > TOLERANCE:
+                    raise ArithmeticError(f"differs from the shipped choice's result by {apart:.3g}")
                 tried.append(choice)
             except Exception as error:  # does not compile or fit; reported with the result
-                rejected[choice] = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
+                unfit[str(choice)] = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
         samples = rounds([None, *tried], ROUNDS[0])
         finalists = sorted(tried, key=lambda choice: float(np.median(samples[choice])))[:FINALISTS]
         final = rounds([None, *finalists], ROUNDS[1])
         chosen = decide(final[None], {choice: final[choice] for choice in finalists})
         gain = float(np.median(np.asarray(final[None]) / np.asarray(final[chosen])))
-        self._record(work, key, samples | final, rejected, chosen, gain)
-        verdict = f"{chosen}, {gain:.3f}x" if chosen else "as shipped"
-        shipped = f"{work.label}: shipped {1e6 * float(np.median(final[None])):.1f} us"
-        return f"{name_of(work.table, key)} {shipped}; {verdict}; {len(tried)} tried, {len(rejected)} unfit"
-
-    def _record(
-        self, work: Work, key: Key, samples: Samples, rejected: dict[Choice, str], chosen: Choice | None, gain: float
-    ) -> None:
+        if math.isnan(gain):
+            return f"{name_of(work.table, key)} {work.label}: not tuned, {HOST_BOUND}"
         choices = self.data["tables"].setdefault(work.table, {})
         choices.pop(text := ",".join(map(str, key)), None)
         if chosen is not None:
-            choices[text] = dict(zip(_tuned.FIELDS[work.table], chosen, strict=True))
+            choices[text] = _fields(work.table, chosen)
+        quantiles = {choice: asdict(Quantiles.of(values)) for choice, values in (samples | final).items()}
         self.data["samples"][name_of(work.table, key)] = {
-            "work": work.label,
-            "shipped": asdict(Quantiles.of(samples[None])),
-            "tried": {str(choice): asdict(Quantiles.of(v)) for choice, v in samples.items() if choice is not None},
-            "unfit": {str(choice): reason for choice, reason in rejected.items()},
-            "chosen": chosen,
-            "gain": gain,
-        }
+            "work": work.label, "shipped": quantiles.pop(None), "tried": {str(c): q for c, q in quantiles.items()},
+            "unfit": unfit, "chosen": chosen, "gain": gain,
+        }  # fmt: skip
         self.data["measured"] |= self.measured()  # the current date and state
         _tuned.parse(self.data, self.arch, self.data["gpu"])
         self.path.parent.mkdir(parents=True, exist_ok=True)
         write_file(self.path, json.dumps(self.data, indent=1) + "\n")
+        shipped = f"{work.label}: shipped {1e6 * float(np.median(final[None])):.1f} us"
+        verdict = f"{chosen}, {gain:.3f}x" if chosen else "as shipped"
+        return f"{name_of(work.table, key)} {shipped}; {verdict}; {len(tried)} tried, {len(unfit)} unfit"
+
+
+def _fields(table: str, choice: Choice) -> dict[str, int]:
+    return dict(zip(_tuned.FIELDS[table], choice, strict=True))

@@ -15,12 +15,11 @@ SPIN_LEAST, SPIN_MOST = 5e-5, 0.05  # seconds; a longer spin would make a measur
 
 
 class Clock:
-    """Call it before and after a piece of work: the difference of the two values is its seconds. On the CPU it reads
-    `perf_counter`, on a GPU the time between two events.
+    """Measures the seconds of a piece of work: on the CPU by `perf_counter`, on a GPU between two events.
 
-    If a GPU waits for its host, the host is measured. So `prepare` makes the GPU spin for longer than the host recently
-    needed to queue the work, and then evicts its cache; meanwhile the host queues the work. If the GPU reached the
-    first event before everything was queued, it may have waited, and the result is NaN.
+    If a GPU waits for its host, the host is measured. So the GPU spins for longer than the host recently needed to
+    queue the work, and then evicts its cache; meanwhile the host queues the work. If the GPU reached the first event
+    before everything was queued, it may have waited, and the result is NaN.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -29,7 +28,6 @@ class Clock:
         if self._gpu:
             self._start, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             self._flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device)
-            self._running = False
             self._queueing = SPIN_LEAST  # seconds that the host needs to queue the work, by recent measurements
             self._cycles = 1e9  # of a spin, per second
             for _ in range(2):  # the first also starts the device
@@ -43,39 +41,36 @@ class Clock:
         self._end.synchronize()
         return self._start.elapsed_time(self._end) * 1e-3
 
-    def prepare(self) -> None:
-        """Call before each measurement: keeps a GPU busy until the host has queued the work, and evicts its cache."""
-        if self._gpu:
-            self._running = False  # the last measurement may have been interrupted
-            torch.cuda._sleep(int(min(2 * self._queueing, SPIN_MOST) * self._cycles))
-            self._flush.zero_()
-
-    def __call__(self) -> float:
-        if not self._gpu:
-            return time.perf_counter()
-        self._running = not self._running
-        if self._running:
-            self._start.record()
-            self._host = time.perf_counter()
-            return 0.0
-        self._end.record()
-        waited = self._start.query()  # before synchronize: after it, always True
-        took = time.perf_counter() - self._host
-        self._queueing = max(took, 2 * self._queueing if waited else 0.9 * self._queueing, SPIN_LEAST)
-        self._end.synchronize()
-        return math.nan if waited else self._start.elapsed_time(self._end) * 1e-3
-
     def time(self, work: Callable[[], object], *, tries: int = 4) -> float:
         """Return the seconds of one call, or NaN if the GPU waited for the host in all tries."""
-        for _ in range(tries):
-            self.prepare()
-            start = self()
-            result = work()
-            seconds = self() - start
-            del result
+        seconds = math.nan
+        for _ in range(tries if self._gpu else 1):
+            seconds = self._time_on_gpu(work) if self._gpu else _time(work)
             if not math.isnan(seconds):
                 break
         return seconds
+
+    def _time_on_gpu(self, work: Callable[[], object]) -> float:
+        torch.cuda._sleep(int(min(2 * self._queueing, SPIN_MOST) * self._cycles))
+        self._flush.zero_()
+        self._start.record()
+        host = time.perf_counter()
+        result = work()
+        self._end.record()
+        waited = self._start.query()  # before synchronize: after it, always True
+        took = time.perf_counter() - host
+        self._queueing = max(took, 2 * self._queueing if waited else 0.9 * self._queueing, SPIN_LEAST)
+        self._end.synchronize()
+        del result
+        return math.nan if waited else self._start.elapsed_time(self._end) * 1e-3
+
+
+def _time(work: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    result = work()
+    seconds = time.perf_counter() - start
+    del result
+    return seconds
 
 
 HOST_BOUND = "the GPU waited for the host: no time of the GPU"

@@ -6,7 +6,7 @@ import functools
 import gc
 import itertools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -19,7 +19,6 @@ from benchmarks.harness.draw import Draw
 from benchmarks.harness.graphs import capture_all
 from benchmarks.harness.providers import COMPILED, OPS
 from benchmarks.harness.record import Provider, Record, environment
-from benchmarks.harness.schedule import Schedule
 from benchmarks.harness.sdpa_backend import BY_NAME, SdpaBackend, kernel_of, with_kernel
 from benchmarks.harness.timing import (
     Ceilings,
@@ -44,16 +43,31 @@ def bench_op(measure: Measure, workload: Workload, mode: str) -> None:
     measure(workload, mode)
 
 
+class Replay:
+    """A timer that gives pytest-benchmark the samples that were measured already."""
+
+    def __init__(self) -> None:
+        self._times: Iterator[float] = iter(())
+
+    def __call__(self) -> float:
+        return next(self._times)
+
+    def play(self, benchmark: BenchmarkFixture, samples: Sequence[float]) -> None:
+        self._times = itertools.chain(*((0.0, seconds) for seconds in samples))
+        benchmark.pedantic(lambda: None, rounds=len(samples))
+
+
 @dataclass
 class Session:
     """The settings of a run, and what it has measured so far."""
 
     device: torch.device
     dtype: torch.dtype
-    grid: tuple[str, ...]  # uses of workloads
+    grid: str  # a use of workloads
     providers: tuple[str, ...]
     clock: Clock
-    schedule: Schedule
+    replay: Replay
+    seconds: float  # of timed rounds, for each case
     records: list[Record] = field(default_factory=list)
     load_before: float | None = field(default_factory=load)
 
@@ -67,7 +81,7 @@ class Session:
         return Conditions(self.ceilings, self._limits(), self.load_before, load(), os.cpu_count())
 
     def _limits(self) -> Ceilings:
-        return measure_ceilings(self.clock, self.dtype, quick=self.grid == ("quick",))
+        return measure_ceilings(self.clock, self.dtype, quick=self.grid == "quick")
 
 
 def measure(benchmark: BenchmarkFixture, session: Session, workload: Workload, mode: str) -> Record:
@@ -105,7 +119,9 @@ def measure(benchmark: BenchmarkFixture, session: Session, workload: Workload, m
         steps |= replays
         for name, remark in remarks.items():
             record.providers[name].remark = remark
-    samples = interleave(benchmark, session.clock, steps, seconds, session.schedule.budget(), workload.max_rounds)
+    rounds = plan_rounds(sum(seconds.values()), session.seconds, least=ROUNDS, most=workload.max_rounds)
+    samples = interleave(session.clock, steps, 1 if benchmark.disabled else rounds)
+    session.replay.play(benchmark, samples[[*steps][-1]])
     for name, values in samples.items():
         if good := measured(values):
             record.providers[name].time = Quantiles.of(good)
@@ -147,45 +163,15 @@ def _over_fastvit(samples: Mapping[str, Sequence[float]], name: str) -> tuple[fl
     return paired_interval(samples[name], samples["fastvit"]) if name != "fastvit" and "fastvit" in samples else None
 
 
-def interleave(
-    benchmark: BenchmarkFixture,
-    clock: Clock,
-    steps: Mapping[str, Step],
-    seconds: Mapping[str, float],
-    budget: float,
-    most: int,
-) -> dict[str, list[float]]:
-    """Run rounds in which every provider runs once, in random order: as many as fit into the budget, at least ROUNDS
-    and at most `most`. pytest-benchmark owns the loop and times the last provider. seconds: an estimate for each
-    provider. Return every provider's samples, round by round."""
-    subject = [*steps][-1]
+def interleave(clock: Clock, steps: Mapping[str, Step], rounds: int) -> dict[str, list[float]]:
+    """Run so many rounds, in which every provider runs once, in random order. Return every provider's samples, round by
+    round."""
     samples: dict[str, list[float]] = {name: [] for name in steps}
-    rounds = plan_rounds(sum(seconds[name] for name in steps), budget, least=ROUNDS, most=most)
-    rounds = 1 if benchmark.disabled else rounds  # one run, not timed by the plugin
-    gaps: list[list[str]] = [[]]  # who runs before the subject's first turn, between this and its second, ...
-    for name in itertools.chain(*orders(steps, rounds)):
-        gaps.append([]) if name == subject else gaps[-1].append(name)
-    rest = iter(gaps)
-    results: list[object] = []
-
-    def run_subject() -> None:
-        results.append(steps[subject]())
-
-    def run_others() -> None:
-        results.clear()  # outside the timed part, like in `Clock.time`
-        for name in next(rest):
-            samples[name].append(clock.time(steps[name]))
-        clock.prepare()
-
     gc.collect()
     gc.disable()  # for all alike
     try:
-        benchmark.pedantic(run_subject, setup=run_others, rounds=rounds)
-        run_others()  # after the subject's last turn
+        for name in itertools.chain(*orders(steps, rounds)):
+            samples[name].append(clock.time(steps[name]))
     finally:
         gc.enable()
-    if benchmark.stats is None:
-        samples[subject].append(clock.time(steps[subject]))
-    else:
-        samples[subject].extend(benchmark.stats.stats.data)
     return samples

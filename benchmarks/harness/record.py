@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-import subprocess
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -108,18 +107,4 @@ def environment(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
         "fastvit": version_of("fastvit") or "none",
         "python": platform.python_version(),
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
-        **(_gpu_state() if gpu else {}),
     }
-
-
-def _gpu_state() -> dict[str, str]:
-    """Return clocks, power and the reason for throttling as nvidia-smi reports them; empty without it."""
-    clocks = ("clocks.sm", "clocks.max.sm", "clocks.mem", "clocks_throttle_reasons.active")
-    names = ("driver_version", *clocks, "power.draw", "temperature.gpu")
-    command = ["nvidia-smi", f"--query-gpu={','.join(names)}", "--format=csv,noheader"]
-    try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return {}
-    values = answer.stdout.splitlines()[0].split(",")
-    return {name: value.strip() for name, value in zip(names, values, strict=False)}

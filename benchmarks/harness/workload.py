@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -91,10 +90,3 @@ def _words(sizes: dict[str, Any]) -> Iterator[str]:
                 yield name
         else:
             yield f"{name}{value}"
-
-
-def rows(op: str, uses: str, *, parts: int = 1, max_rounds: int = 200, **sizes: Any) -> Iterator[Workload]:
-    """Yield every combination of the sizes that are given as lists."""
-    choices = [value if isinstance(value, list) else [value] for value in sizes.values()]
-    for values in itertools.product(*choices):
-        yield Workload(op, dict(zip(sizes, values, strict=True)), frozenset(uses.split()), parts, max_rounds)

@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 
-import fastvit.integrations.transformers
+import fastvit
 from benchmarks.coverage import small_transformers
 from benchmarks.harness.libraries import load
 from benchmarks.peers import plugin
 
-TESTS, RUN = (os.environ[f"FASTVIT_PEERS_{name}"] for name in ("TESTS", "RUN"))  # the folder `tests` of the sdist
+TESTS = os.environ["FASTVIT_PEERS_TESTS"]  # the folder `tests` of the sdist
 
 
 def _import_mixin() -> Any:
@@ -84,19 +84,14 @@ class Tester:
 
 
 def _put_in(kind: Any) -> None:
-    """Put fastvit into every model of this class when it has been made."""
+    """Accelerate every model of this class when it has been made."""
     own = kind.__init__
 
     @functools.wraps(own)
     def initialise(self: Any, *args: Any, **kwargs: Any) -> None:
         own(self, *args, **kwargs)
-        if type(self) is not kind:
-            return
-        if RUN == "accelerate":
-            plugin.accelerate(self)
-        elif self.config._attn_implementation == "sdpa":  # the default: eager attention is a test's own choice
-            plugin.Touched.count += 1
-            self.set_attn_implementation("fastvit")
+        if type(self) is kind:
+            fastvit.accelerate(self)
 
     kind.__init__ = initialise
 
@@ -110,14 +105,13 @@ def _kinds() -> Iterator[Any]:
 def _make_tests() -> None:
     load("transformers").logging.set_verbosity_error()
     mixin, kinds = _import_mixin(), list(_kinds())
-    fastvit.integrations.transformers.register_attention()
     for config in dict.fromkeys(kind.config_class for kind in kinds):
         own = tuple(kind for kind in kinds if kind.config_class is config)
         name = f"Test{config.__name__.removesuffix('Config')}"
         members = {"model_tester": Tester(own), "all_model_classes": own, "test_resize_embeddings": False}
         members |= {"_is_composite": hasattr(config(), "vision_config"), "__module__": __name__}
         globals()[name] = type(name, (mixin, unittest.TestCase), members)
-    for kind in kinds if RUN != plugin.PLAIN else ():
+    for kind in kinds if plugin.accelerates else ():
         _put_in(kind)
 
 

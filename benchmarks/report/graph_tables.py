@@ -14,12 +14,7 @@ from benchmarks.harness.columns import WIDTH, make
 
 Row = dict[str, Any]
 # Columns, and the kinds of sites in them
-KINDS = {
-    "attention": ("attention",),
-    "norms": ("LayerNorm", "RMSNorm"),
-    "MLP": ("MLP",),
-    "patch": ("patch embedding",),
-}
+KINDS = {"attention": ("attention",), "norms": ("LayerNorm", "RMSNorm"), "MLP": ("MLP",), "patch": ("patch embedding",)}
 STATUS = {
     "right": "right",
     "wrong": "computes something else, compiled",

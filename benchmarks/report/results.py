@@ -38,12 +38,10 @@ the same ops run PyTorch's fused ATen functions: the figures say nothing about t
 """
 _TABLES = {  # by the name of the file: a module with `render`
     "graphs": "benchmarks.report.graph_tables",
-    "host": "benchmarks.host.__main__",
-    "peers": "benchmarks.peers.__main__",
+    "peers": "benchmarks.report.peers",
     "training": "benchmarks.report.training",
-    "fitting": "benchmarks.harness.fitting",
+    "fitting": "benchmarks.report.fitting",
 }
-_ONLY_IN_FULL = ("host",)
 
 
 def render(paths: Sequence[Path], every: bool = True) -> str:
@@ -85,7 +83,7 @@ def _folder(folder: Path, every: bool) -> Iterator[str]:
         picture = []
     for name, module_name in _TABLES.items():
         path = folder / f"{name}.json"
-        if path.exists() and (every or name not in _ONLY_IN_FULL):
+        if path.exists():
             lines = importlib.import_module(module_name).render(path)
             yield f"## {folder.name}, {name.replace('_', ' ')}\n\n{_fenced(lines)}"
             if name == "training":

@@ -14,7 +14,6 @@ from benchmarks.harness.provenance import ROOT
 from benchmarks.harness.record import Provider, Record, environment
 from benchmarks.harness.timing import Ceilings
 from benchmarks.report import plot, results, speed
-from fastvit.study.memory.plot import draw
 
 CPU, LIMITS = torch.device("cpu"), Ceilings(bytes_per_second=1e10, flops_per_second=1e12)
 
@@ -29,9 +28,8 @@ def a_record(op: str = "attention", N: int = 197, eager_peak: int = 8_000_000, f
     return record
 
 
-def lines_of(record: Record) -> list[str]:
-    ((op, lines),) = table.render([record], LIMITS)
-    assert op == record.op
+def table_lines(record: Record) -> list[str]:
+    ((_, lines),) = table.render([record], LIMITS)
     return lines
 
 
@@ -41,25 +39,15 @@ def row(lines: list[str], column: str) -> list[str]:
     return lines[start + 2].split()
 
 
-def test_a_table_has_times_calls_peaks_and_remarks():
+def test_a_table_has_times_peaks_and_remarks():
     record = a_record()
-    record.providers["eager"].called, record.providers["fastvit"].called = (Quantiles.of([t]) for t in (0.03, 0.02))
-    record.providers["eager"].called_over_fastvit = (1.4, 1.6)
     record.providers["fastvit"].remark = "no graph: refused"
-    lines = lines_of(record)
+    lines = table_lines(record)
     assert row(lines, "ms") == ["N197", "fwd+bwd", "12.3", "skipped", "4.10", "3.00x", "-", "24%", "0.50"]
-    assert row(lines, "called") == ["N197", "fwd+bwd", "30.0", "skipped", "20.0", "1.50x", "-"]
     assert row(lines, "MB") == ["N197", "fwd+bwd", "8.00", "-", "2.00", "4.00x", "-"]
     assert lines[-2:] == ["skipped: N197 fwd+bwd, sdpa: does not fit", "N197 fwd+bwd, fastvit: no graph: refused"]
-    explained = {word for line in table.LEGEND.splitlines() for word in line[:10].split()}
-    assert set(lines[0].split()) | set(lines[1].split()) <= explained
     del record.providers["fastvit"]
-    assert row(lines_of(record), "ms")[-4:] == ["-", "-", "-", "-"], "nothing without fastvit's figure"
-    record.case = "vit_small_patch16_224 B16 px518 patch_size14"
-    record.providers |= {name: Provider(Quantiles.of([1234.5]), 10**11, 1, 1.0) for name in ("compile", "fastvit")}
-    lines = lines_of(record)
-    assert max(map(len, lines)) <= 100
-    assert "patch_size14" in "".join(lines), "long names are broken, not cut"
+    assert row(table_lines(record), "ms")[-4:] == ["-", "-", "-", "-"], "nothing without fastvit's figure"
 
 
 @pytest.mark.parametrize(
@@ -69,18 +57,13 @@ def test_a_table_has_times_calls_peaks_and_remarks():
         (0.8, (0.7, 0.9), "0.80x"),
         (1.2, (0.9, 1.3), "~1.20x"),
         (1.2, None, "~1.20x"),
-        (1.2, (0.8, 0.9), "~1.20x"),  # medians and pairs disagree
     ],
 )
 def test_what_the_rounds_do_not_tell_apart_is_marked(eager, interval, shown):
     record = a_record()
     record.providers = {name: Provider(Quantiles.of([value])) for name, value in (("eager", eager), ("fastvit", 1.0))}
     record.providers["eager"].over_fastvit = interval
-    assert row(lines_of(record), "ms")[4] == shown
-    record.case = "B1 N1025 H12 d64"
-    faster, level, slower = {"1.20x": "100", "0.80x": "001"}.get(shown, "010")
-    ((_, lines),) = table.most_important([record], LIMITS)
-    assert lines[-1] == f"all 1 cases with eager: faster in {faster}, ~ in {level}, slower in {slower}"
+    assert row(table_lines(record), "ms")[4] == shown
 
 
 def test_growth_is_fitted_to_the_largest_sizes_and_drawn(tmp_path):
@@ -90,32 +73,22 @@ def test_growth_is_fitted_to_the_largest_sizes_and_drawn(tmp_path):
         "eager: peak grows as N^2.00 from N = 1025 to 4097",
         "fastvit: peak grows as N^1.00 from N = 1025 to 4097",
     ]
-    for few in (records[:2], records[-2:], [a_record("memory, attention", n, n, n) for n in (50, 197, 577)]):
-        (line,) = table.growth_lines(few)
-        assert line.startswith("eager, fastvit: no exponent of growth")
+    (line,) = table.growth_lines(records[-2:])
+    assert line.startswith("eager, fastvit: no exponent of growth")
     pytest.importorskip("matplotlib")
-    (panel,) = draw(table.growth(records), "a CPU", "dark", "peak").axes
-    assert [text.get_text().split()[0] for text in panel.texts] == ["eager", "fastvit"]
     assert [path.read_text().count("</svg>") for path in plot.save(records, "a CPU", tmp_path)] == [1, 1]
-    with pytest.raises(ValueError, match="the memory study did not run"):
-        plot.save([], "a CPU", tmp_path)
 
 
 def test_a_busy_machine_marks_the_run():
     limits = dataclasses.replace(LIMITS, cached_bytes_per_second=2e10)
     calm = conditions.Conditions(limits, dataclasses.replace(limits, bytes_per_second=1.05e10), 0.1, 2.0, 2)
-    assert calm.best == calm.end
     (line,) = conditions.lines(calm, [a_record()], limits)
     assert line == "load of the last minute 0.1 before the run, 2.0 after it, on 2 cores"
-    assert conditions.Conditions.read(json.loads(json.dumps(dataclasses.asdict(calm)))) == calm
     slowed = dataclasses.replace(calm, end=dataclasses.replace(limits, flops_per_second=0.8e12))
     _, mark, *reasons = conditions.lines(slowed, [a_record()], Ceilings(1e10, 2e11, 2e10))
     assert mark.startswith(conditions.MARK)
     assert reasons[0].strip() == "matmul at the end -20% against the start"
     assert reasons[1].strip() == "attention N197, training, fastvit at 122% of the limits"
-    small, large = (calm.start.least_seconds(0, moved) for moved in (1e8, 1e9))
-    assert (small, large) == (1e8 / 2e10, 1e9 / 1e10), "what fits into a cache is held against a copy in the cache"
-    assert (LIMITS.rate(2e12, 1e9, 0.01), LIMITS.rate(1, 1e10, 5.0)) == ("200 TFLOP/s", "0.002 TB/s")
 
 
 def saved(path: Path, lengths: tuple[int, ...], limits: Ceilings, **where: str) -> Path:
@@ -135,27 +108,16 @@ def test_files_of_one_run_are_one_table(tmp_path):
     assert text.count("### attention") == 1
     places = [text.index(f"\nN{N} ") for N in (17, 50, 577, 1025)]
     assert places == sorted(places)
-    for words in ("large copy 3,000 GB/s", "commit 0123456789", "CPU path (ATen), no GPU measured", "bfloat16, "):
-        assert words in text
-    data = json.loads(first.read_text())["benchmarks"][0]["extra_info"]
-    assert Record.read(data) == a_record(N=17)
-    del data["providers"]["eager"]["over_fastvit"]
-    assert not Record.read(data).told_apart("eager"), "a file of before has no intervals"
+    assert Record.read(json.loads(first.read_text())["benchmarks"][0]["extra_info"]) == a_record(N=17)
     with pytest.raises(ValueError, match="several devices"):
         results.render([first, saved(tmp_path / "c.json", (197,), LIMITS, device="another")])
-    with pytest.raises(ValueError, match="no benchmark"):
-        results.render([])
 
 
 def test_pages_and_pictures_are_those_of_the_result_files():
     """`make results` writes them."""
-    text = (results.RESULTS / "README.md").read_text()
-    assert text == results.page()
-    assert max(len(line) for block in text.split("```")[1::2] for line in block.splitlines()) <= 100
+    assert (results.RESULTS / "README.md").read_text() == results.page()
     readme = (ROOT / "README.md").read_text()
     assert readme == results.with_ops(readme)
-    with pytest.raises(ValueError, match="no lines"):
-        results.with_ops("a page without marks")
     records = journal.last(journal.read(results.GPU))
     checks = [r["status"] for r in records if r["kind"] == "correct"]
     assert f"All {checks.count('passed')} checks are right" in readme
@@ -164,8 +126,6 @@ def test_pages_and_pictures_are_those_of_the_result_files():
     assert "training, batch 32, as called: SDPA (flash) 1,414," in words, "32 images in 22,626.3 us"
     for file in speed.FILES.values():
         assert f"<dc:description>{words}</dc:description>" in (results.RESULTS / file).read_text()
-    with pytest.raises(ValueError, match="no picture: SDPA \\(flash\\) of model vit_base_patch16_224 B256"):
-        speed.describe([])
 
 
 @pytest.mark.nightly

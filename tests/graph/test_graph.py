@@ -51,7 +51,6 @@ SPELLINGS = {
         ),
         "attention (...",
     ),
-    "sdpa": (lambda q, k, v: F.scaled_dot_product_attention(q, k, v, scale=0.4), HALF),
     "x.mT as torch 2.15 traces it": (lambda q, k, v: (q @ torch.ops.aten.mT(k)).mul(0.2).softmax(-1) @ v, HALF),
     "q, k and v in another order": (
         lambda q, k, v: F.scaled_dot_product_attention(k, v, q), "attention (heads in another order than (3, H, d))",
@@ -137,24 +136,11 @@ def factors_of_q_and_k(m, x):
     return x + m.proj(out.contiguous().view(*x.shape))
 
 
-def placed(attention):
-    """Return the attention of detectors, in which q and k have positions."""
-
-    def forward(m, x):
-        y = m.norm(x)
-        return x + getattr(m, attention)(y + m.positions, y + m.positions, y, need_weights=False)[0]
-
-    return forward
-
-
-for name in ("attn", "sequence_first"):
-    ROWS[f"{name} of different tensors"] = placed(name), "attention (q, k and v are of different tensors)"
-
-
-@row("left: k and v of another length than q")
-def few_queries(m, x):
+@row("attention (q, k and v are of different tensors)")
+def tokens_with_positions(m, x):
+    """The attention of detectors"""
     y = m.norm(x)
-    return F.pad(m.attn(y[:, :3], y, y, need_weights=False)[0], (0, 0, 0, N - 3))
+    return x + m.sequence_first(y + m.positions, y + m.positions, y, need_weights=False)[0]
 
 
 @row("attention (heads in another order than (3, H, d))")
@@ -183,7 +169,7 @@ def attending(forwards) -> FunctionModule:
 
 def test_attention(x):
     report = check_rows("attention", ROWS, attending, x)
-    alone = sum(outcome != HALF for _, outcome in ROWS.values()) - 3  # those of nn.MultiheadAttention are noted once
+    alone = sum(outcome != HALF for _, outcome in ROWS.values()) - 1  # nn.MultiheadAttention is noted once
     assert details(report, "linear") == ["linear"] * alone  # the last projections, with their residuals
 
 
@@ -192,13 +178,14 @@ def test_attention_with_symbolic_sizes(x):
     check_rows("attention", rows, attending, x, dynamic=True)
 
 
-DROPPED = {
-    "products": (lambda q, v, mask: F.dropout((q @ q.mT).softmax(-1), 0.25, training=True) @ v, 32),
-    "sdpa, masked": (lambda q, v, mask: F.scaled_dot_product_attention(q, q, v, attn_mask=mask, dropout_p=0.25), 16),
-}
-
-
-@pytest.mark.parametrize(("attend", "keys"), DROPPED.values(), ids=DROPPED)
+@pytest.mark.parametrize(
+    ("attend", "keys"),
+    [
+        (lambda q, v, mask: F.dropout((q @ q.mT).softmax(-1), 0.25, training=True) @ v, 32),
+        (lambda q, v, mask: F.scaled_dot_product_attention(q, q, v, attn_mask=mask, dropout_p=0.25), 16),
+    ],
+    ids=["products", "sdpa, masked"],
+)
 def test_dropout(attend, keys, device):
     """Values are the identity, so the output is the probabilities, dropped."""
     q = torch.zeros(4, 8, 32, 32, device=device)

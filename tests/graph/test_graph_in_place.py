@@ -92,11 +92,6 @@ def tanh_gelu_of_halved(m, x):
     return m.fc2(half * (1 + torch.tanh(ROOT * (h + 0.044715 * h**3))))
 
 
-def tanh_gelu_with_alpha(m, x):
-    h = m.fc1(x)
-    return m.fc2(0.5 * h * (1 + torch.tanh(ROOT * torch.add(h, 0.044715 * h**3, alpha=2))))
-
-
 def learnt_gate_out_of_a_view(m, x):
     """The gate is a view of an MLP that is fused before."""
     gate = m.fc2(F.gelu(m.fc1(x)))[:, :1, :1]
@@ -113,8 +108,7 @@ def keywords(m, x):
 
 ON_HEADS = [reshaped, added_to, scores_as_integers, probabilities_in_half, viewed]
 ON_TOKENS = [
-    leaky_relu, set_item, gelu_of_scaled, tanh_gelu_of_halved, tanh_gelu_with_alpha,
-    learnt_gate_out_of_a_view, keywords,
+    leaky_relu, set_item, gelu_of_scaled, tanh_gelu_of_halved, learnt_gate_out_of_a_view, keywords,
 ]  # fmt: skip
 
 
@@ -221,18 +215,6 @@ def test_one_sample_has_the_strides_of_any(device):
     assert report.fused("attention") == (2, 2)
 
 
-def test_gradients_of_tokens_that_were_expanded_outside(device):
-    m, image = module().to(device), torch.randn(B, 3, 16, 16, device=device)
-    prefix = torch.ones(1, 1, D, device=device).expand(B, -1, -1).detach().requires_grad_()
-    scale = torch.arange(1.0, B + 1, device=device).view(B, 1, 1)
-
-    def call(image, prefix):
-        return torch.cat([prefix, tokens(m, image)], 1) * scale
-
-    (got,) = torch.autograd.grad(compiled(call)[0](image, prefix).sum(), prefix)
-    assert got[:, 0, 0].tolist() == [1.0, 2.0]
-
-
 @torch.no_grad()
 def test_views_of_another_dtype(x):
     def forward(m, x):
@@ -251,8 +233,7 @@ def test_a_failure_of_a_rewrite_leaves_the_graph_as_it_was(x, monkeypatch, caplo
     report = checked(module(lambda m, x: m.fc2(F.gelu(m.fc1(m.a(m.norm(x)))))), x)
     assert "a graph was left as it was" in caplog.text
     assert not any(entry.fused for entry in report.entries)
-    assert report.left == ("TypeError: 'NoneType' object is not callable",)
-    assert str(report) == f"left as it was: {report.left[0]}"
+    assert str(report) == "left as it was: TypeError: 'NoneType' object is not callable"
 
 
 @pytest.mark.parametrize("inplace", [False, True])

@@ -82,10 +82,6 @@ def rows_of(packed: dict[str, str], tokens: int) -> np.ndarray:
     return values / 255 * decoded(packed["most"], "<f4")[:, None]
 
 
-def in_gib(nbytes: int) -> str:
-    return f"{nbytes / 2**30:.2f}"
-
-
 def percent(x: float) -> str:
     return f"{100 * x:.{1 if x < 0.0995 else 0}f}\u00a0%"
 

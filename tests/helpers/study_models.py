@@ -15,7 +15,7 @@ SMALL = "vit_of_two_blocks"
 CONFIG = {  # of SMALL, which is in the zoo while a test runs
     "img_size": 32, "patch_size": 4, "embed_dim": 48, "depth": 2, "num_heads": 3, "num_classes": 5,
 }  # fmt: skip
-TIMM = "study_models:of_timm"
+TIMM = "study_models:timm_vit"
 
 
 @contextmanager
@@ -26,32 +26,32 @@ def known() -> Iterator[None]:
         yield
 
 
-def of_timm(image_size: int = 32, **options: Any) -> nn.Module:
+def timm_vit(image_size: int = 32, **options: Any) -> nn.Module:
     """Make a ViT of timm: 8 x 8 patches, CLS, two blocks."""
     options = {"patch_size": 8, "embed_dim": 48, "depth": 2, "num_heads": 3, "num_classes": 5} | options
     model: nn.Module = import_library("timm").models.VisionTransformer(img_size=image_size, **options)
     return model
 
 
-def of_one_size() -> nn.Module:
-    return of_timm()
+def one_size() -> nn.Module:
+    return timm_vit()
 
 
-def of_no_list(image_size: int = 32) -> nn.Module:
-    model = of_timm(image_size, depth=1)
+def no_list(image_size: int = 32) -> nn.Module:
+    model = timm_vit(image_size, depth=1)
     model.blocks = model.blocks[0]
     return model
 
 
-def of_nothing() -> None:
+def nothing() -> None:
     return None
 
 
-def of_the_reference(image_size: int = 32) -> nn.Module:
+def reference_vit(image_size: int = 32) -> nn.Module:
     return reference.VisionTransformer(image_size, 8, embed_dim=48, depth=1, num_heads=3, num_classes=5)
 
 
-def of_registers(image_size: int = 32) -> nn.Module:
+def with_registers(image_size: int = 32) -> nn.Module:
     """Make a model of transformers with positions for CLS and patches, but not for registers."""
     transformers = import_library("transformers")
     config = transformers.Dinov2WithRegistersConfig(
@@ -62,19 +62,19 @@ def of_registers(image_size: int = 32) -> nn.Module:
     return model
 
 
-def of_relative_positions(image_size: int = 32) -> nn.Module:
+def relative_positions(image_size: int = 32) -> nn.Module:
     options: dict[str, Any] = {"embed_dim": 48, "depth": 2, "num_heads": 3, "num_classes": 5, "use_rel_pos_bias": True}
     model: nn.Module = import_library("timm").models.beit.Beit(image_size, 8, **options)
     return model
 
 
-def of_a_bias(image_size: int = 32) -> nn.Module:
+def learnt_bias(image_size: int = 32) -> nn.Module:
     """Make a ViT of timm whose blocks add a learnt bias to the scores of each head."""
 
     class Biased(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.vit: Any = of_timm(image_size)
+            self.vit: Any = timm_vit(image_size)
             n = 1 + (image_size // 8) ** 2
             self.bias = nn.Parameter(torch.zeros(1, 3, n, n))
 
@@ -87,28 +87,28 @@ def of_a_bias(image_size: int = 32) -> nn.Module:
     return Biased()
 
 
-def of_no_library(image_size: int = 32) -> nn.Module:
+def no_library(image_size: int = 32) -> nn.Module:
     """Make a patch embedding and an encoder of PyTorch's."""
     layer = nn.TransformerEncoderLayer(48, 3, 96, batch_first=True)
     patches = nn.Conv2d(3, 48, 8, 8)
     return nn.Sequential(patches, nn.Flatten(2), nn.Linear((image_size // 8) ** 2, 48), nn.TransformerEncoder(layer, 1))
 
 
-def of_timm_with_dropout(image_size: int = 64) -> nn.Module:
-    return of_timm(image_size, attn_drop_rate=0.1)
+def with_dropout(image_size: int = 64) -> nn.Module:
+    return timm_vit(image_size, attn_drop_rate=0.1)
 
 
-def of_values(image_size: int = 32) -> nn.Module:
+def reads_values(image_size: int = 32) -> nn.Module:
     """Read numbers out of tensors, as many constructors do for stochastic depth."""
-    rates = [x.item() for x in torch.linspace(0, 0.1, 2)]
-    return of_timm(image_size, depth=len(rates), drop_path_rate=rates[-1])
+    rates = [x.item() for x in torch.linspace(0, 0, 2)]
+    return timm_vit(image_size, depth=len(rates), drop_path_rate=rates[-1])
 
 
-def of_an_image_and_text(image_size: int = 32) -> nn.Module:
+def image_and_text(image_size: int = 32) -> nn.Module:
     class Tower(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.image = of_timm(image_size)
+            self.image = timm_vit(image_size)
 
         def forward(self, images: Tensor, text: Tensor) -> Any:
             return self.image(images) + text
@@ -116,13 +116,13 @@ def of_an_image_and_text(image_size: int = 32) -> nn.Module:
     return Tower()
 
 
-def of_a_neck(image_size: int = 32) -> nn.Module:
+def with_neck(image_size: int = 32) -> nn.Module:
     """Make a ViT with convolutions after its blocks, the second of which reads channels_last, as SAM's do."""
 
     class Neck(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.image = of_timm(image_size, class_token=False, global_pool="avg")
+            self.image = timm_vit(image_size, class_token=False, global_pool="avg")
             self.first = nn.Conv2d(48, 128, 3, padding=1, bias=False)
             self.second = nn.Conv2d(128, 128, 3, padding=1)
 
@@ -133,9 +133,9 @@ def of_a_neck(image_size: int = 32) -> nn.Module:
     return Neck()
 
 
-def of_mistakes() -> nn.Module:
+def mistakes() -> nn.Module:
     raise RuntimeError("what went wrong\nand more")
 
 
-def of_a_convolution(image_size: int = 32) -> nn.Module:
+def convolution(image_size: int = 32) -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 8, 8, 8), nn.Flatten(1), nn.Linear(8 * (image_size // 8) ** 2, 5))

@@ -22,8 +22,8 @@ CACHE = Path(os.environ["TRITON_CACHE_DIR"])
 BATCH = 3
 MODELS = [
     ("vit_of_two_blocks", "bf16"),
-    ("study_models:of_timm", "amp"),
-    ("study_models:of_a_bias", "bf16"),
+    ("study_models:timm_vit", "amp"),
+    ("study_models:learnt_bias", "bf16"),
     ("eva02_tiny_patch14_224", "bf16"),
 ]
 

@@ -68,12 +68,10 @@ def test_timms_attention_drops_and_scales_as_its_own_does(device: torch.device, 
         fastvit.restore(vit)
 
 
-@pytest.mark.parametrize("scale_by_keep", [True, False])
-def test_stochastic_depth_draws_as_timm_does(scale_by_keep: bool, device: torch.device) -> None:
-    model = timm_vit(depth=4, drop_path_rate=0.5).to(device).train()
-    for module in model.modules():
-        if hasattr(module, "scale_by_keep"):
-            module.scale_by_keep = scale_by_keep
+def test_stochastic_depth_draws_as_timm_does(device: torch.device) -> None:
+    """In one block with branches scaled by what is kept, and in one without."""
+    model = timm_vit(depth=3, drop_path_rate=0.5).to(device).train()
+    model.blocks[2].drop_path1.scale_by_keep = model.blocks[2].drop_path2.scale_by_keep = False
     image = torch.randn(8, 3, 32, 32, device=device)
     accelerate_and_compare(model, lambda m: m(image))
     torch.manual_seed(4)
@@ -157,10 +155,6 @@ def test_inputs_that_no_op_takes_fall_back(device: torch.device) -> None:
 REFUSED: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
     "no module": (lambda vit: "vit", "model must be an nn.Module, got str"),
     "nn.DataParallel": (nn.DataParallel, r"nn.DataParallel \(the model itself\).*or in DistributedDataParallel"),
-    "nn.DataParallel inside": (
-        lambda vit: nn.Sequential(nn.Identity(), nn.DataParallel(vit)),
-        r"nn.DataParallel \(1\)",
-    ),
     "ScriptModule": (
         lambda vit: nn.Sequential(torch.jit.script(nn.LayerNorm(8)), vit),
         r"ScriptModule \(0\), whose forward cannot be replaced",

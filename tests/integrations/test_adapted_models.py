@@ -13,6 +13,7 @@ from known_models import built, parallel
 from library_imports import import_library
 from library_models import (
     Step,
+    accelerate_and_compare,
     assert_steps_agree,
     fused_only,
     gated_vit,
@@ -65,21 +66,17 @@ def adapted(peft: Any, model: nn.Module, targets: list[str], **options: Any) -> 
 
 
 timm_vit = partial(vit, init_values=0.3)
-swiglu = partial(gated_vit, "SwiGLU", norm=True)
-scale_norms = partial(vit, scale_attn_norm=True, scale_mlp_norm=True, norm_layer="rmsnorm")
+scale_norms = partial(vit, qk_norm=True, scale_attn_norm=True, scale_mlp_norm=True, norm_layer="rmsnorm")
 SIZES: dict[str, Any] = {"img_size": 32, "patch_size": 8, "embed_dim": 64, "num_heads": 2, "depth": 2, "num_classes": 7}
 ours = partial(fastvit.create_model, "vit_tiny_patch16_224", **SIZES)
 ADAPTED: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
     "timm, attention": (timm_vit, ["qkv", "attn.proj"]),
-    "timm, fc1": (timm_vit, ["fc1"]),
     "timm, fc2": (timm_vit, ["fc2"]),
     "ViT, q and v": (partial(hugging_face, "ViTModel"), ["q_proj", "v_proj"]),
     "ViT, all": (partial(hugging_face, "ViTModel"), ["all-linear"]),
-    "SwiGLU, gate": (swiglu, ["fc1_g"]),
-    "SwiGLU, value and fc2": (swiglu, ["fc1_x", "fc2"]),
+    "SwiGLU, gate": (partial(gated_vit, "SwiGLU", norm=True), ["fc1_g"]),
     "GluMlp": (partial(gated_vit, "GluMlp", act_layer=nn.GELU), ["fc1"]),
-    "scale norms": (scale_norms, ["attn.proj", "fc1"]),
-    "norms of q and k": (partial(vit, qk_norm=True), ["qkv"]),
+    "norms": (scale_norms, ["qkv", "attn.proj", "fc1"]),
     "torchvision": (torchvision_vit, ["mlp.0"]),
     "fastvit": (ours, ["qkv", "fc1"]),
 }
@@ -115,70 +112,70 @@ def test_fused_attention_stays_and_gradients_agree(peft, image: Tensor, name: st
 def test_layers_over_a_grid_and_of_several_lengths(peft, name: str, targets: list[str]) -> None:
     known = built(name, torch.device("cpu"))
     model = adapted(peft, copy.deepcopy(known.model), targets)
-    want = step(model, known.call)
-    report = fastvit.accelerate(model)
+    report = accelerate_and_compare(model, known.call)
     assert report.fused("attention")[0] == known.known.count
-    assert_steps_agree(step(model, known.call), want)
 
 
-@pytest.mark.parametrize("variant", ["dora, dropout", "bfloat16 base", "autocast"])
-def test_variants_of_lora_keep_working(peft, image: Tensor, variant: str) -> None:
-    dora = variant == "dora, dropout"
-    model = adapted(peft, vit(), ["qkv", "fc2"], use_dora=dora, lora_dropout=0.5 * dora).train(dora)
-    if variant == "bfloat16 base":
-        for name, tensor in model.named_parameters():
-            tensor.data = tensor.data if "lora" in name else tensor.data.bfloat16()
-        image = image.bfloat16()
-    exact = copy.deepcopy(model).double().eval()(image.double())
-    with torch.autocast("cpu", torch.bfloat16, enabled=variant == "autocast"):
-        want, _ = run(model, image)
-        fastvit.accelerate(model, strict=True)
-        got, names = run(model, image)
+def test_dora_and_dropout(peft, image: Tensor) -> None:
+    """It drops the same from the same seed."""
+    model = adapted(peft, vit(), ["qkv", "fc2"], use_dora=True, lora_dropout=0.5).train()
+    want, whole = step(model, lambda m: m(image)), copy.deepcopy(model).eval()(image)
+    fastvit.accelerate(model, strict=True)
+    got, names = run(model, image)
     assert attention_count(names) == 2
-    if dora:  # drops the same from the same seed
-        assert_steps_agree(got, want)
-        assert not close(got.output, exact.float())
-    else:
-        assert_as_accurate(got.output, want.output, exact, what="output")
+    assert_steps_agree(got, want)
+    assert not close(got.output, whole)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_base_in_16_bits_and_autocast(peft, image: Tensor, autocast: bool) -> None:
+    model = adapted(peft, vit(), ["qkv", "fc2"]).eval()
+    for name, tensor in model.named_parameters() if not autocast else ():
+        tensor.data = tensor.data if "lora" in name else tensor.data.bfloat16()
+    image = image if autocast else image.bfloat16()
+    exact = copy.deepcopy(model).double()(image.double())
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        own = model(image)
+        fastvit.accelerate(model, strict=True)
+        with fused_only():
+            assert_as_accurate(model(image), own, exact, what="output")
 
 
 def test_merged_and_disabled_adapters_are_plain_layers(peft, image: Tensor) -> None:
     model, plain = adapted(peft, vit(), ["qkv", "attn.proj", "fc1"]), vit().requires_grad_(False)
     layers = [m for m in model.modules() if hasattr(m, "merge")]
     fastvit.accelerate(plain)
+    with torch.no_grad(), Calls() as plain_calls:
+        plain(image)
     fastvit.accelerate(model)
 
-    def check(plain_layers: bool) -> Tensor:
-        """Compare the accelerated model with its own modules. plain_layers: whether its layers count as plain ones."""
-        names = []
-        for each in (model, plain):
-            with torch.no_grad(), Calls() as calls:
-                out = each(image)
-            names.append((calls.names, out))
-        assert (names[0][0] == names[1][0]) == plain_layers
+    def check(as_plain: bool) -> Tensor:
+        """Compare the accelerated model with its own modules. as_plain: whether it calls what a plain model calls."""
+        with torch.no_grad(), Calls() as calls:
+            got = model(image)
+        assert (calls.names == plain_calls.names) == as_plain
         bare = copy.deepcopy(model)
         fastvit.restore(bare)
-        want = bare(image)
-        assert close(names[0][1], want)
-        return want
+        assert close(got, bare(image))
+        return got
 
-    before = check(plain_layers=False)
+    before = check(as_plain=False)
     for layer in layers:
         layer.merge()
-    assert close(check(plain_layers=True), before)
+    assert close(check(as_plain=True), before)
     for layer in layers:
         layer.unmerge()
         layer.enable_adapters(False)
-    assert not close(check(plain_layers=True), before)
+    assert not close(check(as_plain=True), before)
     for layer in layers:
         layer.enable_adapters(True)
         layer.merge()
         layer.enable_adapters(False)  # its next forward takes the adapter out of the weight
-    check(plain_layers=False)
+    check(as_plain=False)
     assert not any(layer.merged for layer in layers)
 
 
-@pytest.mark.parametrize(("tuner", "order"), [("Lora", "before"), ("Lora", "after"), ("IA3", "before")])
+@pytest.mark.parametrize(("tuner", "order"), [("Lora", "after"), ("IA3", "before")])
 @pytest.mark.filterwarnings("ignore:.*runs its own forward instead of fastvit's")
 def test_other_tuners_and_an_adapted_patch_embedding(peft, image: Tensor, tuner: str, order: str) -> None:
     """They run their own forward. The target proj includes the convolution patch_embed.proj."""
@@ -193,15 +190,14 @@ def test_other_tuners_and_an_adapted_patch_embedding(peft, image: Tensor, tuner:
     fastvit.restore(model)
     assert close(got, model(image))
     report = accelerate_as_it_was(model, lambda: model(image))
-    reason = f"its convolution is {kind.__module__}.{kind.__name__}, in timm.layers.patch_embed.PatchEmbed"
-    assert outcome(report, "patch_embed") == ("skipped", reason)
+    assert outcome(report, "patch_embed")[1].startswith(f"its convolution is {kind.__module__}.{kind.__name__}, in ")
     if tuner == "IA3":
         assert outcome(report, "blocks.0") == ("skipped", "qkv is peft.tuners.ia3.layer.Linear")
 
 
 def test_under_compile(peft, image: Tensor) -> None:
     model = adapted(peft, vit(depth=1, init_values=0.3), ["qkv", "fc1"])
-    want, _ = run(model, image)
+    want = step(model, lambda m: m(image))
     fastvit.accelerate(model)
     torch._dynamo.reset()
     assert_steps_agree(step(torch.compile(model, backend="eager", fullgraph=True), lambda m: m(image)), want)
@@ -245,8 +241,10 @@ QUANTISED: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize("quantise", [dynamic, torchao])
-@pytest.mark.parametrize(("name", "order"), [("timm", "after"), *((name, "before") for name in QUANTISED)])
+@pytest.mark.parametrize(
+    ("name", "order", "quantise"),
+    [("timm", "after", torchao), ("timm", "before", torchao), *((name, "before", dynamic) for name in QUANTISED)],
+)
 def test_all_but_quantised_layers_stays_fused(
     name: str, order: str, quantise: Callable[[nn.Module], nn.Module], image: Tensor
 ) -> None:
@@ -268,10 +266,6 @@ def test_all_but_quantised_layers_stays_fused(
     assert report is None or report.fused("attention") == (2, 2)
     assert attention_count(calls.names) == 2
     assert not UNFUSED.intersection(calls.names)
-    other = quantise(QUANTISED[name]().eval())
-    other.load_state_dict(model.state_dict())
-    fastvit.accelerate(other)
-    assert torch.equal(output_of(other(image)), got)
 
 
 # ---- reports ----
@@ -282,12 +276,9 @@ def test_the_report_names_layers_that_run_as_modules(peft) -> None:
     expected = f"layer_norm, attention_qkvpacked, linear, layer_norm_mlp; attn.qkv as {LORA}"
     assert outcome(report, "blocks.0") == ("accelerated", expected)
     assert outcome(report, "blocks.0.attn.qkv") == ("as it was", "called in blocks.0")
-    assert outcome(report, "blocks.0.attn.proj") == ("part of", "blocks.0")
     report = fastvit.accelerate(dynamic(vit()))
-    kind = "torch.ao.nn.quantized.dynamic.modules.linear.Linear"
-    assert outcome(report, "blocks.0")[1].partition(kind)[0] == (
-        "layer_norm, attention_qkvpacked; attn.qkv, attn.proj, mlp.fc1, mlp.fc2 as "
-    )
+    expected = "layer_norm, attention_qkvpacked; attn.qkv, attn.proj, mlp.fc1, mlp.fc2 as torch.ao."
+    assert outcome(report, "blocks.0")[1].startswith(expected)
     assert (report.fused("attention"), report.fused("MLP")) == ((2, 2), (0, 2))
 
 

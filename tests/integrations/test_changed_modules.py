@@ -18,10 +18,12 @@ def test_a_hook_inside_is_skipped_at_once_and_its_neighbours_are_not(vit: nn.Mod
     vit.blocks[0].attn.qkv.register_forward_hook(lambda module, args, out: shapes.append(out.shape))
     report = accelerate_as_it_was(vit, lambda: vit(image))
     assert outcome(report, "blocks.0") == ("skipped", "qkv has hooks or a forward of its own")
-    assert outcome(report, "blocks.0.attn")[0] == "skipped"
-    assert outcome(report, "blocks.0.mlp") == ("accelerated", "mlp")
-    assert outcome(report, "blocks.0.norm1") == ("accelerated", "layer_norm")
-    assert outcome(report, "blocks.1")[0] == "accelerated"
+    accelerated = {
+        "blocks.0.mlp": "mlp",
+        "blocks.0.norm1": "layer_norm",
+        "blocks.1": "layer_norm_attention, layer_norm_mlp",
+    }
+    assert {e.name: e.detail for e in report.accelerated}.items() >= accelerated.items()
     assert len(shapes) == 2
 
 
@@ -55,7 +57,7 @@ def test_hooks_on_the_accelerated_module_itself_run(vit: nn.Module, image: Tenso
     assert shapes == [(2, 17, 64)] * 3
 
 
-@pytest.mark.parametrize("name", ["attn.q_norm", "attn.k_norm", "attn.norm", "mlp.norm"])
+@pytest.mark.parametrize("name", ["attn.q_norm", "attn.norm", "mlp.norm"])
 def test_a_hook_where_a_block_has_no_norm(name: str, vit: nn.Module, image: Tensor) -> None:
     """A hook on the nn.Identity in its place runs."""
     vit.blocks[0].get_submodule(name).register_forward_hook(lambda _, __, output: output * 2)
@@ -75,8 +77,10 @@ def test_symbolic_tracing_sees_the_modules(vit: nn.Module, image: Tensor) -> Non
 
 
 @pytest.mark.filterwarnings("ignore:.*runs its own forward instead of fastvit's")
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("path", ["blocks.0", "blocks.0.attn", "blocks.0.mlp.fc1", "patch_embed.proj"])
+@pytest.mark.parametrize(
+    ("path", "when"),
+    [("blocks.0", "after"), ("blocks.0.attn", "before"), ("blocks.0.mlp.fc1", "after"), ("patch_embed.proj", "after")],
+)
 def test_a_forward_replaced_on_the_class(
     vit: nn.Module, image: Tensor, monkeypatch: pytest.MonkeyPatch, path: str, when: str
 ) -> None:
@@ -96,7 +100,7 @@ def test_a_forward_replaced_on_the_class(
     assert close(vit(image), want)
     assert not close(fused, want)
     if report is not None:
-        assert "was replaced" in outcome(report, path if path == "patch_embed.proj" else "blocks.0")[1]
+        assert "was replaced" in outcome(report, "blocks.0")[1]
     monkeypatch.undo()
     assert close(vit(image), fused)
     if when == "after":

@@ -60,15 +60,12 @@ def test_stochastic_depth_in_training_falls_back(kind: type[nn.Module], device: 
 def test_attention_of_old_and_new_versions(block2: nn.Module, x: Tensor) -> None:
     """attn_drop was a module first, then a number; xformers' attention has no dropout."""
     want = block2(x)
-    for drop in (0.0, nn.Dropout(0.0)):
-        block2.attn.attn_drop = drop
-        fastvit.accelerate(block2, strict=True)
-        assert close(block2(x), want)
-        del block2.attn.attn_drop
-    for drop in (0.5, nn.Dropout(0.5)):
+    for drop in (0.0, nn.Dropout(0.0), 0.5, nn.Dropout(0.5)):
         block2.attn.attn_drop = drop
         report = fastvit.accelerate(block2.train())
-        assert {e.detail for e in report.skipped} == {"a dropout of attention, which xformers leaves out"}
+        drops = {"a dropout of attention, which xformers leaves out"} if "0.5" in str(drop) else set()
+        assert {e.detail for e in report.skipped} == drops
+        assert drops or close(block2(x), want)
         del block2.attn.attn_drop
 
 

@@ -7,9 +7,10 @@ import warnings
 from functools import partial
 from typing import Any
 
+import library_models
 import pytest
 import torch
-from library_models import hugging_face, output_of, torchvision_vit, vit
+from library_models import Step, assert_steps_equal, hugging_face, output_of, torchvision_vit, vit
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._pytree import tree_leaves
@@ -46,12 +47,8 @@ MODELS = {
 IMAGE = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
 
 
-def step(model: nn.Module, image: Tensor = IMAGE) -> list[Tensor]:
-    torch.manual_seed(3)
-    out = output_of(model(image))
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    gradients = torch.autograd.grad(out.square().mean(), parameters, allow_unused=True)
-    return [out.detach(), *(g for g in gradients if g is not None)]
+def step(model: nn.Module, image: Tensor = IMAGE) -> Step:
+    return library_models.step(model, lambda m: m(image))
 
 
 def saved(model: nn.Module, image: Tensor = IMAGE) -> int:
@@ -68,7 +65,7 @@ def test_gradients_are_those_without_it(name: str) -> None:
     for choice in choices_of(blocks[0]):
         for block in blocks[1:]:
             put_on(block, choice)
-        assert all(map(torch.equal, step(model), want)), str(choice)
+        assert_steps_equal(step(model), want)
         assert choice == NOTHING or saved(model) < most or choice == Choice(mlp="activation")
     assert [*model.state_dict()] == keys
     fastvit.unfit(model)
@@ -87,7 +84,7 @@ def test_fit_chooses_for_this_model() -> None:
     assert report.fits
     assert report.peak <= report.budget
     assert saved(model, image) < most
-    assert all(map(torch.equal, step(model, image), want))
+    assert_steps_equal(step(model, image), want)
     assert fastvit.fit(model, budget="1TB", batch=8, optimizer="none") == free
     half = fastvit.fit(model.bfloat16(), budget="1TB", batch=8, optimizer="none")
     assert half.setting.dtype == "bfloat16"
@@ -135,7 +132,7 @@ def test_copies_keep_it_and_files_know_nothing_of_it() -> None:
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert other.blocks[0].forward.args[0] is other.blocks[0]
         assert saved(other) == kept
-        assert all(map(torch.equal, step(other), want))
+        assert_steps_equal(step(other), want)
     plain = ours()
     plain.load_state_dict(model.state_dict())
     assert saved(plain.train()) > kept

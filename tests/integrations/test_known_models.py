@@ -151,14 +151,6 @@ def test_every_known_class_is_in_a_row(device: torch.device) -> None:
     assert known - classes == NO_ROWS
 
 
-def test_which_classes_recompute() -> None:
-    """Whole pre-norm blocks, and no other class."""
-    names = {name for name, handler in HANDLERS.items() if handler.takes_recompute}
-    assert all(str(name).endswith(("Block", "Layer")) for name in names)
-    assert {str(name).split(".")[0] for name in names} == {"timm", "torchvision", "transformers", "dinov2", "dinov3"}
-    assert "timm.models.vision_transformer.ParallelScalingBlock" not in names
-
-
 @rows("Dinov2", *[pytest.param(name, marks=pytest.mark.nightly) for name in ("rotary, halves", "Swin", *TOWERS)])
 def test_the_triton_kernels(known: Built, triton_backend: None) -> None:
     fastvit.accelerate(known.model)

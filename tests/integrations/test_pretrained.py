@@ -59,16 +59,15 @@ def test_the_graph_under_onnx_runtime(ours: fastvit.VisionTransformer, images: T
     assert largest > 20 * typical  # the outliers are there
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_every_block_is_as_accurate_as_the_reference(
-    dtype: torch.dtype, ours: fastvit.VisionTransformer, images: Tensor, device: torch.device
+    ours: fastvit.VisionTransformer, images: Tensor, device: torch.device
 ) -> None:
     """Errors of earlier blocks are included."""
-    model = copy.deepcopy(ours).to(device, dtype)
-    plain = reference.VisionTransformer(**{**zoo.config(NAME), "img_size": 224}).eval().to(device, dtype)
+    model = copy.deepcopy(ours).to(device, torch.bfloat16)
+    plain = reference.VisionTransformer(**{**zoo.config(NAME), "img_size": 224}).eval().to(device, torch.bfloat16)
     plain.load_state_dict(model.state_dict())
     exact = copy.deepcopy(plain).double()
-    x = images.to(device, dtype)
+    x = images.to(device, torch.bfloat16)
     stages = zip(trace(model, x), trace(plain, x), trace(exact, x.double()), strict=True)
     for i, (got, eager, want) in enumerate(stages):
-        assert_as_accurate(got, eager, want, what=f"{dtype} stage {i}")
+        assert_as_accurate(got, eager, want, what=f"stage {i}")

@@ -3,7 +3,6 @@
 import copy
 import pickle
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -37,13 +36,11 @@ def test_fastvits_own_models_are_fused_already() -> None:
     report = fastvit.accelerate(model, strict=True)
     assert [e.name for e in report.entries] == [name for name, _ in model.named_modules()]
     assert {(e.status, e.detail) for e in report.entries} == {("as it was", "fused already")}
-    assert str(report).splitlines() == [
-        "fastvit's own modules are fused already",
-        "fused: attention in 1 of 1, MLP in 1 of 1",
-    ]
+    lines = ["fastvit's own modules are fused already", "fused: attention in 1 of 1, MLP in 1 of 1"]
+    assert str(report).splitlines() == lines
     mixed = str(fastvit.accelerate(nn.Sequential(nn.LayerNorm(8), fastvit.Mlp(8)))).splitlines()
     assert mixed[1].split() == ["0", "LayerNorm", "accelerated", "layer_norm"]
-    assert mixed[3:] == ["fastvit's own modules are fused already", "fused: MLP in 1 of 1"]
+    assert mixed[3:] == [lines[0], "fused: MLP in 1 of 1"]
 
 
 def test_a_report_that_is_taken_for_the_model_says_so() -> None:
@@ -57,27 +54,18 @@ def test_a_report_that_is_taken_for_the_model_says_so() -> None:
     assert pickle.loads(pickle.dumps(report)) == copy.deepcopy(report) == report
 
 
-@pytest.mark.parametrize("name", ["resnet18", "convnext_atto"])
-def test_convolutional_models_have_nothing_to_skip(timm, name: str) -> None:
-    model = timm.create_model(name)
+def test_convolutional_models_have_nothing_to_skip(timm) -> None:
+    model = timm.create_model("convnext_atto")
     assert str(fastvit.accelerate(model)) == "no known ViT in this model"
-    with pytest.raises(ValueError, match=f"no module of this {type(model).__name__} is known, .* torch.compile"):
+    with pytest.raises(ValueError, match=r"no module of this ConvNeXt is known, .* torch.compile"):
         fastvit.accelerate(model, strict=True)
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "reason"),
-    [
-        ("beit_base_patch16_224", {}, "relative position bias, in timm.models.beit.Attention"),
-        ("vit_relpos_small_patch16_224", {"qk_norm": True}, "relative position bias and qk-norm, in timm.models."),
-    ],
-)
-def test_what_is_special_about_an_attention_is_the_reason(name: str, options: dict[str, Any], reason: str) -> None:
-    model, image = vit(name, **options), torch.randn(1, 3, 32, 32)
+def test_what_is_special_about_an_attention_is_the_reason() -> None:
+    model, image = vit("vit_relpos_small_patch16_224", qk_norm=True), torch.randn(1, 3, 32, 32)
     report = accelerate_as_it_was(model, lambda: model(image))
     (detail,) = {e.detail for e in report.entries if e.part == "attention"}
-    assert detail.startswith(reason)
-    assert report.fused("attention") == (0, 2)
+    assert detail.startswith("relative position bias and qk-norm, in timm.models.")
     assert "fused: attention in 0 of 2, MLP in " in str(report)
 
 
@@ -94,24 +82,12 @@ def test_windows_of_an_unknown_attention_are_a_reason() -> None:
         assert reason.startswith("window attention and relative position bias, in ")
 
 
-class EvaAttention(nn.Module):
-    """A class of no library."""
-
-    def __init__(self, rotary: bool) -> None:
-        super().__init__()
-        self.qkv, self.proj, self.rope = nn.Linear(16, 48), nn.Linear(16, 16), nn.Identity() if rotary else None
-
-
-class ConvAttention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv, self.proj, self.local = nn.Linear(16, 48), nn.Linear(16, 16), nn.Conv2d(16, 16, 3)
-
-
-class PatchEmbed(nn.Module):
-    def __init__(self, stride: int) -> None:
-        super().__init__()
-        self.proj = nn.Conv2d(3, 16, 4, stride)
+def of_no_library(name: str, **parts: nn.Module) -> nn.Module:
+    """Return a module of a class that no library has. parts: in addition to qkv and proj."""
+    module = type(name, (nn.Module,), {"__module__": "mine"})()
+    for part, child in {"qkv": nn.Linear(16, 48), "proj": nn.Linear(16, 16), **parts}.items():
+        module.add_module(part, child)
+    return module
 
 
 class LayerNorm(nn.LayerNorm):
@@ -122,18 +98,18 @@ def test_reasons_of_unknown_classes_and_their_names(timm) -> None:
     """A convolution is a reason in a patch embedding only."""
     own = type("MyAttention", (timm.layers.attention.Attention,), {"__module__": "mine", "__qualname__": "MyAttention"})
     norm = "open_clip.transformer.LayerNorm, a subclass of nn.LayerNorm"
+    overlapping = "its convolution is not one of disjoint patches"
     reasons = {
-        EvaAttention(True): "rotary positions, in EvaAttention",
-        EvaAttention(False): f"EvaAttention {UNKNOWN}",
-        ConvAttention(): f"ConvAttention {UNKNOWN}",
-        PatchEmbed(2): "its convolution is not one of disjoint patches, in PatchEmbed",
-        PatchEmbed(4): f"PatchEmbed {UNKNOWN}",
+        of_no_library("EvaAttention", rope=nn.Identity()): "rotary positions, in mine.EvaAttention",
+        of_no_library("ConvAttention", local=nn.Conv2d(16, 16, 3)): f"mine.ConvAttention {UNKNOWN}",
+        of_no_library("PatchEmbed", proj=nn.Conv2d(3, 16, 4, 2)): f"{overlapping}, in mine.PatchEmbed",
+        of_no_library("PatchEmbed", proj=nn.Conv2d(3, 16, 4, 4)): f"mine.PatchEmbed {UNKNOWN}",
         LayerNorm(8): f"{norm}, {UNKNOWN}",
         own(32, 2): f"mine.MyAttention, a subclass of timm.layers.attention.Attention, {UNKNOWN}",
         nn.MultiheadAttention(32, 2): f"nn.MultiheadAttention {UNKNOWN}",
     }
     report = fastvit.accelerate(nn.ModuleList(reasons))
-    assert [e.detail.replace(f"{__name__}.", "") for e in report.skipped] == list(reasons.values())
+    assert [e.detail for e in report.skipped] == list(reasons.values())
     assert outcome(fastvit.accelerate(vit(norm_layer=LayerNorm)), "blocks.0") == ("skipped", f"norm1 is {norm}")
 
 
@@ -165,7 +141,6 @@ def test_the_advice_works(name: str) -> None:
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "a bias": lambda: hugging_face("BeitModel", use_relative_position_bias=True),
-    "a shared bias": lambda: hugging_face("BeitModel", use_shared_relative_position_bias=True),
     "a head of 4": lambda: hugging_face("IJepaModel", num_attention_heads=16),
     "no skipped attention": lambda: hugging_face("ViTModel"),
     "another library": lambda: vit("beit_base_patch16_224"),
@@ -178,7 +153,5 @@ def test_no_advice_where_it_would_not_help(kind: str) -> None:
 
 
 def test_advice_names_the_model_inside() -> None:
-    outer = nn.Module()
-    outer.tower = hugging_face("IJepaModel")
-    (advice,) = fastvit.accelerate(outer).advice
+    (advice,) = fastvit.accelerate(nn.ModuleDict({"tower": hugging_face("IJepaModel")})).advice
     assert advice.endswith('then model.tower.set_attn_implementation("fastvit")')

@@ -110,12 +110,13 @@ def test_hooks_of_others_stay_ours_come_once_and_copies_have_their_own_dtype(pix
     for _ in range(2):
         fastvit.accelerate(model, mean=MEAN, std=STD)
         assert len(model._forward_pre_hooks) == 2
-    got = copy.deepcopy(model).double()(pixels)[0]  # normalised for the copy's weights, not for the model's
-    assert got.dtype is torch.float64
-    assert close(got.float(), model(pixels)[0])
+    double = copy.deepcopy(model).double()  # normalised for the copy's weights, not for the model's
+    want = double(normalised(pixels, torch.float64))[0]
+    torch.testing.assert_close(double(pixels)[0], want, rtol=1e-10, atol=1e-12)
+    assert close(model(pixels)[0], want.float())
     fastvit.restore(model)
     assert len(model._forward_pre_hooks) == 1
-    assert dtypes == [torch.uint8, torch.uint8]
+    assert dtypes == [torch.float64, torch.uint8, torch.uint8]
 
 
 PADDED = {"dynamic_img_pad": True, "dynamic_img_size": True}

@@ -15,7 +15,6 @@ from torch import nn
 
 import fastvit
 from fastvit import VisionTransformer, VisionTransformerDistilled, eva_layers, layers, ops
-from fastvit.checkpoints import CheckpointError
 from fastvit.eva import Eva
 from fastvit.modules.pooling import AttentionPoolLatent
 from fastvit.rope import RotaryEmbeddingCat, RotaryEmbeddingDinoV3
@@ -37,7 +36,7 @@ CONSTRUCTORS: dict[Callable[..., nn.Module], dict[str, Any]] = {
 }  # fmt: skip
 WRONG: list[tuple[Any, str]] = [  # a value, and the arguments that must not have it in any constructor
     (0, "in_chans embed_dim num_heads dim in_features hidden_features out_features num_channels channels kv_dim"),
-    (-1, "num_classes reg_tokens num_reg_tokens align_to num_prefix_tokens"),
+    (-1, "depth num_classes reg_tokens num_reg_tokens align_to num_prefix_tokens"),
     (True, "depth"),
     ("4", "img_size patch_size mlp_ratio init_values eps temperature grid_offset rope_temperature rope_grid_offset"),
     ("4", "ref_feat_shape drop_prob"),
@@ -71,14 +70,6 @@ def test_constructors_name_the_argument(make: Callable[..., nn.Module]) -> None:
 
 
 STATISTICS = {"mean": (0.5, 0.4, 0.3), "std": (0.2, 0.3, 0.4)}
-RATIO = "must be a finite number with"
-
-
-def head_dim(dim: str, embed_dim: int, num_heads: int) -> str:
-    what = f"head_dim = {dim} / num_heads = {embed_dim} / {num_heads}"
-    return f"{what} must be a multiple of 8 from 16 to 256, got {embed_dim // num_heads}"
-
-
 ViT, Attention, Block = (
     partial(make, **CONSTRUCTORS[make]) for make in (VisionTransformer, layers.Attention, layers.Block)
 )
@@ -86,39 +77,22 @@ create = partial(fastvit.create_model, "vit_base_patch16_224")
 MESSAGES: list[tuple[Callable[..., nn.Module], type[Exception], str, dict[str, Any]]] = [
     (ViT, ValueError, "std must be one number in (0, 1] for each of the 3", {**STATISTICS, "std": (0.0, 0.0, 0.0)}),
     (ViT, ValueError, "mean and std must both be given", {"mean": (0.5, 0.4, 0.3)}),
-    (ViT, TypeError, "img_size must be a positive integer or (height, width), got '224'", {"img_size": "224"}),
     (ViT, ValueError, "img_size must be a positive integer or (height, width)", {"img_size": (3, 224, 224)}),
-    (ViT, ValueError, "patch_size must be a positive integer", {"patch_size": (4, -4)}),
     (ViT, ValueError, "patch_size (4, 4) must divide the image size, got (18, 18)", {"img_size": 18}),
-    (ViT, TypeError, "depth must be an integer of at least 0, got True", {"depth": True}),
-    (ViT, ValueError, "depth must be at least 0, got -1", {"depth": -1}),
-    (ViT, ValueError, f"mlp_ratio {RATIO} embed_dim * mlp_ratio >= 1, where embed_dim = 32, got 0", {"mlp_ratio": 0}),
+    (ViT, ValueError, "mlp_ratio must be a finite number with embed_dim * mlp_ratio >= 1", {"mlp_ratio": 0}),
     (ViT, ValueError, "num_heads must be a divisor of embed_dim = 32, got 5", {"num_heads": 5}),
-    (ViT, ValueError, head_dim("embed_dim", 32, 4), {"num_heads": 4}),
     (ViT, ValueError, "global_pool 'token' needs class_token=True", {"class_token": False}),
     (ViT, ValueError, "attn_pool_num_heads must be a divisor of embed_dim = 32, got 3",
      {"global_pool": "map", "attn_pool_num_heads": 3}),
-    (ViT, ValueError, f"attn_pool_mlp_ratio {RATIO}", {"global_pool": "map", "attn_pool_mlp_ratio": 0.0}),
-    (ViT, ValueError, "drop_rate must be in [0, 1), got 1.0", {"drop_rate": 1.0}),
-    (ViT, ValueError, "act_layer must be a class or one of ['gelu', 'gelu_tanh', 'quick_gelu', 'relu', 'silu'], got",
-     {"act_layer": "gleu"}),
     (ViT, ValueError, "block_fn must be a class or one of ['block', 'postnorm'], got 'post'; did you mean postnorm?",
      {"block_fn": "post"}),
-    (ViT, TypeError, "norm_layer must be a class or one of ['layernorm', 'rmsnorm'], got 5", {"norm_layer": 5}),
-    (ViT, TypeError, "dtype must be None, float32, float16, bfloat16 or float64, got", {"dtype": torch.int64}),
     (Attention, ValueError, "qk_norm=True needs norm_layer, got None", {"qk_norm": True}),
-    (Attention, ValueError, head_dim("dim", 32, 4), {"num_heads": 4}),
     (Block, TypeError, "qkv_bais is not an argument of Block: use qkv_bias", {"qkv_bais": True}),
-    (Block, TypeError, "hidden_size is not an argument of Block: its arguments are dim,", {"hidden_size": 32}),
     (partial(layers.GluMlp, 24), ValueError, "hidden_features must be even", {"hidden_features": 41}),
     (Eva, TypeError, "Eva takes no qk_norm: EVA's blocks fix it", {"qk_norm": True}),
-    (VisionTransformerDistilled, TypeError, "VisionTransformerDistilled takes no fc_norm", {"fc_norm": None}),
     (RotaryEmbeddingCat, ValueError, "dim must be a multiple of 4, got 6", {"dim": 6}),
     (create, TypeError, "weights must be a path, a repository of the Hugging Face Hub or a state_dict", {"weights": 5}),
     (create, TypeError, "pretrained is not an argument of VisionTransformer: use weights=", {"pretrained": True}),
-    (create, TypeError, "num_register_tokens is not an argument of Vi", {"num_register_tokens": 4}),
-    (create, FileNotFoundError, "absent.pth: no such file", {"weights": "absent.pth"}),
-    (create, CheckpointError, "model.npz: weights must be a file of safetensors ", {"weights": "model.npz"}),
     (create, ValueError, "drop_head=True needs weights", {"drop_head": True}),
     (fastvit.create_model, TypeError, "name must be the name of a model, got 16", {"name": 16}),
 ]  # fmt: skip
@@ -146,8 +120,8 @@ def distilled() -> Any:
 
 @cache
 def module(name: str) -> Any:
-    blocks = {"cross": layers.CrossAttention, "attention": layers.Attention, "block": layers.Block}
-    return {**blocks, "post": layers.PostNormBlock, "eva": eva_layers.EvaBlock}[name](48, 3)
+    kinds = layers.CrossAttention, layers.Block, layers.PostNormBlock, eva_layers.EvaBlock
+    return dict(zip(("cross", "block", "post", "eva"), kinds, strict=True))[name](48, 3)
 
 
 def without_cls() -> Any:
@@ -160,7 +134,6 @@ BLOCKS = "a number of last blocks from 1 to 1, or blocks from -1 to 0"
 CALLS: list[tuple[type[Exception], str, Callable[[], Any]]] = [
     # images
     (TypeError, "image must be uint8, float32, float16, bfloat16 or float64, got", lambda: model()(IMAGE.long())),
-    (TypeError, "image must be a tensor, got ndarray", lambda: model()(IMAGE.numpy())),
     (ValueError, f"{PATCHES} (2, 1, 16, 16)", lambda: model()(IMAGE[:, :1])),
     (TypeError, "image must be a dense tensor", lambda: model().patch_embed(torch.nested.nested_tensor([*IMAGE]))),
     (ValueError, "image must have the size (H, W) = (16, 16), got (16, 12)", lambda: model()(IMAGE[..., :12])),
@@ -173,7 +146,6 @@ CALLS: list[tuple[type[Exception], str, Callable[[], Any]]] = [
     (TypeError, "enable must be True or False", lambda: distilled().set_distilled_training("yes")),
     (ValueError, "pool_type 'token' needs class_token=True", lambda: without_cls().pool(TOKENS, "token")),
     (ValueError, "pool_type 'map' needs a model made with it, got 'avg'", lambda: without_cls().pool(TOKENS, "map")),
-    (TypeError, "img_size must be a positive integer", lambda: model().set_input_size("16")),
     (ValueError, "patch_size (5, 5) must divide the image size", lambda: model().set_input_size(patch_size=5)),
     (ValueError, "fixed_table needs a model with pos_embed='sincos' or", lambda: model().fixed_table((2, 2))),
     (ValueError, "mode must be one of ('', 'skip', 'reset'), got 'jax'", lambda: model().init_weights("jax")),
@@ -181,15 +153,11 @@ CALLS: list[tuple[type[Exception], str, Callable[[], Any]]] = [
     (ValueError, f"indices must be {BLOCKS}, got 5", lambda: model().forward_intermediates(IMAGE, 5)),
     (ValueError, f"indices must be {BLOCKS}, got []", lambda: model().forward_intermediates(IMAGE, [])),
     (ValueError, "output_fmt must be one of", lambda: model().forward_intermediates(IMAGE, output_fmt="NHWC")),
-    (TypeError, "norm must be True or False, got 'yes'", lambda: model().forward_intermediates(IMAGE, norm="yes")),
-    (ValueError, f"n must be {BLOCKS}, got (-5,)", lambda: model().get_intermediate_layers(IMAGE, (-5,))),
     (ValueError, f"indices must be {BLOCKS}, got 9", lambda: model().prune_intermediate_layers(9)),
     (ValueError, "return_class_token and return_prefix_tokens must not both be True",
      lambda: model().get_intermediate_layers(IMAGE, return_class_token=True, return_prefix_tokens=True)),
     (ValueError, "return_class_token must be False for a model with class_token=False",
      lambda: without_cls().get_intermediate_layers(IMAGE, return_class_token=True)),
-    (TypeError, "Backbone.get_intermediate_layers() takes from 2 to 4 positional arguments",
-     lambda: model().get_intermediate_layers(IMAGE, 1, False, True)),
     # lists
     (ValueError, "images must not be an empty list", lambda: model()([])),
     (TypeError, "images[1] must be a tensor, got float", lambda: model()([IMAGE[0], 3.0])),
@@ -207,14 +175,7 @@ CALLS: list[tuple[type[Exception], str, Callable[[], Any]]] = [
        lambda name=name: module(name)(X, is_causal=True, cu_seqlens=ENDS)) for name in ("block", "post", "eva")),
     *((ValueError, "x must have shape (T, D) with cu_seqlens", lambda name=name: module(name)(X[None], cu_seqlens=ENDS))
       for name in ("block", "post", "eva")),
-    (ValueError, "cu_seqlens must ascend from 0 to the number of tokens 31",
-     lambda: module("block")(X, cu_seqlens=ENDS[:-1])),
-    (ValueError, "max_seqlen must be at least the longest", lambda: module("post")(X, cu_seqlens=ENDS, max_seqlen=3)),
     (ValueError, "max_seqlen must be None without cu_seqlens, got 3", lambda: module("eva")(X[None], max_seqlen=3)),
-    (TypeError, "cu_seqlens must be a tensor of int32 or int64", lambda: module("block")(X, cu_seqlens=[0, 31])),
-    (TypeError, "attn_mask must be float", lambda: module("attention")(X[None], torch.ones(31, 31, dtype=torch.int64))),
-    (ValueError, "attn_mask must be broadcastable to", lambda: module("attention")(X[None], torch.ones(2, 31))),
-    (ValueError, "rotary.sin must broadcast", lambda: module("eva")(X[None], torch.randn(5, 32))),
     # cross-attention
     (ValueError, "x must have shape (B, M, D) or (1, M, D) with context's B = 3",
      lambda: module("cross")(X.expand(2, 31, 48), X.expand(3, 31, 48))),
@@ -249,9 +210,7 @@ def test_a_constructor_refuses_the_head_dimensions_that_attention_refuses(dim: i
             call()
 
 
-@pytest.mark.parametrize(
-    "make", [partial(VisionTransformer, **TINY), partial(Eva, **TINY), partial(layers.Block, 32, 2)]
-)
-def test_torch_fx_is_refused_in_one_sentence(make: Callable[[], nn.Module]) -> None:
-    with pytest.raises(TypeError, match=r"got Proxy: torch.fx cannot trace .* forward_intermediates .* torch.export"):
-        torch.fx.symbolic_trace(make())
+def test_torch_fx_is_refused_in_one_sentence() -> None:
+    for module in (model(), Eva(**TINY), layers.Block(32, 2)):
+        with pytest.raises(TypeError, match=r"got Proxy: torch.fx cannot trace .* forward_intermediates .* torch\.exp"):
+            torch.fx.symbolic_trace(module)

@@ -2,9 +2,7 @@
 
 import copy
 import functools
-import sys
 from itertools import pairwise
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -26,7 +24,6 @@ from models import (
 from oracle import inputs
 from torch import Tensor, nn
 
-import fastvit
 from fastvit import eva_layers, layers, reference
 from fastvit.blocks import read_timm
 from fastvit.blocks import run as run_blocks
@@ -38,12 +35,9 @@ NO_AFFINE = functools.partial(nn.LayerNorm, elementwise_affine=False)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "plain": (PLAIN, {}),
     "layer_scale_drop_path": (PLAIN, {"init_values": 0.1, "drop_path": 0.5}),
-    "no_biases": (PLAIN, {"qkv_bias": False, "proj_bias": False}),
     "quick_gelu_drop_path": (PLAIN, {"act_layer": "quick_gelu", "drop_path": 0.5}),
     "torchs_norm_without_bias": (PLAIN, {"norm_layer": functools.partial(nn.LayerNorm, bias=False)}),
     "qk_norm": (PLAIN, {"qk_norm": True, "norm_layer": nn.RMSNorm, "drop_path": 0.5}),
-    "gelu_tanh": (PLAIN, {"act_layer": "gelu_tanh"}),
-    "silu": (PLAIN, {"act_layer": "silu"}),
     "an activation that no op knows": (PLAIN, {"act_layer": nn.ELU}),
     "post": (POST, {}),
     "post_layer_scale_drop_path": (POST, {"init_values": 0.5, "drop_path": 0.5}),
@@ -91,35 +85,6 @@ def test_autocast(case: str, device: torch.device) -> None:
 
 
 # ---- cost ----
-
-
-@pytest.mark.parametrize(("case", "limit"), [("plain", 34), ("layer_scale_drop_path", 38)])
-def test_python_functions_around_the_ops(case: str, limit: int) -> None:
-    """Entered by a training forward in modules and in what reads and runs them; the frames above a call of an op."""
-    block, _ = pair(case)
-    x, _ = tokens(dtype=torch.float32)
-    package = fastvit.__file__.removesuffix("__init__.py")
-    files = tuple(f"{package}{folder}/" for folder in ("modules", "blocks"))
-    entered, above_ops = [], set()
-
-    def note(frame: FrameType, event: str, _: Any) -> None:
-        if event != "call" or not frame.f_code.co_filename.startswith(package):
-            return
-        callers, caller = [], frame.f_back
-        while caller is not None and caller.f_code.co_filename.startswith(package):
-            callers.append(caller.f_code)
-            caller = caller.f_back
-        if frame.f_code.co_filename.startswith(files):
-            entered.append(frame.f_code.co_name)
-        elif callers[0].co_filename == run_blocks.__file__:
-            above_ops.add(tuple(code.co_name for code in callers))
-
-    block(x)
-    sys.setprofile(note)
-    block(x)
-    sys.setprofile(None)
-    assert len(entered) <= limit, entered
-    assert above_ops == {("run_attention_half", "forward"), ("run_mlp_half", "forward")}
 
 
 @pytest.mark.parametrize(("case", "most"), [("layer_scale_drop_path", 10), ("post_layer_scale_drop_path", 12)])
@@ -294,12 +259,3 @@ def test_stochastic_depth_is_drawn_once_a_sequence(kind: str, fused: bool) -> No
     drawn = [branches[a:b].detach().unique() for a, b in pairwise(ends.tolist())]
     assert all(values.numel() == 1 for values in drawn)
     assert {float(values) for values in drawn} == {0.0, 2.0, 20.0, 22.0}
-
-
-def test_sequences_save_ten_token_tensors() -> None:
-    block = randomised(layers.Block(D, H, qkv_bias=True, init_values=0.5, drop_path=0.1)).bfloat16()
-    x, ends = torch.randn(ENDS[-1], D, dtype=torch.bfloat16, requires_grad=True), torch.tensor(ENDS)
-    token, T = x.nbytes, ENDS[-1]
-    saved = saved_bytes(lambda: block(x, cu_seqlens=ends, max_seqlen=16), list(block.parameters()))
-    statistics = 4 * (2 * 2 * T + H * T) + ends.nbytes + 2 * 2 * T  # norms, log-sum-exp; ends; stochastic depth
-    assert 9 * token < saved <= 10 * token + statistics

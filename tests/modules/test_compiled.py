@@ -1,4 +1,4 @@
-"""Modules and models under torch.compile and torch.export: one graph, whatever they have and do, and the same step."""
+"""Modules and models under torch.compile: one graph, whatever they have and do, and the same step."""
 
 import functools
 from collections.abc import Callable
@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from graph_models import FunctionModule
 from models import D, H, LoRA, N, assert_same_step, blocks, randomised, tokens
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import fastvit
-from fastvit import VisionTransformer, layers
+from fastvit import layers
 from fastvit.blocks.recompute import ATTRIBUTE, Recompute
 from fastvit.eva import Eva
 
@@ -20,28 +21,11 @@ TINY: dict[str, Any] = {
 }  # fmt: skip
 
 
-class Features(nn.Module):
+def features(m: Any, x: Tensor) -> Tensor:
     """Intermediate tokens of an Eva, side by side."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = Eva(**TINY, use_rot_pos_emb=True, rope_type="dinov3", num_reg_tokens=1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        final, ((patches, prefix),) = self.model.forward_intermediates(x, [-1], return_prefix_tokens=True)
-        (layer,) = self.model.get_intermediate_layers(x)
-        return torch.cat([final.flatten(1), patches.flatten(1), prefix.flatten(1), layer.flatten(1)], dim=1)
-
-
-class Attending(nn.Module):
-    """Cross-attention of x to itself, in evaluation mode with dropout, with a mask and norms of q and k."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attn = layers.CrossAttention(D, H, qk_norm=True, norm_layer=nn.LayerNorm, attn_drop=0.5).eval()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.attn(x, x.flip(1), torch.arange(N) < N - 4)
+    final, ((patches, prefix),) = m.model.forward_intermediates(x, [-1], return_prefix_tokens=True)
+    (layer,) = m.model.get_intermediate_layers(x)
+    return torch.cat([final.flatten(1), patches.flatten(1), prefix.flatten(1), layer.flatten(1)], dim=1)
 
 
 def adapted() -> nn.Module:
@@ -58,9 +42,13 @@ def masked() -> nn.Module:
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "features of Eva": Features,
-    "post-norm": lambda: blocks("PostNormBlock", drop_path=0.1)[0],
-    "cross-attention": Attending,
+    "features of Eva": lambda: FunctionModule(
+        features, model=Eva(**TINY, use_rot_pos_emb=True, rope_type="dinov3", num_reg_tokens=1)
+    ),
+    "cross-attention": lambda: FunctionModule(
+        lambda m, x: m.attn(x, x.flip(1), torch.arange(N) < N - 4),
+        attn=layers.CrossAttention(D, H, qk_norm=True, norm_layer=nn.LayerNorm, attn_drop=0.5).eval(),
+    ),
     "adapters": adapted,
     "masks": masked,
 }
@@ -84,7 +72,7 @@ def test_the_same_step_in_one_graph(name: str) -> None:
 
 
 def test_another_batch_size_without_another_graph() -> None:
-    """Nothing in a block's forward or backward chooses by how many images there are; a model's forward: below."""
+    """Nothing in a block's forward or backward chooses by how many images there are."""
     block, _ = blocks(init_values=0.1)
     torch._dynamo.reset()
     graphs = CompileCounterWithBackend("aot_eager")
@@ -108,15 +96,3 @@ def test_blocks_under_autocast(device: torch.device) -> None:
         return [out, *torch.autograd.grad(out.sum(), [x, *model.parameters()])]
 
     torch.testing.assert_close(step(torch.compile(model, backend="aot_eager", fullgraph=True)), step(model))
-
-
-def test_export() -> None:
-    model = randomised(VisionTransformer(**TINY, global_pool="map")).eval()
-    shapes = ({0: torch.export.Dim("batch", min=1, max=64)},)
-    program = torch.export.export(model, (torch.randn(2, 3, 16, 16),), dynamic_shapes=shapes)
-    plain = program.run_decompositions(fastvit.export.decompositions())
-    assert not [n for n in plain.graph.nodes if str(n.target).startswith("fastvit")]
-    for batch in (2, 5):
-        x = torch.randn(batch, 3, 16, 16)
-        for exported in (program, plain):
-            torch.testing.assert_close(exported.module()(x), model(x), rtol=1e-4, atol=1e-5)

@@ -11,16 +11,13 @@ import fastvit
 from fastvit import VisionTransformer, reference
 from fastvit.modules.pooling import AttentionPoolLatent
 
-SMALL: dict[str, Any] = {"embed_dim": 256, "depth": 2, "num_heads": 4, "num_classes": 400}
+SMALL: dict[str, Any] = {"embed_dim": 256, "depth": 1, "num_heads": 4, "num_classes": 400}
 MODELS: dict[str, dict[str, Any]] = {
     "vit_small_patch16_224": {"init_values": 1e-5, "reg_tokens": 4},
     "vit_large_patch16_224": {"mlp_layer": "GluMlp"},  # the gate's bias is 1, and its weights are tiny
     "vit_base_patch16_siglip_224": {"mlp_layer": "SwiGLU"},
     "deit_base_distilled_patch16_224": {"norm_layer": "rmsnorm"},
-    "vit_small_plus_patch16_dinov3": {},
     "eva02_base_patch14_448": {"img_size": 224},
-    "vit_pe_core_tiny_patch16_384": {"img_size": 224},
-    "eva_giant_patch14_224": {},
 }
 
 

@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 import torch
+from graph_models import FunctionModule
 from models import D, H, randomised, step, tokens
 from torch import nn
 
@@ -17,23 +18,18 @@ from fastvit.study.memory.peak import saved_bytes
 ATTENTION_CHOICES, MLP_CHOICES = ("none", "attention", "qkv", "all"), ("none", "activation", "all")
 
 
-class WithRope(nn.Module):
-    """An EVA block with rotary positions for all tokens but one."""
-
-    def __init__(self):
-        super().__init__()
-        options = {"swiglu_mlp": True, "scale_mlp": True, "init_values": 0.3, "drop_path": 0.4}
-        self.block = eva_layers.EvaBlock(D, H, qkv_fused=False, **options)
-        self.register_buffer("rope", torch.randn(16, 2 * D // H, generator=torch.Generator().manual_seed(3)))
-
-    def forward(self, x):
-        return self.block(x, self.rope)
+def with_rope():
+    """Return an EVA block with rotary positions for all tokens but one."""
+    options = {"swiglu_mlp": True, "scale_mlp": True, "init_values": 0.3, "drop_path": 0.4}
+    block = eva_layers.EvaBlock(D, H, qkv_fused=False, **options)
+    rope = nn.Buffer(torch.randn(16, 2 * D // H, generator=torch.Generator().manual_seed(3)))
+    return FunctionModule(lambda m, x: m.block(x, m.rope), block=block, rope=rope)
 
 
 BLOCKS = {
     "dropout": lambda: layers.Block(D, H, init_values=0.3, attn_drop=0.2, proj_drop=0.2, drop_path=0.4),
     "qk_norm": lambda: layers.Block(D, H, qk_norm=True, mlp_layer="swiglu"),
-    "EVA": WithRope,
+    "EVA": with_rope,
 }
 
 
@@ -73,41 +69,34 @@ def test_copies_have_the_attribute_and_a_state_dict_has_not():
         assert recompute_of(other) == ("qkv", "all")
 
 
-class Half(nn.Module):
-    """Attention that runs in steps, because no op has it. With adapters: tests/integrations/test_recompute.py."""
-
-    def __init__(self, kind):
-        super().__init__()
-        self.kind, self.recompute = kind, None
-        self.block = randomised(layers.Block(D, H, attn_drop=0.2, proj_drop=0.2, drop_path=0.4))
-        self.table = nn.Parameter(torch.randn(16, D // H))
-
-    def forward(self, x):
-        options = {} if self.recompute is None else {"recompute": self.recompute}
-        half = read_timm.read_attention_half(self.block)
-        if self.kind == "learnt":
-            return run.run_attention_half(x, half, ops.Rotary(self.table.sin(), self.table.cos(), 1), **options)
-        return run.run_attention_half(x, half._replace(branch=half.branch._replace(in_steps=True)), **options)
-
-
-def gradients(half, x):
-    half.zero_grad()
-    torch.manual_seed(6)
-    y = half(x)
-    y.square().sum().backward()
-    return {name: p.grad.clone() for name, p in half.named_parameters() if p.grad is not None} | {"y": y.detach()}
-
-
 @pytest.mark.parametrize("kind", ["learnt", "steps"])
 def test_halves_in_steps(kind):
-    half, x = Half(kind), tokens(dtype=torch.float32)[0]
-    want, before = gradients(half, x), saved(half, x)
-    for half.recompute in ATTENTION_CHOICES:
-        assert_equal(gradients(half, x), want)
-        if half.recompute == "none":
-            assert saved(half, x) == before
+    """Attention that runs in steps, because no op has it."""
+
+    def forward(m, x):
+        half = read_timm.read_attention_half(m.block)
+        if kind == "learnt":
+            return run.run_attention_half(x, half, ops.Rotary(m.table.sin(), m.table.cos(), 1), **m.options)
+        return run.run_attention_half(x, half._replace(branch=half.branch._replace(in_steps=True)), **m.options)
+
+    def gradients():
+        model.zero_grad()
+        torch.manual_seed(6)
+        y = model(x)
+        y.square().sum().backward()
+        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None} | {"y": y.detach()}
+
+    block = randomised(layers.Block(D, H, attn_drop=0.2, proj_drop=0.2, drop_path=0.4))
+    model = FunctionModule(forward, block=block, table=nn.Parameter(torch.randn(16, D // H)), options={})
+    x = tokens(dtype=torch.float32)[0]
+    want, before = gradients(), saved(model, x)
+    for choice in ATTENTION_CHOICES:
+        model.options = {"recompute": choice}
+        assert_equal(gradients(), want)
+        if choice == "none":
+            assert saved(model, x) == before
         else:
-            assert saved(half, x) <= 2 * x.nbytes < before  # x, and in training the state of the generator
+            assert saved(model, x) <= 2 * x.nbytes < before  # x, and in training the state of the generator
     with torch.no_grad():
         torch.manual_seed(6)
-        assert torch.equal(half(x), want["y"])
+        assert torch.equal(model(x), want["y"])

@@ -11,7 +11,7 @@ import pytest
 import torch
 from models import assert_steps_as_accurate, randomised, step, twins
 from oracle import inputs
-from torch import Tensor, nn
+from torch import Tensor
 
 from fastvit import VisionTransformer, reference
 from fastvit.blocks.recompute import ATTRIBUTE, Recompute, recompute_all
@@ -55,30 +55,24 @@ def models(**arguments: Any) -> tuple[VisionTransformer, reference.VisionTransfo
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_model_is_as_accurate_as_the_reference(variant: str, device: torch.device) -> None:
-    """And the same in float64."""
-    assert_accurate(VARIANTS[variant], torch.bfloat16, device)
+def test_model_is_the_reference(variant: str, device: torch.device) -> None:
+    """In float64; and with the same dtypes in bfloat16."""
     ours, eager = models(**VARIANTS[variant], device=device, dtype=torch.float64)
     x = image(ours, device=device, dtype=torch.float64)
     want = step(eager, x)
     for name, got in step(ours, x).items():
         torch.testing.assert_close(got, want[name], rtol=1e-9, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}")
-
-
-@pytest.mark.parametrize("variant", ["registers", "map_of_its_own_size"])
-def test_model_of_kernels(variant: str, triton_backend: None, device: torch.device) -> None:
-    assert_accurate({**VARIANTS[variant], "depth": 1}, torch.bfloat16, device)
-
-
-def assert_accurate(arguments: dict[str, Any], dtype: torch.dtype, device: torch.device) -> None:
-    """Compare a training step of ours and the reference with the reference in float64."""
-    ours, eager = models(**arguments, device=device, dtype=dtype)
-    x = image(ours, device=device, dtype=dtype)
-    exact = step(copy.deepcopy(eager).double(), x.double())
-    low, got = step(eager, x), step(ours, x)
+    low, got = (step(model.bfloat16(), x.bfloat16()) for model in (eager, ours))
     assert {n: t.dtype for n, t in got.items()} == {n: t.dtype for n, t in low.items()}
-    got, low, exact = ({"output": r["output"], "gradients": together(r, exact)} for r in (got, low, exact))
-    assert_steps_as_accurate(got, low, exact)
+    torch.testing.assert_close(got["output"].double(), want["output"], atol=0.1, rtol=0.1)
+
+
+def test_model_of_kernels_is_as_accurate_as_the_reference(triton_backend: None, device: torch.device) -> None:
+    ours, eager = models(**{**VARIANTS["registers"], "depth": 1}, device=device, dtype=torch.bfloat16)
+    x = image(ours, device=device, dtype=torch.bfloat16)
+    exact = step(copy.deepcopy(eager).double(), x.double())
+    results = [step(model, x) for model in (ours, eager)]
+    assert_steps_as_accurate(*({"output": r["output"], "gradients": together(r, exact)} for r in (*results, exact)))
 
 
 def together(results: dict[str, Tensor], exact: dict[str, Tensor]) -> Tensor:
@@ -90,17 +84,6 @@ def together(results: dict[str, Tensor], exact: dict[str, Tensor]) -> Tensor:
 
 
 # ---- a citizen of PyTorch ----
-
-
-def test_autocast(device: torch.device) -> None:
-    ours, eager = models(init_values=0.1, device=device)
-    x = image(ours, device=device)
-    exact = step(copy.deepcopy(eager).double(), x.double())
-    results = []
-    for model in (eager, ours):
-        model.forward = torch.autocast(device.type, torch.bfloat16)(model.forward)
-        results.append(step(model, x))
-    assert_steps_as_accurate(results[1], results[0], exact)
 
 
 def test_activation_checkpointing_changes_nothing() -> None:
@@ -157,16 +140,11 @@ def test_train_and_eval() -> None:
     for rate in ("drop_rate", "pos_drop_rate", "proj_drop_rate", "attn_drop_rate", "drop_path_rate"):
         model = randomised(VisionTransformer(**TINY, **{rate: 0.5}))
         x = image(model)
-
-        def run(seed: int, model: nn.Module = model, x: Tensor = x) -> Tensor:
-            torch.manual_seed(seed)
-            return model(x)
-
-        assert torch.equal(run(0), run(0)), rate
-        assert not torch.equal(run(0), run(1)), rate
+        first, again, other = (step(model, x, seed=seed)["output"] for seed in (0, 0, 1))
+        assert torch.equal(first, again), rate
+        assert not torch.equal(first, other), rate
         model.eval()
-        assert torch.equal(run(0), run(1)), rate
-        assert model.train().training
+        assert torch.equal(model(x), model(x)), rate
 
 
 def test_uint8_images() -> None:

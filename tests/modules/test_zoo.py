@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 from library_imports import import_timm
+from torch import nn
 
 import fastvit
 from fastvit import reference, zoo
@@ -12,7 +13,7 @@ from fastvit.study import models
 from fastvit.study.sources.from_zoo import plain_model
 
 # without EVA's blocks and distillation, whose plain form is timm's: every kind of argument
-REFERENCES = ["test_vit4", "vit_base_patch32_siglip_256", "aimv2_large_patch14_224", "vit_giant_patch14_dinov2"]
+REFERENCES = ["test_vit4", "vit_base_patch32_siglip_256", "aimv2_large_patch14_224"]
 CIFAR = {"vit_cifar_small": 5_362_762, "vit_cifar_base": 21_342_346, "vit_cifar_large": 75_722_250}
 
 
@@ -36,44 +37,34 @@ def test_the_plain_form_of_others_is_timms(name: str, monkeypatch: pytest.Monkey
         plain_model(name)
 
 
-@pytest.mark.parametrize("name", CIFAR)
-def test_cifar_models(name: str) -> None:
-    model = fastvit.create_model(name, device="meta")
-    assert sum(p.numel() for p in model.parameters()) == CIFAR[name]
-    assert model.patch_init == "kaiming"
-    assert model.patch_embed.img_size == (32, 32)
-    assert model.patch_embed.patch_size == (4, 4)
-    assert model.num_classes == 10
-    attn, mlp = model.blocks[0].attn, model.blocks[0].mlp
-    assert {model.pos_drop.p, attn.attn_drop.p, attn.proj_drop.p, mlp.drop1.p, mlp.drop2.p} == {0.1}
+def test_cifar_models() -> None:
+    for name, parameters in CIFAR.items():
+        model = fastvit.create_model(name, device="meta")
+        assert sum(p.numel() for p in model.parameters()) == parameters
+        sizes = model.patch_init, model.patch_embed.img_size, model.patch_embed.patch_size, model.num_classes
+        assert sizes == ("kaiming", (32, 32), (4, 4), 10)
+        dropouts = [model.pos_drop, *model.blocks.modules()]
+        assert {module.p for module in dropouts if isinstance(module, nn.Dropout)} == {0.1}
+    assert len(fastvit.create_model(name, depth=2, device="meta").blocks) == 2
+    assert len(fastvit.create_model(name, device="meta").blocks) == 24  # the table is as it was
 
 
-def test_arguments_leave_the_table_as_it_is() -> None:
-    fastvit.create_model("vit_base_patch16_224", depth=2, device="meta")
-    assert len(fastvit.create_model("vit_base_patch16_224", device="meta").blocks) == 12
-
-
-def test_unknown_names_get_the_nearest() -> None:
+def test_names() -> None:
+    assert fastvit.list_models("deit3_*_384") == [f"deit3_{size}_patch16_384" for size in ("base", "large", "small")]
+    assert fastvit.list_models() == sorted(zoo.CONFIGS)
     with pytest.raises(ValueError, match=r"name .*'vit_base_patch16_244'.*vit_base_patch16_224"):
         fastvit.create_model("vit_base_patch16_244")
     with pytest.raises(ValueError, match=r"list_models.*fastvit\.accelerate\(timm\.create_model\(name\)\)"):
         fastvit.create_model("resnet50")
 
 
-def test_list_models_filters() -> None:
-    assert fastvit.list_models("deit3_*_384") == [f"deit3_{size}_patch16_384" for size in ("base", "large", "small")]
-    assert fastvit.list_models("nothing*") == []
-    assert fastvit.list_models() == sorted(zoo.CONFIGS)
-
-
-def test_a_function_with_parallel_blocks_of_timm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has a fused form; of the layers of both 3 * D rows are q's, k's and v's, and D columns attention's."""
+def test_the_cost_of_timms_parallel_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the layers of both halves 3 * D rows are q's, k's and v's, and D columns attention's."""
     timm, D, hidden = import_timm(), 64, 256
-    for fuse_out_proj in (False, True):
-        block_fn = partial(timm.models.vision_transformer.ParallelScalingBlock, fuse_out_proj=fuse_out_proj)
-        small = {"img_size": 32, "embed_dim": D, "num_heads": 2, "depth": 1, "block_fn": block_fn}
-        monkeypatch.setattr(timm, "parallel", partial(timm.create_model, "vit_tiny_patch16_224", **small), False)
-        (cost,) = models("timm:parallel")
-        counted = cost.parameters
-        assert (cost.tokens, counted.attention, counted.norms, counted.other) == (5, 4 * D * D + 4 * D, 4 * D, 0)
-        assert counted.mlp == 2 * D * hidden + hidden + D * (not fuse_out_proj)
+    block_fn = partial(timm.models.vision_transformer.ParallelScalingBlock, fuse_out_proj=True)
+    small = {"img_size": 32, "embed_dim": D, "num_heads": 2, "depth": 1, "block_fn": block_fn}
+    monkeypatch.setattr(timm, "parallel", partial(timm.create_model, "vit_tiny_patch16_224", **small), False)
+    (cost,) = models("timm:parallel")
+    counted = cost.parameters
+    assert (cost.tokens, counted.attention, counted.norms, counted.other) == (5, 4 * D * D + 4 * D, 4 * D, 0)
+    assert counted.mlp == 2 * D * hidden + hidden

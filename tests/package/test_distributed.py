@@ -32,13 +32,12 @@ def loss(model: nn.Module, image: Tensor) -> Tensor:
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
-    found = {}
+    whole: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         grad: Any = parameter.grad
-        found[name.removeprefix("_orig_mod.").removeprefix("module.")] = (
-            grad.full_tensor() if hasattr(grad, "full_tensor") else grad
-        )
-    return found
+        name = name.removeprefix("_orig_mod.").removeprefix("module.")
+        whole[name] = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
+    return whole
 
 
 def worker(rank: int, port: int, folder: str) -> None:
@@ -73,9 +72,9 @@ def worker(rank: int, port: int, folder: str) -> None:
         names = [event.name for event in profile.events()]
         calls = 2 + 2 * ("fitted" in kind)  # each block runs its attention once more in the backward pass
         assert names.count("fastvit::attention_qkvpacked_fwd") == calls, f"{kind}: the blocks did not run fused"
-        found = gradients(model)  # a collective: every rank takes part
+        whole = gradients(model)  # a collective: every rank takes part
         if rank == 0:
-            torch.save(found, Path(folder) / f"{kind}.pt")
+            torch.save(whole, Path(folder) / f"{kind}.pt")
     dist.barrier()
     dist.destroy_process_group()
     # torch's threads sometimes abort a process that ends: "terminate called without an active exception"

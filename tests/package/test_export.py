@@ -15,7 +15,6 @@ from op_cases import ROWS, function, made, outputs_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastvit
-from fastvit import ops
 from fastvit.integrations.transformers.layers import register_attention
 
 IMAGE = torch.linspace(-1, 1, 2 * 3 * 32 * 32).sin().view(2, 3, 32, 32)
@@ -90,20 +89,6 @@ def test_jit_trace(name, device):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
-def test_jit_trace_of_three_layers(device):
-    """Separate layers for q, k and v, as in models of transformers."""
-    tensors = made("layer_norm_attention", 2, 6, device)
-
-    def op(x, norm_weight, norm_bias, proj_weight, *layers):
-        return ops.layer_norm_attention(x, norm_weight, norm_bias, layers[:3], layers[3:], proj_weight, None, 2)
-
-    split = [t.detach().clone().requires_grad_() for name in ("qkv_weight", "qkv_bias") for t in tensors[name].chunk(3)]
-    arguments = [tensors[name] for name in ("x", "norm_weight", "norm_bias", "proj_weight")] + split
-    traced = torch.jit.trace(op, tuple(arguments))
-    for got, want in zip(*(gradients([call(*arguments)], arguments) for call in (traced, op)), strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
-
-
 # ---- transformers: it makes masks of its own while torch.export traces ----
 
 
@@ -123,7 +108,6 @@ def exported(model, strict=False, **arguments):
         ("ViTModel", "sdpa", True),
         ("ViTModel", "eager", False),  # transformers makes a mask, which cannot be told from a user's
         ("CLIPVisionModel", "sdpa", False),
-        ("SiglipVisionModel", "sdpa", False),
     ],
 )
 @torch.no_grad()
@@ -141,9 +125,9 @@ def test_transformers_models_keep_the_fused_ops(name, attention, strict):
     torch.testing.assert_close(program.module()(IMAGE).last_hidden_state, want, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(("pairs", "strict"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize("pairs", [False, True])
 @torch.no_grad()
-def test_a_mask_of_the_user_stays_in_the_program(pairs, strict):
+def test_a_mask_of_the_user_stays_in_the_program(pairs):
     model, mask = tower("ViTModel"), torch.ones(2, 17, dtype=torch.long)
     mask[0, 9:] = 0
     if pairs:
@@ -151,7 +135,7 @@ def test_a_mask_of_the_user_stays_in_the_program(pairs, strict):
     other = mask.flip(0)  # the program reads the mask that it gets
     want = [model(IMAGE, attention_mask=m).last_hidden_state for m in (mask, other)]
     fastvit.accelerate(model)
-    program = exported(model, strict, attention_mask=mask)
+    program = exported(model, strict=pairs, attention_mask=mask)
     assert targets(program)["fastvit::attention_qkvpacked_fwd"] == 2
     for m, expected in zip((mask, other), want, strict=True):
         got = program.module()(IMAGE, attention_mask=m).last_hidden_state

@@ -67,35 +67,28 @@ def test_fused_and_plain_models_have_the_same_losses_and_are_compared(tmp_path, 
     assert train("run", *settings, "--out", runs[0]) == 0
     assert train("run", *settings, "--plain", "--out", runs[1]) == 0
     assert losses(runs[1]) == pytest.approx(losses(runs[0]), abs=1e-5)
+    ended = log(runs[0], "epoch")[-1]
+    assert ended["accuracy"] == pytest.approx(ended["right"] / 359)
     capsys.readouterr()
     assert train("compare", *runs, "--plot", tmp_path / "both.svg", "--json", tmp_path / "both.json") == 0
-    shown = capsys.readouterr().out
-    assert "fused and plain: training losses of 10 steps differ by at most" in shown
+    assert "fused and plain: training losses of 10 steps differ by at most" in capsys.readouterr().out
     table = json.loads((tmp_path / "both.json").read_text())
     assert [row[:2] for row in table["rows"]] == [["fused", "vit"], ["plain", "vit, plain"]]
-    for theme in ("light", "dark"):
-        assert "</svg>" in (tmp_path / f"both_{theme}.svg").read_text()
+    assert "</svg>" in (tmp_path / "both_dark.svg").read_text()
 
 
 def test_options_of_the_machine_leave_the_losses_and_the_learning_rate_rises_and_falls(tmp_path):
     settings = [*SMALL, *PLAIN, "--steps", "7", "--warm-up", "0.02", "--lr", "0.01"]
+    machine = ["--compile", "eager", "--workers", "1", "--accumulate", "2"]
     assert train("run", *settings, "--out", tmp_path / "plain") == 0
-    assert (
-        train(
-            "run", *settings, "--compile", "eager", "--workers", "1", "--accumulate", "2", "--out", tmp_path / "other"
-        )
-        == 0
-    )
+    assert train("run", *settings, *machine, "--out", tmp_path / "other") == 0
     assert losses(tmp_path / "other") == pytest.approx(losses(tmp_path / "plain"), abs=1e-6)
     assert train("run", *settings, "--amp", "--out", tmp_path / "amp") == 0
     assert losses(tmp_path / "amp") != losses(tmp_path / "plain")
     assert losses(tmp_path / "amp") == pytest.approx(losses(tmp_path / "plain"), abs=0.05)
     rates = [record["lr"] for record in log(tmp_path / "plain", "train")]
-    top = rates.index(max(rates))
-    assert rates[top] == 0.01
-    assert top == 2, "0.02 of an epoch of 89 steps"
-    assert rates[: top + 1] == sorted(rates[: top + 1])
-    assert rates[top:] == sorted(rates[top:], reverse=True)
+    assert rates.index(max(rates)) == rates.index(0.01) == 2, "0.02 of an epoch of 89 steps"
+    assert rates[:3] + rates[3:][::-1] == [*sorted(rates[:3]), *sorted(rates[3:])]
     assert rates[-1] < 0.002
 
 
@@ -120,14 +113,6 @@ def test_learning_from_scratch_from_weights_and_from_a_teacher(tmp_path):
     first = {kind: load_file(tmp_path / kind / "model.safetensors") for kind in ("hard", "soft")}
     assert not torch.equal(first["hard"]["head_dist.weight"], first["soft"]["head_dist.weight"])
 
-    one_head = ["--model", "resnet18", "--teacher", tmp_path / "vit", "--epochs", "1"]
-    assert train("run", *data, *one_head, "--out", tmp_path / "resnet") == 0
-    again = ["--model", "resnet18", "--weights", tmp_path / "resnet" / "model.safetensors", "--lr", "1e-7"]
-    assert train("run", *data, *again, "--epochs", "1", "--out", tmp_path / "again") == 0
-    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("resnet", "again"))
-    torch.testing.assert_close(after["layer1.0.conv1.weight"], before["layer1.0.conv1.weight"], atol=1e-6, rtol=0)
-    assert not torch.allclose(after["fc.weight"], before["fc.weight"], atol=1e-4), "a new head"
-
 
 def test_losses_of_distillation():
     """Equations 2 and 3 of Touvron et al. 2021, with a weight of 1/2."""
@@ -144,23 +129,16 @@ def test_losses_of_distillation():
     torch.testing.assert_close(loss_of(args, cls, targets, None), truth)
 
 
-MISTAKES = {
-    "a misspelt data set": (["--data", "cifar-10"], "got cifar-10; did you mean cifar10?"),
-    "no model": (["--model", "vit_smal_patch16_224"], "nearest: vit_small_patch16_224"),
-    "no argument": (["--set", "width=3"], "width is not an argument of VisionTransformer"),
-    "no argument of timm's": (["--model", "resnet18", "--set", "width=3"], "resnet18 takes no such argument"),
-    "an argument that has an option": (["--set", "img_size=8"], "--set img_size: --image-size says it"),
-    "no backend": (["--compile", "nonsense"], "--compile must name a backend"),
-    "odd batch": (["--batch", "6", "--accumulate", "2"], "--batch must give each part an even number"),
-    "large batch": (["--batch", "2000"], "at most the 1438 training images, got 2000"),
-    "no teacher": (["--teacher", "nowhere"], "nowhere has no run"),
-    "no weights": (["--weights", "nowhere.pth"], "nowhere.pth"),
-    "a plain ResNet": (["--model", "resnet18", "--plain"], "--plain takes one of our models"),
-    "no finite loss": (["--lr", "1e30", "--warm-up", "0", "--clip", "0"], "the loss is"),
-}
+MISTAKES = [
+    (["--model", "vit_smal_patch16_224"], "nearest: vit_small_patch16_224"),
+    (["--set", "width=3"], "width is not an argument of VisionTransformer"),
+    (["--batch", "6", "--accumulate", "2"], "--batch must give each part an even number"),
+    (["--teacher", "nowhere"], "nowhere has no run"),
+    (["--lr", "1e30", "--warm-up", "0", "--clip", "0"], "the loss is"),
+]
 
 
-@pytest.mark.parametrize(("arguments", "message"), list(MISTAKES.values()), ids=list(MISTAKES))
+@pytest.mark.parametrize(("arguments", "message"), MISTAKES)
 def test_a_mistake_is_one_line(arguments, message, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert train("run", *SMALL, "--epochs", "1", *arguments, "--out", tmp_path / "run") == 2
@@ -170,40 +148,18 @@ def test_a_mistake_is_one_line(arguments, message, tmp_path, capsys, monkeypatch
     assert (tmp_path / "run").exists() == ("loss" in message), "nothing is in the way of another try"
 
 
-def test_a_library_that_is_missing_is_one_line(capsys):
-    def fail() -> int:
-        raise ModuleNotFoundError("No", name="sklearn.datasets")
-
-    assert example("extra").guarded(fail) == 2
-    assert 'scikit-learn, which is not installed: pip install ".[train]"' in capsys.readouterr().err
-
-
 def test_a_run_is_not_mixed_with_another(tmp_path, capsys):
     out, settings = tmp_path / "run", [*SMALL, "--steps", "2"]
     assert train("run", *settings, "--out", out) == 0
     weights = (out / "model.safetensors").read_bytes()
-    assert train("run", *settings, "--data", "nowhere", "--out", out / "settings.json" / "run") == 2
-    assert f"--out: {out}/settings.json/run cannot be written: Not a directory" in capsys.readouterr().err
     assert train("run", *settings, "--out", out) == 2
     assert f"has a run already: `train.py resume {out}` continues it" in capsys.readouterr().err
     assert train("resume", out) == 0, "it has ended, and does so again"
     assert (out / "model.safetensors").read_bytes() == weights
-    capsys.readouterr()
     content = (out / "checkpoint.pt").read_bytes()
     (out / "checkpoint.pt").write_bytes(content[: len(content) // 2])
     assert train("resume", out) == 2
     assert "checkpoint.pt is damaged, or of another run" in capsys.readouterr().err
-    (out / "settings.json").write_text("{")
-    assert train("compare", out) == 2
-    assert f"{out} has no run" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("option", [["--lr", "-1"], ["--set", "depth"], ["--smoothing", "1"], ["--workers", "-1"]])
-def test_a_bad_option_is_one_line(option, capsys):
-    with pytest.raises(SystemExit) as ended:
-        train("run", "--out", "run", *option)
-    assert ended.value.code == 2
-    assert f"argument {option[0]}" in capsys.readouterr().err
 
 
 def test_a_damaged_image_is_named_also_by_a_worker(tmp_path, capsys):
@@ -211,8 +167,7 @@ def test_a_damaged_image_is_named_also_by_a_worker(tmp_path, capsys):
     settings = ["--data", folder, "--image-size", "16", "--model", "resnet18", "--batch", "16", "--epochs", "1"]
     damaged = folder / "train" / "dark" / "1.png"
     damaged.write_bytes(damaged.read_bytes()[:400])
-    for workers in (0, 1):
-        assert train("run", *settings, "--workers", workers, "--out", tmp_path / str(workers)) == 2
-        err = capsys.readouterr().err
-        assert f"{damaged} is no picture that Pillow reads" in err
-        assert len(err.strip().splitlines()) == 1
+    assert train("run", *settings, "--workers", 1, "--out", tmp_path / "run") == 2
+    err = capsys.readouterr().err
+    assert f"{damaged} is no picture that Pillow reads" in err
+    assert len(err.strip().splitlines()) == 1

@@ -15,10 +15,6 @@ def test_data_sets_that_torchvision_downloads(tmp_path, monkeypatch):
     read = example("training.data").read
     datasets = pytest.importorskip("torchvision.datasets")
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
-    monkeypatch.setattr(datasets.CIFAR10, "url", "http://127.0.0.1:9/cifar.tar.gz")  # a port that refuses
-    with pytest.raises(ValueError, match=rf"cifar10 cannot be downloaded into {tmp_path}/datasets; put http\S+ there"):
-        read("cifar10")
-
     cifar = tmp_path / "datasets" / "cifar-10-batches-py"
     cifar.mkdir(parents=True)
     pixels = RANDOM.integers(0, 256, (20, 3072), dtype=np.uint8)
@@ -36,9 +32,6 @@ def test_data_sets_that_torchvision_downloads(tmp_path, monkeypatch):
     assert (data.name, data.classes, data.size, data.mirrored) == ("cifar10", names, 32, True)
     assert (data.train.labels.tolist(), data.test.labels.tolist()) == ([3] * 16, [0, 1, 2, 9])
     np.testing.assert_array_equal(np.asarray(data.test.load(3)), pixels[19].reshape(3, 32, 32).transpose(1, 2, 0))
-    channels = pixels[:16].reshape(16, 3, 1024) / 255
-    np.testing.assert_allclose(data.mean, channels.mean((0, 2)), atol=1e-4)
-    np.testing.assert_allclose(data.std, channels.std((0, 2)), atol=1e-4)
 
 
 def test_digits_are_grey_and_not_mirrored():
@@ -63,29 +56,9 @@ def test_folders_of_images(tmp_path):
     assert not {*whole.train.pictures} & {*whole.test.pictures}
 
     (folder / "train" / "night").mkdir()
-    with pytest.raises(OSError, match="for the classes night"):
-        read(str(folder))
     Image.new("RGB", (4, 4)).save(folder / "train" / "night" / "0.png")
     with pytest.raises(ValueError, match="train and val must have the same classes, only one has night"):
         read(str(folder))
-    (folder / "val").rename(folder / "other")
-    with pytest.raises(ValueError, match="neither val nor test"):
-        read(str(folder))
-
-
-def test_photographs_are_upright_and_without_transparency(tmp_path):
-    """`test_cli_attention` has the modes of pixels; the same function reads them here."""
-    data, pixels = example("training.data"), RANDOM.integers(0, 65536, (8, 12)).astype(np.uint16)
-    turned = Image.Exif()
-    turned[0x112] = 6
-    paths = [str(tmp_path / name) for name in ("turned.png", "clear.png", "damaged.png")]
-    Image.fromarray(pixels).save(paths[0], exif=turned)
-    Image.new("RGBA", (8, 8), (0, 0, 0, 0)).save(paths[1])
-    Image.new("RGB", (8, 8), "white").save(paths[2], exif=b"Exif\0\0damaged")
-    images = data.Images(paths, np.zeros(3, int))
-    np.testing.assert_array_equal(np.asarray(images.load(0))[..., 1], np.rot90(pixels >> 8, -1))
-    assert (np.asarray(images.load(1)) == 255).all()
-    assert (np.asarray(images.load(2)) == 255).all(), "EXIF data that are damaged do not matter"
 
 
 def test_a_batch_depends_on_its_number_alone():

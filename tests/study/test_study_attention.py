@@ -39,8 +39,8 @@ def test_rows_are_the_references_softmax(kind):
     assert torch.equal(maps.patches[..., 2, 5], maps.rows[..., prefix + 2 * 6 + 5])
 
 
-def test_rows_and_rollout_in_bfloat16_are_as_accurate_as_eager_ones():
-    """Rounded weights and activations err in both; the softmax in float32 adds no error. So it is under autocast."""
+def test_rows_and_rollout_under_autocast_are_as_accurate_as_eager_ones():
+    """Rounded weights and activations err in both; the softmax in float32 adds no error."""
     ours, theirs = pair("vit")
     expected = materialised(copy.deepcopy(theirs).double(), image().double())
     with torch.autocast("cpu", torch.bfloat16):
@@ -48,13 +48,6 @@ def test_rows_and_rollout_in_bfloat16_are_as_accurate_as_eager_ones():
         eager = materialised(theirs, image()).float()
     assert_as_accurate(maps.rows[:, :, 0], eager[:, :, 0], expected[:, :, 0])
     assert_as_accurate(rollout.rows[0], dense_rollout(eager)[0].float(), dense_rollout(expected)[0])
-    low, exact = copy.deepcopy(theirs).bfloat16(), copy.deepcopy(theirs)
-    exact.load_state_dict(low.state_dict())  # the rounded weights
-    x = image().bfloat16()
-    maps = study.attention_maps(ours.bfloat16(), x, queries=["cls", (1, 2)])
-    expected, eager = materialised(exact.double(), x.double()), materialised(low, x).float()
-    assert maps.rows.dtype is torch.float32
-    assert_as_accurate(maps.rows, eager[:, :, [0, 3 + 8]], expected[:, :, [0, 3 + 8]])
 
 
 def test_rows_of_triton_kernels(triton_backend):
@@ -94,9 +87,9 @@ def test_masks_and_shared_keys():
     torch.testing.assert_close(maps.rows[0], weights[:, [1, 18]], **VISIBLE)
 
 
-@pytest.mark.parametrize(("kind", "chunk"), [("vit", 1), ("vit", 1 << 22), ("eva", 600)])
+@pytest.mark.parametrize(("kind", "chunk"), [("vit", 1), ("eva", 600)])
 def test_rollout_is_its_definition(kind, chunk, monkeypatch):
-    """With weights computed a row at a time, all at once, and some at a time."""
+    """With weights computed a row at a time, and some at a time."""
     monkeypatch.setattr(attention_weights, "CHUNK", chunk)
     ours, theirs = pair(kind)
     rollout = study.attention_rollout(ours, image(), queries=["cls", (2, 1)])
@@ -109,7 +102,7 @@ def test_rollout_is_its_definition(kind, chunk, monkeypatch):
 # ---- what is computed, and what does not change ----
 
 
-@pytest.mark.parametrize("function", [study.attention_maps, study.attention_rollout, study.attention_distance])
+@pytest.mark.parametrize("function", [study.attention_rollout, study.attention_distance])
 def test_no_matrix_of_all_weights(function, monkeypatch):
     monkeypatch.setattr(attention_weights, "CHUNK", 100_000)
     model, N = vit(img_size=384, depth=1), 1 + 2 + 48 * 48
@@ -144,18 +137,14 @@ def test_what_is_compiled_runs_as_what_it_was_compiled_from():
 # ---- arguments ----
 
 
-@pytest.mark.parametrize(
-    ("layers", "heads", "queries"), [(-1, -1, "cls"), ([-1, 0, -3], [2, 0], [(3, 5), "cls"])], ids=str
-)
-def test_some_of_them_are_those_of_all(layers, heads, queries):
+def test_some_of_them_are_those_of_all():
     model = vit()
-    every = [(r, c) for r in range(4) for c in range(6)]
-    everything = study.attention_maps(model, image(), queries=["cls", *every])
-    maps = study.attention_maps(model, image(), layers, heads, queries)
-    assert maps.layers == tuple(layer % 3 for layer in ([layers] if isinstance(layers, int) else layers))
-    numbers = [0 if q == "cls" else 1 + every.index(q) for q in maps.queries]
-    expected = everything.rows[list(maps.layers)][:, list(maps.heads)][:, :, numbers]
-    torch.testing.assert_close(maps.rows, expected, rtol=0.0, atol=1e-6)
+    everything = study.attention_maps(model, image(), queries=["cls", (3, 5)])
+    maps = study.attention_maps(model, image(), [-1, 0, -3], [2, 0], [(3, 5), "cls"])
+    assert (maps.layers, maps.heads) == ((2, 0, 0), (2, 0))
+    torch.testing.assert_close(maps.rows, everything.rows[[2, 0, 0]][:, [2, 0]][:, :, [1, 0]], rtol=0.0, atol=1e-6)
+    one = study.attention_maps(model, image(), -1, -1, "cls")
+    torch.testing.assert_close(one.rows, everything.rows[2:, 2:, :1], rtol=0.0, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -164,7 +153,6 @@ def test_some_of_them_are_those_of_all(layers, heads, queries):
         ({"layers": 3}, r"layers must be in -3\.\.2, got 3"),
         ({"layers": []}, r"layers must be an integer, some integers, or None for all, got \[\]"),
         ({"heads": True}, r"heads must be .*got True"),
-        ({"queries": "all"}, "queries must be \"cls\", .*got 'all'"),
         ({"queries": (4, 0)}, r"rows in 0\.\.3 and columns in 0\.\.5, got \(4, 0\)"),
         ({"queries": [(0, 1), (1, 2, 3)]}, r"queries must be .*got \(1, 2, 3\)"),
         ({"image": torch.zeros(2, 3, 32, 48)}, r"image must have shape .* got \(2, 3, 32, 48\)"),
@@ -192,10 +180,8 @@ def test_a_layer_that_computes_its_weights_itself_is_named():
     model.blocks[1].attn.attn_drop.register_forward_hook(lambda *_: None)  # which wants the weights
     everything = study.attention_maps(vit(), image(), layers=[0, 2])
     torch.testing.assert_close(study.attention_maps(model, image(), layers=[0, -1]).rows, everything.rows, **VISIBLE)
-    message = r"layer 1's attention is not seen: it computes 27 x 27 weights \(aten::_softmax\)"
-    for layers in (None, [0, -2]):
-        with pytest.raises(ValueError, match=message):
-            study.attention_maps(model, image(), layers)
+    with pytest.raises(ValueError, match=r"layer 1's attention is not seen: it computes 27 x 27 weights"):
+        study.attention_maps(model, image())
 
 
 def within_windows(q: Tensor) -> Tensor:
@@ -209,7 +195,7 @@ def with_relative_positions(q: Tensor) -> Tensor:
     return ops.attention(q, q, q, relative=ops.Relative(rows, columns)).transpose(1, 2)
 
 
-def of_lengths(q: Tensor) -> Tensor:
+def with_several_lengths(q: Tensor) -> Tensor:
     return ops.attention_varlen(*(q[0].transpose(0, 1),) * 3, torch.tensor([0, 10, 24])).transpose(0, 1)
 
 
@@ -217,7 +203,7 @@ UNSEEN: dict[str, tuple[Any, str]] = {
     "causal op": (lambda q: ops.attention(q, q, q, is_causal=True, layout="bhnd"), "it is causal"),
     "windows": (lambda q: sdpa(q.unflatten(2, (2, 12))[0].transpose(0, 1)), "2 sequences of 12 tokens, as in windows"),
     "fewer tokens": (lambda q: sdpa(q[:, :, ::2]), "over 12 tokens, of an image of 4 x 6 patches"),
-    "several lengths": (of_lengths, "sequences of several lengths"),
+    "several lengths": (with_several_lengths, "sequences of several lengths"),
     "windows op": (within_windows, "it is within windows"),
     "relative": (with_relative_positions, "it has relative positions"),
     "eager": (lambda q: (q @ q.transpose(2, 3)).softmax(-1), "computes 24 x 24 weights"),
@@ -231,21 +217,18 @@ def test_attention_of_other_kinds_is_named(kind):
         study.attention_maps(Odd(attend), image())
 
 
-def test_layers_of_other_sizes_are_named():
+def test_models_without_attention_or_patches_and_layers_of_other_sizes():
     def attend(q: Tensor) -> Any:
         return [sdpa(t) for t in (q, torch.cat([q, q], 2), q[:, :1])]
 
-    with pytest.raises(ValueError, match="layer 1's attention is not seen: it is over 48 tokens, where others"):
-        study.attention_maps(Odd(attend), image())
-    with pytest.raises(ValueError, match="layers have different numbers of heads"):
-        study.attention_maps(Odd(attend), image(), layers=[0, 2])
+    overlapping = Odd(sdpa)
+    overlapping.patches = nn.Conv2d(3, 32, 9, 8)
+    for model, layers, message in (
+        (Odd(attend), None, "layer 1's attention is not seen: it is over 48 tokens, where others"),
+        (Odd(attend), [0, 2], "layers have different numbers of heads"),
+        (Odd(lambda q: q), None, "no self-attention that is seen"),
+        (overlapping, None, "Odd has no grid of patches"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            study.attention_maps(model, image(), layers)
     assert study.attention_maps(Odd(attend), image(), layers=[0, 2], heads=0).rows.shape == (2, 1, 1, 24)
-
-
-def test_models_without_attention_or_patches():
-    with pytest.raises(ValueError, match="no self-attention that is seen"):
-        study.attention_maps(Odd(lambda q: q), image())
-    model = Odd(sdpa)
-    model.patches = nn.Conv2d(3, 32, 9, 8)  # patches that overlap
-    with pytest.raises(ValueError, match="Odd has no grid of patches"):
-        study.attention_maps(model, image())

@@ -69,27 +69,19 @@ def test_weights_of_patches_add_up_to_1_without_prefix_tokens(bias):
 
 
 @pytest.mark.parametrize(
-    ("given", "error", "message"),
+    ("model", "given", "message"),
     [
-        ("cat.jpg", TypeError, "images must be a tensor or a sequence of tensors, got str"),
-        ([image(), "cat.jpg"], TypeError, r"images\[1\] must be a tensor, got str"),
-        (torch.zeros(0, 3, 32, 48), ValueError, r"images must have shape .* got \(0, 3, 32, 48\)"),
-        ([], ValueError, r"images must be one or more of one shape, got \[\]"),
-        ([image(), image(16, 48)], ValueError, r"one shape, got \[\(3, 16, 48\), \(3, 32, 48\)\]"),
-        (image(8, 8), ValueError, "images must have two patches or more, got one"),
+        (Odd(sdpa), [image(), "cat.jpg"], r"images\[1\] must be a tensor, got str"),
+        (Odd(sdpa), torch.zeros(0, 3, 32, 48), r"images must have shape .* got \(0, 3, 32, 48\)"),
+        (Odd(sdpa), [], r"images must be one or more of one shape, got \[\]"),
+        (Odd(sdpa), [image(), image(16, 48)], r"one shape, got \[\(3, 16, 48\), \(3, 32, 48\)\]"),
+        (Odd(sdpa), image(8, 8), "images must have two patches or more, got one"),
+        (Odd(lambda q: [sdpa(q), sdpa(q[:, :1])]), image(), "layers must be given one at a time"),
     ],
-    ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_images_without_distances(given, error, message):
-    with pytest.raises(error, match=message):
-        study.attention_distance(Odd(sdpa), given)
-
-
-def test_layers_with_other_heads_are_named():
-    model = Odd(lambda q: [sdpa(q), sdpa(q[:, :1])])
-    with pytest.raises(ValueError, match="layers must be given one at a time"):
-        study.attention_distance(model, image())
-    assert study.attention_distance(model, image(), layers=1).distance.shape == (1, 1)
+def test_images_without_distances(model, given, message):
+    with pytest.raises(TypeError if "a tensor" in message else ValueError, match=message):
+        study.attention_distance(model, given)
 
 
 # ---- CLS ----
@@ -167,7 +159,7 @@ class Changed(nn.Linear):
 
 
 class Sums(nn.Module):
-    """Two blocks after attention, each a linear layer and then the given function."""
+    """Attention, then two blocks, each a linear layer and then the given function."""
 
     def __init__(self, change: Any) -> None:
         super().__init__()
@@ -190,12 +182,11 @@ def test_blocks_that_return_tuples_and_grids():
     ("model", "message"),
     [
         (Odd(sdpa), "Odd has no list of blocks that run"),
-        (Sums(lambda x: {"x": x}), r"block 0 \(Changed\) must return \(1, N, D\), got dict"),
         (Sums(lambda x: x[0]), r"block 0 \(Changed\) must return \(1, N, D\), got \(24, 32\)"),
         (Sums(lambda x: x[:, :12]), "block 0 does not return all tokens: it is over 12 tokens, of an image of 4 x 6"),
         (nn.Sequential(nn.Conv2d(3, 8, 8, 8), nn.Conv2d(8, 8, 1)), r"block 0 \(Conv2d\) has no self-attention"),
     ],
-    ids=["no blocks", "dict", "no batch", "fewer tokens", "no attention"],
+    ids=["no blocks", "no batch", "fewer tokens", "no attention"],
 )
 def test_models_whose_blocks_are_not_seen(model, message):
     with pytest.raises(ValueError, match=message):

@@ -29,10 +29,7 @@ def finding(name, probe):
 def test_json_has_every_finding_of_this_machine(capsys):
     findings = doctor()
     assert {one.topic for one in findings} == {"versions", "devices", "compilers", "ops", "packages"}
-    by_name = {one.name: one.value for one in findings}
-    assert by_name["torch"].startswith(torch.__version__)
-    assert str(ROOT / "fastvit") in by_name["fastvit"]
-    assert set(verification.OPS) <= set(by_name)
+    assert set(verification.OPS) <= {one.name for one in findings}
     assert main(["doctor", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
     assert [(row["topic"], row["name"], row["status"]) for row in rows] == [
@@ -42,15 +39,15 @@ def test_json_has_every_finding_of_this_machine(capsys):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="where there is no GPU")
 def test_the_path_of_every_op_and_why(monkeypatch):
-    with ops.use_backend("auto"):
-        monkeypatch.setattr(backends, "HAVE_TRITON", True)
-        monkeypatch.setattr(backends, "INTERPRET", False)
-        assert finding("mlp", machine._ops).value.startswith("ATen: no GPU")
-        monkeypatch.setattr(backends, "INTERPRET", True)
-        assert finding("mlp", machine._ops).value.startswith("Triton's interpreter: TRITON_INTERPRET=1")
-        assert finding("mlp", machine._ops).status == "note"
-    with ops.use_backend("aten"):
-        assert finding("mlp", machine._ops).value == "ATen: FASTVIT_BACKEND or use_backend says so"
+    monkeypatch.setattr(backends, "HAVE_TRITON", True)
+    for backend, interprets, value in (
+        ("auto", False, "ATen: no GPU"),
+        ("auto", True, "Triton's interpreter: TRITON_INTERPRET=1"),
+        ("aten", True, "ATen: FASTVIT_BACKEND or use_backend says so"),
+    ):
+        monkeypatch.setattr(backends, "INTERPRET", interprets)
+        with ops.use_backend(backend):
+            assert finding("mlp", machine._ops).value.startswith(value)
     monkeypatch.setattr(backends, "wants_triton", lambda x: True)
     monkeypatch.setattr(backends, "INTERPRET", False)
     monkeypatch.setattr(devices, "_target", lambda x: "sm_75")
@@ -71,9 +68,7 @@ def test_a_gpu_and_its_tuned_table(monkeypatch, tmp_path):
     assert table.status == "note"
     assert table.value.startswith(f"{path} is ignored: ")
     properties.major, properties.minor = 7, 5
-    old = next(machine._gpu(0))
-    assert old.status == "note"
-    assert old.value.endswith("older than sm_80, its ops run on ATen")
+    assert next(machine._gpu(0)).value.endswith("older than sm_80, its ops run on ATen")
 
 
 @pytest.mark.parametrize(
@@ -82,7 +77,6 @@ def test_a_gpu_and_its_tuned_table(monkeypatch, tmp_path):
         (None, None, None, None, "is a CPU build"),
         ("13.0", None, "Found no NVIDIA driver.\nGo there", None, "Found no NVIDIA driver."),
         ("13.0", "", None, None, "CUDA_VISIBLE_DEVICES= hides every GPU"),
-        ("13.0", None, None, None, "torch is built for 13.0, and sees no GPU"),
         ("13.0", None, None, (7, 5), "Tesla T4 is sm_75, and the kernels need sm_80 or newer"),
         ("13.0", None, None, (9, 0), ""),
     ],
@@ -130,12 +124,10 @@ def test_what_is_not_as_it_was_tested_is_named(monkeypatch):
     monkeypatch.setenv("CC", "no-such-compiler")
     assert finding("C", machine._compilers).value.startswith("CC=no-such-compiler is not there")
     monkeypatch.setattr(machine._triton, "is_installed", lambda: True)
-    for torch_version, triton_version, status in (("2.13.0+cpu", "3.7.9", "ok"), ("2.13.0", "3.9.0", "note")):
-        monkeypatch.setattr(torch, "__version__", torch_version)
+    monkeypatch.setattr(torch, "__version__", "2.13.0+cpu")
+    for triton_version, status in (("3.7.9", "ok"), ("3.9.0", "note")):
         monkeypatch.setattr(machine, "version_of", lambda package, version=triton_version: version)
-        triton = finding("triton", machine._versions)
-        assert triton.status == status
-        assert ("2.11 with 3.6.0, 2.13 with 3.7.1" in triton.value) == (status == "note")
+        assert finding("triton", machine._versions).status == status
     monkeypatch.setattr(machine.importlib, "import_module", import_module)
     vision = finding("torchvision", machine._packages)
     assert vision.status == "trouble"
@@ -147,12 +139,10 @@ def test_without_triton_and_rich():
     program += "from fastvit.cli import main; sys.exit(main(['doctor']))"
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT)}
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
-    own = [line for line in run.stderr.splitlines() if "torch/utils/flop_counter.py" not in line]  # which misses triton
-    assert (run.returncode, own) == (0, [])
+    assert run.returncode == 0
     lines = run.stdout.splitlines()
     assert any(line.split()[:4] == ["-", "triton", "not", "installed:"] for line in lines)
     assert any("18 ops" in line and "ATen: triton is not installed" in line for line in lines)
-    assert all(len(line) <= 80 for line in lines)
 
 
 def test_bench_runs_pytest_in_the_checkout(monkeypatch, tmp_path, capsys):
@@ -162,13 +152,7 @@ def test_bench_runs_pytest_in_the_checkout(monkeypatch, tmp_path, capsys):
     assert main(["bench", "--", "-k", "attention"]) == 3
     command = [sys.executable, "-m", "pytest", "benchmarks", "--benchmark-only", "--quick", "-k", "attention"]
     assert calls == [(command, ROOT)]
-    with monkeypatch.context() as patch:  # without a package that it needs
-        patch.setattr(bench.importlib.util, "find_spec", lambda name: None)
-        assert main(["bench"]) == 2
-        assert capsys.readouterr().err == "fastvit bench: pytest is not installed: pip install 'fastvit[bench]'\n"
     monkeypatch.setattr(bench, "__file__", str(tmp_path / "site/fastvit/cli/bench.py"))
-    monkeypatch.chdir(ROOT)  # the folder that it is called in
-    assert bench.checkout() == ROOT
     monkeypatch.chdir(tmp_path)
     assert main(["bench"]) == 2
     assert "clone the repository" in capsys.readouterr().err

@@ -1,11 +1,10 @@
 """Planned memory against what allocators record, and against arithmetic."""
 
+import random
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from study_models import CONFIG, SMALL, TIMM
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -31,8 +30,7 @@ CONFIGS = {
 }
 MEASURED: dict[str, tuple[str, dict[str, Any]]] = {
     "training": (SMALL, {"image_sizes": (64,)}),
-    "inference": (SMALL, {"image_sizes": (64,), "mode": "infer"}),
-    "of timm": (TIMM, {"image_sizes": (96,)}),
+
     "autocast": (
         "depth 10",
         {"image_sizes": (64,), "batches": (12,), "dtype": "amp", "optimizer": "sgd", "providers": ("fastvit",)},
@@ -42,8 +40,8 @@ MEASURED: dict[str, tuple[str, dict[str, Any]]] = {
         "rotary", {"image_sizes": (256,), "batches": (8,), "mode": "infer", "providers": ("fastvit",)},
     ),
     "a list": (SMALL, {"image_sizes": (64, 32, (48, 96)), "batches": (2,), "together": True}),
-    "convolutions": ("study_models:of_a_neck", {"image_sizes": (64,), "providers": ("fastvit",)}),
-    "convolutions without oneDNN": ("study_models:of_a_neck", {"image_sizes": (64,), "providers": ("fastvit",)}),
+    "convolutions": ("study_models:with_neck", {"image_sizes": (64,), "providers": ("fastvit",)}),
+    "convolutions without oneDNN": ("study_models:with_neck", {"image_sizes": (64,), "providers": ("fastvit",)}),
 }  # fmt: skip
 
 
@@ -65,14 +63,14 @@ def test_planned_is_measured(row, device, monkeypatch):
 
 @pytest.mark.parametrize(("kind", "mode"), [("cpu", "train"), pytest.param("cuda", "infer", marks=NEEDS_TRITON)])
 def test_how_memory_grows(kind, mode):
-    found = study.memory(SMALL, image_sizes=(128, 256), batches=(2,), mode=mode, device=kind)
-    assert all(p.attention <= p.activations <= p.planned.peak for p in found.points)
-    eager, fused = found.exponents("eager"), found.exponents("fastvit")
+    growth = study.memory(SMALL, image_sizes=(128, 256), batches=(2,), mode=mode, device=kind)
+    assert all(p.attention <= p.activations <= p.planned.peak for p in growth.points)
+    eager, fused = growth.exponents("eager"), growth.exponents("fastvit")
     assert eager["attention"] == pytest.approx(2.0, abs=0.05)
     assert fused["activations"] == pytest.approx(1.0, abs=0.05)
     assert "attention" not in fused
-    assert all(p.attention == p.planned.attention == 0 for p in found.of("fastvit"))
-    one = found.of("eager")[-1]
+    assert all(p.attention == p.planned.attention == 0 for p in growth.of("fastvit"))
+    one = growth.of("eager")[-1]
     matrix = 2 * 3 * one.tokens**2 * 2  # B, H, N, N in bfloat16
     assert one.tokens == 64 * 64 + 1
     # a block keeps probabilities; two more are there while their gradients, or scores, are computed
@@ -137,25 +135,19 @@ def test_a_gpus_attention_drops_out_in_its_kernel():
     """On a CPU SDPA with dropout computes N x N matrices."""
     pytest.importorskip("triton")
     options = {"image_sizes": (64,), "providers": ("sdpa",)}
-    gpu, cpu = (study.memory("study_models:of_timm_with_dropout", device=d, **options) for d in ("cuda", "cpu"))
+    gpu, cpu = (study.memory("study_models:with_dropout", device=d, **options) for d in ("cuda", "cpu"))
     (without,) = study.memory(TIMM, device="cuda", **options).points
     assert gpu.points[0].attention == 0 < cpu.points[0].attention
     assert gpu.points[0].planned.peak == pytest.approx(without.planned.peak, rel=0.01)
 
 
 def test_a_function_that_reads_values_while_it_makes_the_model():
-    got, want = (
-        study.memory(name, image_sizes=(32,), device="cpu", mode="infer", providers=("fastvit",)).points[0]
-        for name in ("study_models:of_values", TIMM)
-    )
-    assert got.planned == want.planned
-
-
-def test_gradients_are_planned_where_they_are_off_outside():
-    pytest.importorskip("triton")
-    want = study.memory(SMALL, image_sizes=(32,), device="cpu"), study.block(SMALL)
+    """Gradients are planned where they are off outside, too."""
+    options = {"image_sizes": (32,), "device": "cpu", "providers": ("fastvit",)}
+    (want,) = study.memory(TIMM, **options).points
     with torch.no_grad():
-        assert (study.memory(SMALL, image_sizes=(32,), device="cpu"), study.block(SMALL)) == want
+        (got,) = study.memory("study_models:reads_values", **options).points
+    assert got.planned == want.planned
 
 
 def test_a_cpu_without_memory(monkeypatch):
@@ -187,27 +179,23 @@ def test_planning_leaves_no_trace():
     torch.testing.assert_close(got, torch.nn.functional.layer_norm(x, (32,), eps=1e-6))
 
 
-@given(
-    st.integers(0, 10**6),
-    st.integers(1, 10**4),
-    st.sampled_from([1.0, 2.0, 4.0]),
-    st.integers(1, 10**9),
-    st.integers(1, 97),
-    st.sampled_from([1, 2, 1000, 2**40]),
-    st.sampled_from([1, 2]),
-)
-@settings(max_examples=200, deadline=None)
-def test_the_largest_that_fits(start, slope, power, budget, step, most, expected):
+@pytest.mark.parametrize("power", [1.0, 4.0])
+@pytest.mark.parametrize("step", [1, 97])
+def test_the_largest_that_fits(power, step):
     """It is found whether a peak grows linearly, faster, or in steps. Nothing above `most` is tried."""
+    draw = random.Random(0)
+    for _ in range(50):
+        start, slope, budget = draw.randrange(10**6), draw.randrange(1, 10**4), draw.randrange(1, 10**9)
+        most, expected = draw.choice((1, 2, 1000, 2**40)), draw.choice((1, 2))
 
-    def peak(n: int) -> int:
-        assert n <= most + 1
-        return start + slope * int((n // step * step + 1) ** power)
+        def peak(n: int, start: int = start, slope: int = slope, most: int = most) -> int:
+            assert n <= most + 1
+            return start + slope * int((n // step * step + 1) ** power)
 
-    largest = _largest(peak, budget, most, expected)
-    assert largest <= most
-    assert not largest or peak(largest) <= budget
-    assert largest == most or peak(largest + 1) > budget
+        largest = _largest(peak, budget, most, expected)
+        assert largest <= most
+        assert not largest or peak(largest) <= budget
+        assert largest == most or peak(largest + 1) > budget
 
 
 def test_a_search_plans_few_steps(monkeypatch):
@@ -224,16 +212,14 @@ def test_a_search_plans_few_steps(monkeypatch):
             peak = plan(source, "eager", px, images, Setting(optimizer="none"), gpu=False).parts.peak
             assert (peak <= budget) is fits
     with pytest.raises(ValueError, match="takes no image_size"):
-        study.largest_image("study_models:of_one_size", 64 << 20, device="cpu")
+        study.largest_image("study_models:one_size", 64 << 20, device="cpu")
 
 
 SCALED = {
     "fused": (SMALL, 1, "fastvit", Setting(), True),
-    "on a CPU": (SMALL, 1, "fastvit", Setting(), False),
     "rotary, gated": ("vit_small_plus_patch16_dinov3", 5, "fastvit", Setting(), True),
-    "no prefix": ("aimv2_large_patch14_224", 0, "fastvit", Setting(), True),
-    "registers without positions": ("study_models:of_registers", 3, "sdpa", Setting(), True),
-    "relative positions": ("study_models:of_relative_positions", 1, "fastvit", Setting(), True),
+    "registers without positions": ("study_models:with_registers", 3, "sdpa", Setting(), True),
+    "relative positions": ("study_models:relative_positions", 1, "fastvit", Setting(), True),
 }
 
 
@@ -259,18 +245,16 @@ def test_a_plan_scaled_from_two_traces_is_the_plan(row, monkeypatch):
     ("arguments", "message"),
     [
         ({"mode": "training"}, "mode must be one of train, infer, got 'training'"),
-        ({"dtype": "int8"}, "dtype must be one of .*got 'int8'"),
         ({"providers": ("flash",)}, "providers must be of .*got 'flash'"),
         ({"providers": ("compile",)}, "'compile' has no planned figures"),
-        ({"device": "tpu"}, "device must be one of"),
         ({"device": "cuda", "measured": True}, "needs a GPU"),
         ({"batches": (2**63,)}, f"batch must be a positive integer, at most 1048576, got {2**63}"),
         ({"image_sizes": (2**63,)}, f"image_size must have sides of at most 65536 pixels, got {2**63}"),
         ({"together": True, "providers": ("fastvit", "sdpa")}, "providers must be .'fastvit',. with together=True"),
-        ({"together": True, "model": TIMM}, "of_timm: AttributeError: 'list' object has no attribute"),
+        ({"together": True, "model": TIMM}, "timm_vit: AttributeError: 'list' object has no attribute"),
         (
-            {"model": "study_models:of_a_convolution", "providers": ("sdpa",)},
-            "no attention is seen in study_models:of_a_convolution",
+            {"model": "study_models:convolution", "providers": ("sdpa",)},
+            "no attention is seen in study_models:convolution",
         ),
     ],
 )
@@ -288,27 +272,20 @@ def test_what_it_refuses(arguments, message, monkeypatch):
 def test_what_a_block_keeps(provider, kept, ops):
     """In token tensors, for ViTs whose heads are of 64: eager also keeps H * N^2 probabilities."""
     pytest.importorskip("triton")
-    cost = study.block("vit_tiny_patch16_224", provider=provider)
+    with torch.no_grad():
+        cost = study.block("vit_tiny_patch16_224", provider=provider)
     assert cost.tokens == 197
     assert cost.kept == pytest.approx(kept, abs=0.2)
     assert len(cost.ops) == ops
     assert ("softmax" in [op.name for op in cost.ops]) == (provider == "eager")
 
 
-def test_a_block_of_rotary_positions():
-    pytest.importorskip("triton")
-    ops_ = study.block("eva02_tiny_patch14_336").ops  # whose MLP has a norm of its own, wider than the tokens
-    (attention,) = [op.kept for op in ops_ if op.name == "attention_qkvpacked_fwd"]
-    assert attention == pytest.approx(1.03, abs=0.02)
-    assert "rotary" in " ".join(op.name for op in ops_)
-
-
 def test_compile_is_measured_only(device, monkeypatch):
     compiled = []
     monkeypatch.setattr(torch.nn.Module, "compile", lambda model: compiled.append(model))
-    found = study.memory(
+    study_ = study.memory(
         TIMM, image_sizes=(32,), batches=(1,), mode="infer", providers=("compile",), device=device.type, measured=True
     )
     assert len(compiled) == 1
-    assert found.points[0].planned is None
-    assert found.points[0].measured > 0
+    assert study_.points[0].planned is None
+    assert study_.points[0].measured > 0

@@ -10,7 +10,6 @@ from study_models import SMALL
 from torch.utils.flop_counter import FlopCounterMode
 
 from fastvit.cli import main
-from fastvit.cli import models as verb
 from fastvit.study import models
 from fastvit.study.memory.peak import saved_bytes
 from fastvit.study.models import costs as model_costs
@@ -18,9 +17,8 @@ from fastvit.study.models import parameter_counts
 from fastvit.study.models.hardware import GPUS, gpu
 from fastvit.study.sources import find
 
-FEW = (  # a plain one, with LayerScale and registers, gated MLPs, rotary positions, norms of its own, none of a head
-    "vit_tiny_patch16_224", "vit_small_patch14_reg4_dinov2", "vit_small_plus_patch16_dinov3", "eva02_tiny_patch14_224",
-    "vit_pe_spatial_tiny_patch16_512", "vit_medium_patch16_rope_reg1_gap_256",
+FEW = (  # LayerScale and registers, gated MLPs with rotary positions, norms of its own and no head
+    "vit_small_patch14_reg4_dinov2", "eva02_tiny_patch14_224", "vit_pe_spatial_tiny_patch16_512",
 )  # fmt: skip
 
 
@@ -93,7 +91,6 @@ def test_a_bound_is_the_larger_of_arithmetic_and_memory():
 @pytest.mark.parametrize(
     ("name", "parameters", "gigamacs", "fused"),
     [
-        ("resnet50", 25_557_032, 4.09, False),
         ("swin_tiny_patch4_window7_224", 28_288_354, 4.49, True),  # windows: no sequence of all tokens
         ("mixer_b16_224", 59_880_472, 12.60, True),  # tokens, and no attention
         ("torchvision.models:resnet50", 25_557_032, 4.09, False),
@@ -110,15 +107,13 @@ def test_models_that_are_no_plain_vits_are_rows_without_tokens(name, parameters,
     assert small.fused == fused
     assert (small.patch_size, small.tokens, small.token_pairs, small.grid) == (None,) * 4
     assert large.flops > 1.9 * small.flops
-    assert small.saved_bytes > 10e6
 
 
 def test_a_gpu_by_a_part_of_its_name():
-    assert [gpu(name).name for name in ("A6000", "v100", "h100sxm")] == ["RTX A6000", "V100 SXM2", "H100 SXM"]
+    assert [gpu(name).name for name in ("v100", "h100sxm")] == ["V100 SXM2", "H100 SXM"]
     for name in ("L40", "A100", ""):  # another GPU, two of them, none
         with pytest.raises(ValueError, match="is not in the table"):
             gpu(name)
-    assert [gpu(name).dtype for name in ("T4", "A10")] == ["float16", "bfloat16"]
 
 
 @pytest.mark.parametrize(
@@ -127,7 +122,6 @@ def test_a_gpu_by_a_part_of_its_name():
         ("foo*", {}, r"no model of the zoo is called 'foo\*'"),
         ("vit_base_patch16_384", {"gpu": "H100"}, r"'H100' is not in the table; nearest: .*H100 SXM"),
         ("vit_base_patch16_384", {"sort": "colour"}, "sort must be one of name, "),
-        ("vit_base_patch16_384", {"batch": 0}, "batch must be a positive integer, at most 1048576, got 0"),
         ("vit_base_patch16_384", {"sort": "bound"}, "sort='bound' needs a gpu"),
     ],
 )
@@ -144,23 +138,10 @@ def test_a_pattern_leaves_out_what_does_not_fit_and_says_so(capsys):
     assert main([*words, "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     names = [row["model"] for row in printed["models"]]
-    assert set(verb._SORTS) == set(model_costs.SORTS)
     assert set(names) == {"vit_tiny_patch16_224", "vit_tiny_patch16_384", "vit_tiny_patch16_dinov3_qkvb"}
     assert names[0] == "vit_tiny_patch16_dinov3_qkvb"  # four registers
-    assert printed["left_out"] == [
-        "image size 64 is not a multiple of the patch size 14 of vit_small_patch14_dinov2; nearest: 70"
-    ]
-
-
-@pytest.mark.parametrize(
-    ("option", "column"),
-    [("--sort=flops", "tokens"), ("--parts", "positions"), ("--gpu=L4", "bound")],
-)
-def test_an_option_chooses_the_table(option, column, capsys):
-    assert main(["models", "vit_cifar_small", "vit_tiny_patch16_224", option]) == 0
-    _, heads, *rows = capsys.readouterr().out.splitlines()
-    assert column in heads
-    assert any(row.split()[:2] == ["vit_tiny_patch16_224", "224/16"] for row in rows)
+    (left_out,) = printed["left_out"]
+    assert left_out.endswith("is not a multiple of the patch size 14 of vit_small_patch14_dinov2; nearest: 70")
 
 
 def test_one_model_is_shown_in_full(capsys):

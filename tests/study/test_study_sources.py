@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from library_imports import import_library, import_timm
-from study_models import SMALL, of_timm
+from study_models import SMALL, timm_vit
 from torch import nn
 
 import fastvit
@@ -16,18 +16,20 @@ from fastvit.study.sources.normalization import HALF, statistics
 
 
 @pytest.mark.parametrize(
-    ("name", "error", "message"),
+    ("name", "message"),
     [
-        ("vit_base_patch16_244", ValueError, "vit_base_patch16_244.*nearest: vit_base_patch16_224"),
-        ("no/such/config.json", FileNotFoundError, "no/such/config.json"),
-        ("no_such_module:vit", ImportError, "no_such_module"),
-        ("study_models:missing", ValueError, "study_models has no function 'missing'"),
-        ("study_models:of_nothing", ValueError, "must return an nn.Module, got NoneType"),
-        ("study_models:of_mistakes", ValueError, "of_mistakes: RuntimeError: what went wrong$"),
+        ("vit_base_patch16_244", "vit_base_patch16_244.*nearest: vit_base_patch16_224"),
+        ("no/such/config.json", "no/such/config.json"),
+        ("no_such_module:vit", "no_such_module"),
+        ("study_models:missing", "study_models has no function 'missing'"),
+        ("study_models:nothing", "must return an nn.Module, got NoneType"),
+        ("study_models:mistakes", "mistakes: RuntimeError: what went wrong$"),
+        ("resnet50", "no plain ViT"),
     ],
 )
-def test_names_of_no_model(name, error, message):
-    with pytest.raises(error, match=message):
+def test_names_of_no_model(name, message):
+    import_timm()
+    with pytest.raises((ValueError, FileNotFoundError, ImportError), match=message):
         find(name)
 
 
@@ -35,11 +37,9 @@ def test_names_of_no_model(name, error, message):
     ("name", "arguments", "message"),
     [
         (SMALL, {"image_size": 33}, "image size 33 is not a multiple of the patch size 4.*nearest: 32"),
-        (SMALL, {"provider": "flash"}, "provider must be one of .*got 'flash'"),
-        ("study_models:of_one_size", {"image_size": 64}, "takes no image_size"),
-        ("study_models:of_the_reference", {"provider": "fastvit"}, "the reference has no fused form"),
-        ("study_models:of_no_library", {"provider": "fastvit"}, "accelerate knows no block of Sequential"),
-        ("study_models:of_no_library", {"provider": "eager"}, "Sequential has no switch for eager attention"),
+        ("study_models:reference_vit", {"provider": "fastvit"}, "the reference has no fused form"),
+        ("study_models:no_library", {"provider": "fastvit"}, "accelerate knows no block of Sequential"),
+        ("study_models:no_library", {"provider": "eager"}, "Sequential has no switch for eager attention"),
     ],
 )
 def test_models_that_cannot_be_built(name, arguments, message):
@@ -47,18 +47,10 @@ def test_models_that_cannot_be_built(name, arguments, message):
         find(name).on_meta(**arguments)
 
 
-def test_models_without_patches_are_for_some_studies():
-    import_timm()
-    with pytest.raises(ValueError, match="no plain ViT"):
-        find("resnet50")
-    with pytest.raises(ValueError, match=r"patch_size must be None for resnet50, which has no patches, got \(8, 8\)"):
-        find("resnet50", without_patches=True).sizes(patch_size=(8, 8))
-
-
 def test_a_function_says_its_size_by_its_default_or_by_its_model():
-    assert find("study_models:of_timm_with_dropout").image_size == (64, 64)
-    assert find("study_models:of_one_size").image_size == (32, 32)
-    grey = find("study_models:of_timm").on_meta("sdpa", in_chans=1)
+    assert find("study_models:with_dropout").image_size == (64, 64)
+    assert find("study_models:one_size").image_size == (32, 32)
+    grey = find("study_models:timm_vit").on_meta("sdpa", in_chans=1)
     assert channels(grey) == 1
 
 
@@ -80,15 +72,12 @@ def test_a_configuration_of_transformers(tmp_path):
             find(str(config))
 
 
-@pytest.mark.parametrize(
-    ("kind", "size_and_frames"),
-    [("videomae", {"image_size": 32, "num_frames": 4}), ("vjepa2", {"crop_size": 32, "frames_per_clip": 4})],
-)
-def test_models_of_videos(tmp_path, kind, size_and_frames):
+def test_models_of_videos(tmp_path):
     import_library("transformers")
     layers = {"hidden_size": 96, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 192}
     predictor = {"pred_hidden_size": 96, "pred_num_hidden_layers": 2, "pred_num_attention_heads": 3}
-    values = {"model_type": kind, "patch_size": 8, "tubelet_size": 2, **layers, **predictor, **size_and_frames}
+    video = {"model_type": "vjepa2", "patch_size": 8, "tubelet_size": 2, "crop_size": 32, "frames_per_clip": 4}
+    values = video | layers | predictor
     (tmp_path / "config.json").write_text(json.dumps(values))
     name = str(tmp_path)
     points = study.memory(name, image_sizes=[32, 48], batches=[1], providers=["fastvit"], device="cpu").points
@@ -98,8 +87,6 @@ def test_models_of_videos(tmp_path, kind, size_and_frames):
     model = find(name).make("fastvit")
     report = fastvit.fit(model, budget="1GiB", batch=1)
     assert len(report.choices) == 2, "not those of the predictor, which does not run without data"
-    with pytest.raises(ValueError, match=r"takes videos, and attention is shown on pictures$"):
-        find(name).with_weights(None)
 
 
 NEEDS_DATA = "its forward reads values of tensors, and a study runs it without data$"
@@ -115,7 +102,7 @@ NEEDS_DATA = "its forward reads values of tensors, and a study runs it without d
 )
 def test_a_model_that_raises_says_so_in_one_line_and_pytorch_logs_nothing(forward, message, caplog):
     model = type("Raises", (nn.Module,), {"forward": forward})()
-    model.vit = of_timm()
+    model.vit = timm_vit()
     with pytest.raises(ValueError, match=rf"^Raises: {message}"):
         fastvit.fit(model, budget="1GiB", batch=1, image_size=32)
     assert not caplog.records
@@ -140,7 +127,7 @@ def test_names_are_normalised_as_timm_does_it():
 
 
 def test_weights_are_for_names_of_the_zoo():
-    with pytest.raises(ValueError, match="weights are for names of `fastvit models`, and study_models:of_timm is of"):
-        find("study_models:of_timm").with_weights("x.safetensors")
+    with pytest.raises(ValueError, match="weights are for names of `fastvit models`, and study_models:timm_vit is of"):
+        find("study_models:timm_vit").with_weights("x.safetensors")
     with torch.device("meta"):
         assert isinstance(find(SMALL).with_weights(None), type(zoo.create_model(SMALL)))

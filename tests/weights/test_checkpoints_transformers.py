@@ -17,67 +17,65 @@ from fastvit.checkpoints import CheckpointError
 
 safetensors = pytest.importorskip("safetensors.torch")
 
-# class names begin with these, longer ones first -> our model's name and arguments
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "Dinov2WithRegisters": ("vit_base_patch14_reg4_dinov2", {}),
-    "ViT": ("vit_base_patch16_224", {"norm_layer": partial(LayerNorm, eps=1e-12)}),
-    "DeiT": ("deit_base_distilled_patch16_224", {"norm_layer": partial(LayerNorm, eps=1e-12)}),
-    "Dinov2": ("vit_base_patch14_dinov2", {}),
-    "CLIPVision": ("vit_base_patch16_clip_quickgelu_224", {}),
-    "SiglipVision": ("vit_base_patch16_siglip_gap_224", {"act_layer": "gelu_tanh"}),
-}
-HF_DINO = {key: value for key, value in HF_SMALL.items() if key != "intermediate_size"}
-HF_DINO |= {"mlp_ratio": 2, "attn_implementation": "eager"}
+DINO: dict[str, Any] = {"mlp_ratio": 2, "attn_implementation": "eager"}
+DINOV3: dict[str, Any] = {"num_register_tokens": 4}
+VIT = {"norm_layer": partial(LayerNorm, eps=1e-12)}
+# Class -> options of its configuration, our model's name and arguments. Poolers and attention pooling are dropped
+KINDS: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
+    "ViTModel": ({}, "vit_base_patch16_224", {**VIT, "drop_head": True}),
+    "ViTForImageClassification": ({"num_labels": 5}, "vit_base_patch16_224", VIT),
+    "DeiTForImageClassificationWithTeacher": ({"num_labels": 5}, "deit_base_distilled_patch16_224", VIT),
+    "Dinov2Model": (DINO, "vit_base_patch14_dinov2", {}),
+    "Dinov2WithRegistersModel": (DINO, "vit_base_patch14_reg4_dinov2", {}),
+    "DINOv3ViTModel": (DINOV3, "vit_small_patch16_dinov3_qkvb", {}),
+    "DINOv3ViTModel, gated": (
+        {**DINOV3, "use_gated_mlp": True, "hidden_act": "silu"}, "vit_small_plus_patch16_dinov3_qkvb", {}
+    ),
+    "CLIPVisionModel": ({}, "vit_base_patch16_clip_quickgelu_224", {}),
+    "CLIPVisionModelWithProjection": ({"projection_dim": 5}, "vit_base_patch16_clip_quickgelu_224", {}),
+    "SiglipVisionModel": ({}, "vit_base_patch16_siglip_gap_224", {"act_layer": "gelu_tanh", "drop_head": True}),
+    "Aimv2VisionModel": ({"use_head": False}, "aimv2_large_patch14_224", {}),
+    "Aimv2VisionModel, biases": (
+        {"use_head": False, "qkv_bias": True, "mlp_bias": True}, "aimv2_large_patch14_224",
+        {"qkv_bias": True, "proj_bias": True},
+    ),
+}  # fmt: skip
 
 
-def hf_model(kind: str) -> tuple[nn.Module, Run, str, dict[str, Any]]:
-    """A model, its last normalised tokens, and our model's name and arguments."""
-    hf = import_library("transformers")
-    family = next(name for name in FAMILIES if kind.startswith(name))
-    small = HF_DINO if family.startswith("Dinov2") else HF_SMALL
-    extra = {"projection_dim": 5} if "Projection" in kind else {"num_labels": 5} if "Classification" in kind else {}
-    model = randomised(getattr(hf, kind)(getattr(hf, f"{family}Config")(**small, **extra)))
-    resize = {} if family.startswith("Dinov2") else {"interpolate_pos_encoding": True}
+def made(name: str, **options: Any) -> nn.Module:
+    """Return a random model of transformers by the name of its class."""
+    kind = getattr(import_library("transformers"), name)
+    sizes = {key: n for key, n in HF_SMALL.items() if "mlp_ratio" not in options or key != "intermediate_size"}
+    return randomised(kind(kind.config_class(**sizes, **options))).eval()
+
+
+def tokens_of(model: Any) -> Run:
+    """Return the function of images that returns the last normalised tokens."""
+    kind = type(model).__name__
+    inner = model if kind.startswith("DINOv3") else getattr(model, model.base_model_prefix, model)
+    resize = {"interpolate_pos_encoding": True} if kind.startswith(("ViT", "DeiT", "CLIP", "Siglip")) else {}
 
     def tokens(x: Tensor) -> Tensor:
-        inner = getattr(model, model.base_model_prefix, model)
         out = inner(x, **resize).last_hidden_state
-        return inner.post_layernorm(out) if family == "CLIPVision" else out  # there it is of the pooled token only
+        return inner.post_layernorm(out) if kind.startswith("CLIP") else out  # there it is of the pooled token only
 
-    name, arguments = FAMILIES[family]
-    if kind in ("ViTModel", "DeiTModel", "SiglipVisionModel"):  # with a pooler, and with attention pooling
-        arguments = {**arguments, "drop_head": True}
-    return model, tokens, name, {**SMALL, **arguments}
-
-
-KINDS = (
-    "ViTModel",
-    "ViTForImageClassification",
-    "Dinov2Model",
-    "Dinov2WithRegistersModel",
-    "CLIPVisionModel",
-    "CLIPVisionModelWithProjection",
-    "SiglipVisionModel",
-    "DeiTForImageClassificationWithTeacher",
-)
-OLD_KEY = {
-    **dict.fromkeys(("ViT", "DeiT"), "encoder.layer.0.attention.attention.query.weight"),
-    "Dinov2": "attention.attention.query.weight",
-}
+    return tokens
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_hugging_face(kind: str, tmp_path: Path) -> None:
     """In memory, and from files: version 5 writes the names of version 4 for ViT and DINOv2, which wrote the towers'
     prefix too."""
-    model, tokens, name, arguments = hf_model(kind)
-    for size in ((16, 16), (24, 24), (8, 32)):
+    options, name, arguments = KINDS[kind]
+    model, arguments = made(kind.partition(",")[0], **options), {**SMALL, **arguments}
+    tokens = tokens_of(model)
+    for size in ((16, 16), (24, 24), (8, 32)) if "Aimv2" not in kind else ((16, 16),):
         check(fastvit.create_model(name, model.state_dict(), **{**arguments, "img_size": size}), tokens, size)
     model.save_pretrained(tmp_path)
     path = tmp_path / "model.safetensors"
     written = safetensors.load_file(path)
-    for family, key in OLD_KEY.items():
-        assert not kind.startswith(family) or any(k.endswith(key) for k in written)
+    if kind in ("ViTModel", "Dinov2Model"):
+        assert any(key.endswith("attention.attention.query.weight") for key in written)
     check(fastvit.create_model(name, path, **arguments), tokens, (16, 16))
     if kind in ("CLIPVisionModel", "SiglipVisionModel"):
         written = with_prefix(written, "vision_model.")
@@ -90,49 +88,48 @@ def test_hugging_face(kind: str, tmp_path: Path) -> None:
         torch.testing.assert_close(ours(image()), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("family", ["CLIP", "Aimv2"])
+def test_the_text_tower_is_left_out(family: str) -> None:
+    hf = import_library("transformers")
+    config = getattr(hf, f"{family}Config")(vision_config=HF_SMALL, text_config=HF_TEXT, projection_dim=5)
+    model = randomised(getattr(hf, f"{family}Model")(config))
+    name = {"CLIP": "vit_base_patch16_clip_quickgelu_224", "Aimv2": "aimv2_large_patch14_224"}[family]
+    ours = fastvit.create_model(name, model.state_dict(), drop_head=True, **SMALL)
+    norm = getattr(model.vision_model, "post_layernorm", nn.Identity())
+    check(ours, lambda x: norm(model.vision_model(x).last_hidden_state), (16, 16))
+
+
 def test_attention_pooling_of_siglip(tmp_path: Path) -> None:
     """The pooled features, of a tower alone and of one with its text tower; q, k and v are one layer there."""
     hf = import_library("transformers")
-    config = hf.SiglipConfig(vision_config=HF_SMALL, text_config=HF_TEXT)
-    both = randomised(hf.SiglipModel(config)).eval()
-    tower = both.vision_model
-    expected = tower(image()).pooler_output
-    arguments = {**SMALL, "act_layer": "gelu_tanh"}
+    both = randomised(hf.SiglipModel(hf.SiglipConfig(vision_config=HF_SMALL, text_config=HF_TEXT))).eval()
+    expected = both.vision_model(image()).pooler_output
     both.save_pretrained(tmp_path)
-    alone = tower.state_dict()
+    alone, name = dict(both.vision_model.state_dict()), "vit_base_patch16_siglip_224"
     for weights in (alone, both.state_dict(), tmp_path / "model.safetensors"):
-        ours = fastvit.create_model("vit_base_patch16_siglip_224", weights, **arguments).eval()
+        ours = fastvit.create_model(name, weights, **SMALL, act_layer="gelu_tanh").eval()
         torch.testing.assert_close(ours(image()), expected, rtol=1e-5, atol=1e-5)
-    arguments["num_classes"] = 3
-    probe = fastvit.create_model("vit_base_patch16_siglip_224", alone, drop_head=True, **arguments).eval()
-    pooled = probe.forward_head(probe.forward_features(image()), pre_logits=True)
-    torch.testing.assert_close(pooled, expected, rtol=1e-5, atol=1e-5)
-
-
-def test_attention_pooling_of_siglip_that_does_not_fit() -> None:
-    """Reported by the names of the file; a misshapen one never breaks the conversion."""
-    hf = import_library("transformers")
-    model = hf.SiglipVisionModel(hf.SiglipVisionConfig(**HF_SMALL))
-    packed, name = "head.attention.in_proj_weight", "vit_base_patch16_siglip_224"
-    state = dict(model.state_dict())
-    (key,) = (k for k in state if k.endswith(packed))
+    (packed,) = (key for key in alone if key.endswith("head.attention.in_proj_weight"))
     with pytest.raises(CheckpointError, match=rf"(?s)unexpected .*{packed}.*drop_head=True leaves out"):
-        fastvit.create_model("vit_base_patch16_siglip_gap_224", state, **SMALL)
-    for shape in ((), (0,), (3,), (95, 32), (96, 31), (96, 32, 1)):
+        fastvit.create_model("vit_base_patch16_siglip_gap_224", alone, **SMALL)
+    for shape in ((), (3,), (95, 32), (96, 31)):
         with pytest.raises(CheckpointError, match=rf"(?s)does not fit.*{packed}"):
-            fastvit.create_model(name, {**state, key: torch.ones(shape)}, **SMALL)
+            fastvit.create_model(name, {**alone, packed: torch.ones(shape)}, **SMALL)
 
 
-def test_the_text_tower_of_clip_is_left_out() -> None:
-    hf = import_library("transformers")
-    model = randomised(hf.CLIPModel(hf.CLIPConfig(vision_config=HF_SMALL, text_config=HF_TEXT, projection_dim=5)))
-    name, tower = "vit_base_patch16_clip_quickgelu_224", model.vision_model
-    ours = fastvit.create_model(name, model.state_dict(), drop_head=True, **SMALL)
-    check(ours, lambda x: tower.post_layernorm(tower(x).last_hidden_state), (16, 16))
+def test_biases_of_zeros_may_be_left_out_and_no_others() -> None:
+    theirs = made("DINOv3ViTModel", **DINOV3)
+    with pytest.raises(CheckpointError, match=r"attention\.q_proj\.bias"):
+        fastvit.create_model("vit_small_patch16_dinov3", theirs.state_dict(), **SMALL)
+    for key, value in theirs.state_dict().items():
+        if key.endswith(("q_proj.bias", "v_proj.bias")):
+            value.zero_()
+    ours = fastvit.create_model("vit_small_patch16_dinov3", theirs.state_dict(), **SMALL)
+    check(ours, tokens_of(theirs), (16, 16))
 
 
 def test_mae(tmp_path: Path) -> None:
-    """transformers', with the decoder, into models that have its fixed positions and into ones that learn them."""
+    """With the decoder, into models that have its fixed positions and into ones that learn them."""
     hf = import_library("transformers")
     small = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
     decoder = {f"decoder_{name}": n for name, n in small.items()}

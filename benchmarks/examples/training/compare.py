@@ -9,7 +9,7 @@ from fastvit.study.memory.plot import COLOURS
 
 from .state import Record, Run
 
-HEADS = ["run", "model", "params", "GFLOPs", "accuracy", "best", "loss", "images/s", "peak MiB", "minutes"]
+HEADS = ["run", "model", "params", "GFLOPs", "accuracy", "best", "loss", "images/s", "minutes"]
 THEMES = ("light", "dark")
 _LINES = ("fastvit", "sdpa", "compile", "eager")  # colours of the memory study, in the order of the runs
 
@@ -40,12 +40,10 @@ def read(folder: Path) -> Curve:
 def row(curve: Curve) -> list[str]:
     """Return the cells of a row under HEADS. GFLOPs: of one image forward; a multiply-add counts as two."""
     last, about = curve.epochs[-1], curve.about
-    speed, peak = last["images_per_second"], last["peak_bytes"]
     return [
         curve.name, about["name"] + ", plain" * about["plain"], f"{about['parameters'] / 1e6:.2f} M",
         f"{about['flops'] / 1e9:.3f}", f"{last['accuracy']:.2%}", f"{max(r['accuracy'] for r in curve.epochs):.2%}",
-        f"{last['loss']:.4f}", f"{speed:,.0f}" if speed else "-", f"{peak / 2**20:,.0f}" if peak else "-",
-        f"{last['seconds'] / 60:.1f}",
+        f"{last['loss']:.4f}", f"{last['images_per_second']:,.0f}", f"{last['seconds'] / 60:.1f}",
     ]  # fmt: skip
 
 

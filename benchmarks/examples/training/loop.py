@@ -18,14 +18,11 @@ from torch import Tensor, nn
 
 from fastvit.cli import terminal
 from fastvit.study.machine import cpu_name
-from fastvit.study.memory.peak import peak_bytes
 
 from . import models, recipe
 from .data import Data, TestBatches, TrainBatches, batches, seed_all
 from .models import Model
 from .state import Record, Run
-
-MEASURED = 1  # the step, from 0, whose peak memory is measured: the optimizer has its state by then
 
 
 class Stopped(Exception):
@@ -68,7 +65,7 @@ class Trainer:
         self.optimizer = recipe.optimizer(args, model.module)
         self.schedule = recipe.schedule(args, self.optimizer, self.total, self.data.steps)
         self.call = models.spread(model.module, args, device)
-        self.at: Record = {"step": 0, "seconds": 0.0, "losses": [], "of_epoch": 0.0, "peak_bytes": None, "timed": 0}
+        self.at: Record = {"step": 0, "seconds": 0.0, "losses": [], "of_epoch": 0.0}
 
     # ---- the run ----
 
@@ -122,20 +119,11 @@ class Trainer:
     def _timed_step(self, step: int, feed: Iterator[tuple[Tensor, ...]], logs: bool) -> None:
         """Take a step, and count its time: waiting for images, computing, and, at a record of the log, for a GPU."""
         start = time.perf_counter()
-        micro = [next(feed) for _ in range(self.args.accumulate)]
-        measured = step == MEASURED and self.at["peak_bytes"] is None
-        if measured:
-            held = self._held_bytes()
-            activations = peak_bytes(lambda: self.at["losses"].append(self._step(step, micro)), self.device)
-            self.at["peak_bytes"] = held + activations
-        else:
-            self.at["losses"].append(self._step(step, micro))
+        self.at["losses"].append(self._step(step, [next(feed) for _ in range(self.args.accumulate)]))
         self.at["step"] = step + 1
         if logs:
             self._log_losses(step)
-        if not measured:  # measuring takes time of its own
-            self.at["seconds"] += time.perf_counter() - start
-            self.at["timed"] += 1
+        self.at["seconds"] += time.perf_counter() - start
 
     def _step(self, step: int, micro: list[tuple[Tensor, ...]]) -> Tensor:
         """Take one step of the optimizer. Returns the mean loss of this process's images."""
@@ -170,13 +158,6 @@ class Trainer:
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.args.amp)
 
-    def _held_bytes(self) -> int:
-        """Return the bytes of parameters, buffers and the optimizer's state, which live as long as the run."""
-        modules = [self.model.module, *([self.teacher.module] if self.teacher is not None else [])]
-        tensors = [t for module in modules for t in (*module.parameters(), *module.buffers())]
-        tensors += [t for state in self.optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
-        return sum(getattr(t, "_local_tensor", t).nbytes for t in tensors)
-
     # ---- log and evaluation ----
 
     def _agreed(self, asked: bool) -> bool:
@@ -209,16 +190,14 @@ class Trainer:
         if self.world > 1:  # BatchNorm's running statistics are of each process's own images
             distribute_bn(self.model.module, self.world, reduce=True)
         test = self.evaluate(self.model)
-        images = self.at["timed"] * self.args.batch
         train_loss, self.at["of_epoch"] = self.at["of_epoch"] / (step % self.data.steps + 1), 0.0
         record = {
             "step": step + 1, "epoch": step // self.data.steps, "train_loss": train_loss, **test,
-            "seconds": self.at["seconds"], "peak_bytes": self.at["peak_bytes"],
-            "images_per_second": images / self.at["seconds"] if self.at["timed"] else None,
+            "seconds": self.at["seconds"], "images_per_second": (step + 1) * self.args.batch / self.at["seconds"],
         }  # fmt: skip
         self.run.log("epoch", **record)
         if self.rank == 0:
-            of, speed = -(-self.total // self.data.steps), record["images_per_second"] or math.nan
+            of, speed = -(-self.total // self.data.steps), record["images_per_second"]
             print(
                 f"epoch {record['epoch'] + 1}/{of}  loss {train_loss:.3f}  test loss {test['loss']:.3f}  "
                 f"accuracy {test['accuracy']:.2%}  {speed:,.0f} images/s",
@@ -228,27 +207,21 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self, model: Model) -> Record:
-        """Return loss, accuracy and top-5 accuracy on the test images, over all processes."""
+        """Return loss and accuracy on the test images, over all processes."""
         model.module.eval()
-        sums = torch.zeros(4, dtype=torch.float64, device=self.device)
+        sums = torch.zeros(3, dtype=torch.float64, device=self.device)
         with batches(self.test, range(len(self.test)), self.args.workers, self.device) as feed:
             for images, labels in feed:
                 with self._autocast():
                     logits = model.module(model.prepared(images))
                 counted = labels >= 0
-                counts = [*scores(logits[counted], labels[counted]), int(counted.sum())]
-                sums += torch.tensor(counts, dtype=torch.float64, device=self.device)
+                logits, labels = logits[counted].float(), labels[counted]
+                loss = nn.functional.cross_entropy(logits, labels, reduction="sum")
+                sums += torch.stack([loss, (logits.argmax(1) == labels).sum(), counted.sum()]).double()
         if self.world > 1:
             dist.all_reduce(sums)
-        loss, accuracy, top5 = (sums[:3] / sums[3]).tolist()
-        return {"loss": loss, "accuracy": accuracy, "top5": top5, "right": int(sums[1])}
-
-
-def scores(logits: Tensor, labels: Tensor) -> tuple[float, int, int]:
-    """Return the summed cross entropy of logits (b, classes), and how often the class is first, among the first 5."""
-    loss = nn.functional.cross_entropy(logits.float(), labels, reduction="sum").item()
-    order = logits.topk(min(5, logits.shape[1]), dim=1).indices == labels[:, None]
-    return loss, int(order[:, 0].sum()), int(order.any(1).sum())
+        loss, accuracy = (sums[:2] / sums[2]).tolist()
+        return {"loss": loss, "accuracy": accuracy, "right": int(sums[1])}
 
 
 @contextlib.contextmanager

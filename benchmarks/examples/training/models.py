@@ -11,6 +11,7 @@ from typing import Any
 import timm
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -64,6 +65,8 @@ def settle(args: argparse.Namespace, data: Data) -> None:
         if name in args.set:
             raise ValueError(f"--set {name}: {option} says it")
     ours = args.name in zoo.CONFIGS
+    if args.weights and not ours:
+        raise ValueError(f"--weights takes one of our models, got {args.name}")
     if args.plain and not (ours and zoo.model_class(args.name) is VisionTransformer):
         raise ValueError(f"--plain takes one of our models that fastvit.reference has, got {args.name}")
     args.mean, args.std = data.mean, data.std
@@ -88,7 +91,7 @@ def build(args: argparse.Namespace, device: torch.device, weights: str | None = 
         ValueError: a name that neither fastvit nor timm knows, an unknown argument, or weights that do not fit.
     """
     if args.name not in zoo.CONFIGS:
-        return _of_timm(args, device, weights)
+        return _of_timm(args, device)
     options = {
         "num_classes": len(args.classes), "img_size": args.image_size, "mean": args.mean, "std": args.std,
         "drop_path_rate": DROP_PATH if args.drop_path is None else args.drop_path,
@@ -98,7 +101,7 @@ def build(args: argparse.Namespace, device: torch.device, weights: str | None = 
     options |= args.set
     try:
         module = fastvit.create_model(args.name, weights, drop_head=weights is not None, device=device, **options)
-    except TypeError as error:
+    except TypeError as error:  # of --set
         raise ValueError(str(error)) from None
     if not args.plain:
         return Model(module)
@@ -109,7 +112,7 @@ def build(args: argparse.Namespace, device: torch.device, weights: str | None = 
     return Model(plain)
 
 
-def _of_timm(args: argparse.Namespace, device: torch.device, weights: str | None) -> Model:
+def _of_timm(args: argparse.Namespace, device: torch.device) -> Model:
     if not timm.is_model(args.name):
         near = difflib.get_close_matches(args.name, [*zoo.CONFIGS, *timm.list_models()])
         hint = f"; nearest: {', '.join(dict.fromkeys(near))}" if near else ""
@@ -119,13 +122,7 @@ def _of_timm(args: argparse.Namespace, device: torch.device, weights: str | None
         options["img_size"] = args.image_size
     rate = DROP_PATH if args.drop_path is None else args.drop_path
     try:
-        try:
-            module: Any = timm.create_model(args.name, drop_path_rate=rate, **options, **args.set)
-        except TypeError:
-            if args.drop_path is not None:
-                raise
-            module = timm.create_model(args.name, **options, **args.set)
-            print(f"{args.name} has no stochastic depth")
+        module: Any = timm.create_model(args.name, drop_path_rate=rate, **options, **args.set)
     except TypeError as error:
         raise ValueError(f"{args.name} takes no such argument: {error}") from None
     residual = isinstance(module, timm.models.resnet.ResNet) and isinstance(module.conv1, nn.Conv2d)
@@ -134,22 +131,9 @@ def _of_timm(args: argparse.Namespace, device: torch.device, weights: str | None
         module.conv1 = nn.Conv2d(3, module.conv1.out_channels, 3, padding=1, bias=False)
         nn.init.kaiming_normal_(module.conv1.weight, mode="fan_out", nonlinearity="relu")
         module.maxpool = nn.Identity()
-    if weights is not None:
-        try:
-            wrong = timm.models.load_checkpoint(module, weights, strict=False, filter_fn=_without_head)
-        except RuntimeError as error:  # shapes
-            raise ValueError(f"{weights} does not fit {args.name}: {error}") from None
-        if wrong.unexpected_keys:
-            raise ValueError(f"{weights} does not fit {args.name}, for example {', '.join(wrong.unexpected_keys[:3])}")
     module = module.to(device)
     mean, std = (torch.tensor(value, device=device).view(3, 1, 1) for value in (args.mean, args.std))
     return Model(module, mean, std)
-
-
-def _without_head(tensors: dict[str, Tensor], module: Any) -> dict[str, Tensor]:
-    classifier = module.default_cfg["classifier"]
-    heads = tuple(f"{name}." for name in ((classifier,) if isinstance(classifier, str) else classifier))
-    return {name: value for name, value in tensors.items() if not name.startswith(heads)}
 
 
 def teacher(args: argparse.Namespace, device: torch.device) -> Model | None:
@@ -165,19 +149,8 @@ def teacher(args: argparse.Namespace, device: torch.device) -> Model | None:
     if settings.classes != args.classes:
         raise ValueError(f"--teacher {args.teacher} has learnt other classes than those of the data")
     model = build(settings, device)
-    load(model.module, run.weights)
+    model.module.load_state_dict(load_file(run.weights))
     return Model(model.module.eval().requires_grad_(False), model.mean, model.std)
-
-
-def load(module: nn.Module, file: Path) -> None:
-    """Load a `.safetensors` file of a whole model, as this program writes it. Raises ValueError if it does not fit."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    try:
-        module.load_state_dict(load_file(file))
-    except (OSError, SafetensorError, RuntimeError) as error:
-        raise ValueError(f"{file} cannot be loaded into the model: {error}") from None
 
 
 def flops(model: Model, size: int, device: torch.device) -> int:
