@@ -328,13 +328,13 @@ WINDOWS = [
     # whole windows, with and without a shift; cut by the border, also where the roll has made neighbours; one row; a
     # window larger than the grid, and as large. A mask with a gradient of each head, each window, both; none
     case("attention_windows", F32, 1, **in_windows((3, 8), (3, 4), mask=("H", "n", "n"))),
-    case("attention_windows", F32, H=1, **in_windows((6, 8), (3, 4), (1, 2), ("windows", "H", "n", "n"))),
+    case("attention_windows", F32, H=1, **in_windows((3, 8), (3, 4), (1, 2), ("windows", "H", "n", "n"))),
     case("attention_windows", BF16, H=1, d=24, **in_windows((5, 6), (3, 4))),
     case("attention_windows", F32, 1, **in_windows((5, 6), (3, 4), (2, 3), ("windows", "H", "n", "n"))),
-    case("attention_windows", F16, 1, d=24, **in_windows((1, 10), (1, 4), (0, 3), ("H", "n", "n"))),
+    case("attention_windows", F16, 1, H=1, d=24, **in_windows((1, 10), (1, 4), (0, 3), ("H", "n", "n"))),
     case("attention_windows", F32, 1, **in_windows((3, 5), (4, 7), (2, 6), ("H", "n", "n"))),
     # several tiles, and a mask that all heads share
-    case("attention_windows", F32, 1, **in_windows((6, 10), (6, 8), (3, 4), ("n", "n"), shift_bias=-2.5, scale=0.3)),
+    case("attention_windows", F32, 1, **in_windows((5, 7), (5, 7), (2, 4), ("n", "n"), shift_bias=-2.5, scale=0.3)),
     # a mask that hides, next to the shift's, which hides or is added; one row of it for all queries
     case(
         "attention_windows", F32, 1, H=1, **in_windows((5, 6), (3, 4), (2, 3), ("H", "n", "n")),

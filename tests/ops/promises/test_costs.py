@@ -167,6 +167,7 @@ SAVED = {  # elements of the tokens' dtype, and of float32
     "attention relative": (4 * INNER + B * N * H * (2 + 3), LSE),
     "attention_windows relative": (GRID * (4 * d + 4 + 6), GRID),
     "qk_norm": (B * N * 3 * d, 0),
+    "patch_embed": (0, 0),  # but the image
     "layer_norm_attention qk_norm": (X + 4 * INNER, STATISTICS + LSE),
     "layer_norm_attention dropout": (X + 4 * INNER, STATISTICS + LSE + SEED),
 }
