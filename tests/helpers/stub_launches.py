@@ -160,30 +160,22 @@ def a_profiler_reads_names_flops_and_bytes():
         read[metadata.get()["name"]] = metadata.get()
 
     with _hooked(hook), stub_gpu() as gpu:
-        for name in ROWS:
-            tensors = made(name, 2, 18, torch.device("cpu"), torch.bfloat16)
-            outputs = outputs_of(function(name)(**tensors))
-            torch.autograd.backward(outputs, [torch.ones_like(o) for o in outputs])
-        attention = torch.zeros(3, 197, 12, 64, dtype=torch.bfloat16)
-        OPS.attention_fwd(attention, attention, attention, None, None, 0.125, 0.0)
-        x, w = torch.zeros(6, 64, dtype=torch.bfloat16), torch.zeros(64, dtype=torch.bfloat16)
-        OPS.layer_norm_fwd(x, w, w, 1e-6, None)
-        pre = OPS.linear_fwd(x, torch.zeros(32, 64, dtype=torch.bfloat16), None, "gelu")
-        OPS.linear_dact(x, torch.zeros(64, 32, dtype=torch.bfloat16), pre, "gelu")
-        gate, fc2 = torch.zeros(32, 64, dtype=torch.bfloat16), torch.zeros(64, 32, dtype=torch.bfloat16)
-        OPS.gated_dact(x, fc2, OPS.gated_act_fwd(x, gate, gate, None, None, "silu")[1], "silu")
-        OPS.patch_embed_fwd(torch.zeros(2, 3, 8, 12), torch.zeros(16, 3, 4, 4), None, None, torch.zeros(1, 16), None)
+        for dtype, names in ((torch.bfloat16, ROWS), (torch.float32, ["patch_embed"])):
+            for name in names:
+                tensors = made(name, 2, 18, torch.device("cpu"), dtype, D=64, hidden=64, gated=64)
+                outputs = outputs_of(function(name)(**tensors))
+                torch.autograd.backward(outputs, [torch.ones_like(o) for o in outputs])
         names = {kernel.name for kernel in gpu.compiled}
     assert {name.split()[0] for name in read} == names == KERNELS
-    norm = read["layer_norm_fwd_kernel M6 D64 bfloat16"]
-    assert norm["bytes"] == 2 * (2 * 6 * 64 + 2 * 64) + 4 * 2 * 6
+    norm = read["layer_norm_fwd_kernel M36 D32 bfloat16"]  # a LayerNorm before proj
+    assert norm["bytes"] == 2 * (2 * 36 * 32 + 2 * 32) + 4 * 2 * 36
     assert norm["flops16"] == 0
-    attention = read["attention_fwd_kernel B3 N197 H12 d64 bfloat16"]
-    assert attention["flops16"] == 4 * 3 * 12 * 197 * 197 * 64
-    assert attention["bytes"] == 4 * 3 * 197 * 12 * 64 * 2 + 3 * 12 * 197 * 4
-    assert read["linear_fwd_kernel M6 N32 K64 bfloat16"]["flops16"] == 2 * 6 * 32 * 64
-    assert read["gated_fwd_kernel M6 N32 K64 bfloat16"]["flops16"] == 4 * 6 * 32 * 64
-    assert read["patch_embed_fwd_kernel patches12 D16 K48 float32"]["flops32"] == 2 * 12 * 16 * 48
+    attention = read["attention_fwd_kernel B2 N18 H2 d16 bfloat16"]
+    assert attention["flops16"] == 4 * 2 * 2 * 18 * 18 * 16
+    assert attention["bytes"] == 4 * 2 * 18 * 2 * 16 * 2 + 2 * 2 * 18 * 4 + 8, "the last one with a seed"
+    assert read["linear_fwd_kernel M36 N64 K64 bfloat16"]["flops16"] == 2 * 36 * 64 * 64
+    assert read["gated_fwd_kernel M36 N64 K64 bfloat16"]["flops16"] == 4 * 36 * 64 * 64
+    assert read["patch_embed_fwd_kernel patches36 D64 K48 float32"]["flops32"] == 2 * 36 * 64 * 48
 
 
 def a_kernel_that_does_not_fit_runs_on_aten_and_is_not_tried_again():
