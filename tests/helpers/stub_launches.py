@@ -111,6 +111,7 @@ def the_same_binary_as_triton_and_the_same_arguments():
                 assert by_triton.call_count == first, f"{kernel.__name__} was not kept"
             total, direct = total + 1, direct + (first == 0)
             by_triton, *ours = gpu.launches
+            assert by_triton.kernel.metadata.enable_fp_fusion, "products and sums in one instruction"
             assert len(ours) == 2
             addresses = [0 if t is None else t.data_ptr() for t in tensors]
             for launched in ours:

@@ -208,6 +208,7 @@ BAD: dict[str, Refused] = {
         (ValueError, "max_seqlen must be at least the longest sequence's length 5, got 3", {"max_seqlen": 3}),
         (ValueError, "cu_seqlens must ascend", {"cu_seqlens": ENDS[[0, 2, 1, 3]]}),
         (TypeError, "max_seqlen must be an integer or None", {"max_seqlen": 5.0}),
+        (ValueError, "max_seqlen must be at least 1", {"max_seqlen": 0}),
         (ValueError, "max_seqlen_k must be None without cu_seqlens_k, got 5", {"max_seqlen_k": 5}),
         (ValueError, "cu_seqlens_k must have cu_seqlens' shape (4,), got (3,)", {"cu_seqlens_k": ENDS[[0, 1, 3]]}),
         (ValueError, "cu_seqlens_k must ascend from 0 to the number of tokens 8", {"cu_seqlens_k": ENDS[[0, 1, 2, 2]]}),
@@ -217,6 +218,7 @@ BAD: dict[str, Refused] = {
     "attention_windows": [
         (TypeError, "shift must be two integers, got (True, 0)", {"shift": (True, 0)}),
         (ValueError, "shift must be from (0, 0) to less than the window (4, 4), got (0, 4)", {"shift": (0, 4)}),
+        (ValueError, "shift must be from (0, 0)", {"shift": (-1, 0)}),
         (ValueError, "attn_mask must be broadcastable to (windows, H, N, N) = (4, 2, 16, 16), got (3, 1, 16, 16)",
          {"attn_mask": ones(3, 1, 16, 16)}),
     ],
