@@ -82,18 +82,27 @@ def test_what_an_option_changes(change, weights, recorder, device):
     x = x_of(device, B, N, D)
     given = [t for t in (x, *weights, *options.values()) if isinstance(t, torch.Tensor)]
 
-    def launched(options):
-        return recorder.launched(lambda: call(x, weights, **options), given)
+    check_orders(lambda options: recorder.launched(lambda: call(x, weights, **options), given), {}, options)
 
+
+def check_orders(launched, one, two):
+    """Check that each of two calls launches what it does when nothing is remembered, whichever comes first."""
     with uncached():
-        want = [launched({}), launched(options)]
+        want = [launched(given) for given in (one, two)]
     assert want[0] != want[1]
-    for order in ((0, 1, 0, 1), (1, 0, 1, 0)):  # whichever comes first
+    for order in ((0, 1, 0, 1), (1, 0, 1, 0)):
         _tuned.clear_caches()
         with counted() as count:
             for i in order:
-                assert launched(({}, options)[i]) == want[i]
+                assert launched((one, two)[i]) == want[i]
         assert len(count) == 2
+
+
+def test_a_tensor_that_is_there_twice(weights, recorder, device):
+    """Then a call with another tensor in one of the places, and the other way round."""
+    x, vector = x_of(device, B, N, D), torch.linspace(0.5, 2.0, D, device=device)
+    same, apart = [vector, vector, *weights[2:]], [vector, vector.flip(0), *weights[2:]]
+    check_orders(lambda given: recorder.launched(lambda: call(x, given), [x, *apart]), same, apart)
 
 
 def test_what_a_norm_among_the_arguments_changes(weights, heads, recorder, device):
