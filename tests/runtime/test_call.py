@@ -183,6 +183,27 @@ def test_names(triton_backend, device):
             missing()
 
 
+def test_what_the_signature_is_made_of(weights, recorder, device):
+    """Tokens, samples, dtypes, autocast, who wants a gradient, the mode."""
+    x, half = x_of(device, B, N, D), [w.to(torch.bfloat16) for w in weights]
+    with counted() as count:
+        for shape in ((B, N, D), (1, N, D), (B, N + 1, D), (B * N, D), (D,), (B, 1, N, D)):
+            call(x_of(device, *shape), weights)
+        assert call(x.bfloat16(), half).dtype is torch.bfloat16
+        for dtype in (torch.bfloat16, torch.float16):
+            with torch.autocast(device.type, dtype):
+                call(x, weights)
+        assert not count
+        out = call(x.requires_grad_(), weights)
+        torch.autograd.grad(out, x, torch.ones_like(out))
+        with torch.no_grad():
+            assert call(x, weights).grad_fn is None
+        assert not count
+        again = call(x, weights)
+        torch.autograd.grad(again, x, torch.ones_like(out))
+        assert len(count) == 2
+
+
 def test_tensors_without_memory(weights, triton_backend, device):
     """Also in the wrapper of a functorch transform that has ended, which hides it."""
     zeros, wrapped = torch._efficientzerotensor(B, N, D, device=device), []
