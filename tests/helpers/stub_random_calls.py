@@ -18,6 +18,7 @@ import warnings
 from unittest import mock
 
 import torch
+from layouts import LAYOUTS
 from op_cases import ROWS, made, more, outputs_of
 from remembered import counted
 from stub_launches import DTYPES, _hooked
@@ -47,20 +48,9 @@ def _wants_another_gradient(draw, t):
     return t.detach().requires_grad_(not t.requires_grad) if t.is_floating_point() else t
 
 
-def _shifted(draw, t):
-    """Put it at an address of another alignment."""
-    flat = t.new_empty(t.numel() + 8)[draw.choice((0, 1, 2, 4, 8)) :][: t.numel()]
-    return flat.view(t.shape).copy_(t.detach()).requires_grad_(t.requires_grad)
-
-
-def _in_wider_rows(draw, t):
-    room = t.new_empty((*t.shape[:-1], t.shape[-1] + draw.choice((1, 4, 8, 16))))[..., : t.shape[-1]]
-    return room.copy_(t.detach()).requires_grad_(t.requires_grad)
-
-
-def _other_strides(draw, t):
-    dims = (0, -1) if t.dim() > 1 else (0, 0)
-    return t.detach().transpose(*dims).contiguous().transpose(*dims).requires_grad_(t.requires_grad)
+def _laid_out(draw, t):
+    """Lay it out with other strides, or at an address of another alignment."""
+    return LAYOUTS[draw.choice([*LAYOUTS])](t.detach()).requires_grad_(t.requires_grad)
 
 
 def _as_parameter(draw, t):
@@ -75,8 +65,7 @@ def _negated(draw, t):
     return torch._neg_view(-t.detach()) if t.is_floating_point() and not t.requires_grad else t
 
 
-CHANGES = (_another, _wants_another_gradient, _shifted) * 2
-CHANGES += (_in_wider_rows, _other_strides, _as_parameter, _as_subclass, _negated)
+CHANGES = (_another, _wants_another_gradient, _laid_out) * 2 + (_laid_out, _as_parameter, _as_subclass, _negated)
 
 
 def _fresh(draw, name, tokens=None, dtype=None):

@@ -289,10 +289,10 @@ MASKS = [
     case("attention keys", BF16, 1, 21, H=5, **masked("B", 1, 1, "N"), dtypes={"attn_mask": BF16}),
     case("attention keys", F16, N=37, G=1, **masked("B", 1, 1, "N"), dtypes={"attn_mask": torch.bool}),
     case("attention keys", F16, 1, 48, H=4, G=2, **masked("H", "N", "N"), dtypes={"attn_mask": F16}),
-    case("attention keys", F32, 5, 20, K=37, H=1, **masked("N", "K")),
+    case("attention keys", F32, 3, 20, K=37, H=1, **masked("N", "K")),
     case("attention keys", F32, N=21, **masked("B", "H", "N", 1)),
     case("attention keys", F32, 1, 70, H=1, d=32, **masked("N", "N"), dtypes={"attn_mask": torch.bool}),
-    case("attention keys", BF16, 1, 150, H=1, d=96, **masked("H", "N", "N"), dtypes={"attn_mask": BF16}),
+    case("attention keys", BF16, 1, 100, H=1, d=96, **masked("H", "N", "N"), dtypes={"attn_mask": BF16}),
     # more or fewer keys than queries; one of either; causal, alone and with a mask
     case("attention keys", F32, 1, 1, K=70, d=24),
     case("attention keys", BF16, 1, 70, K=1, G=1, d=24),
@@ -320,7 +320,7 @@ PACKS = [
     # one token and none; fewer than a vector; tails of a tile; several tiles; shared keys; a loop in some programs only
     case("attention_varlen", F32, d=24, **packed((5, 1, 0, 33))),
     case("attention_varlen", F16, d=24, G=1, **packed((1, 1))),
-    case("attention_varlen", F32, d=80, G=1, **packed((1, 31, 32, 33), scale=0.2)),
+    case("attention_varlen", F32, d=80, G=1, **packed((1, 15, 16, 33), scale=0.2)),
     case("attention_varlen cross", F32, d=24, G=1, **packed((1, 1, 1), (35, 0, 20))),
     case("attention_varlen cross", F16, d=24, **packed((17, 0, 7), (20, 9, 33))),
 ]
@@ -328,13 +328,13 @@ WINDOWS = [
     # whole windows, with and without a shift; cut by the border, also where the roll has made neighbours; one row; a
     # window larger than the grid, and as large. A mask with a gradient of each head, each window, both; none
     case("attention_windows", F32, 1, **in_windows((3, 8), (3, 4), mask=("H", "n", "n"))),
-    case("attention_windows", F32, H=1, **in_windows((6, 8), (3, 4), (1, 2), ("windows", "H", "n", "n"))),
+    case("attention_windows", F32, H=1, **in_windows((3, 8), (3, 4), (1, 2), ("windows", "H", "n", "n"))),
     case("attention_windows", BF16, H=1, d=24, **in_windows((5, 6), (3, 4))),
     case("attention_windows", F32, 1, **in_windows((5, 6), (3, 4), (2, 3), ("windows", "H", "n", "n"))),
-    case("attention_windows", F16, 1, d=24, **in_windows((1, 10), (1, 4), (0, 3), ("H", "n", "n"))),
+    case("attention_windows", F16, 1, H=1, d=24, **in_windows((1, 10), (1, 4), (0, 3), ("H", "n", "n"))),
     case("attention_windows", F32, 1, **in_windows((3, 5), (4, 7), (2, 6), ("H", "n", "n"))),
     # several tiles, and a mask that all heads share
-    case("attention_windows", F32, 1, **in_windows((6, 10), (6, 8), (3, 4), ("n", "n"), shift_bias=-2.5, scale=0.3)),
+    case("attention_windows", F32, 1, **in_windows((5, 7), (5, 7), (2, 4), ("n", "n"), shift_bias=-2.5, scale=0.3)),
     # a mask that hides, next to the shift's, which hides or is added; one row of it for all queries
     case(
         "attention_windows", F32, 1, H=1, **in_windows((5, 6), (3, 4), (2, 3), ("H", "n", "n")),

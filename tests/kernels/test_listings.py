@@ -15,11 +15,6 @@ def only_loop(*instructions: str) -> Any:
     return sass.parse(f".L_x_0:\n{body}{end}").hot_loop
 
 
-def test_spills_in_a_loop_are_counted() -> None:
-    loop = only_loop("LDL R8, [R1+0x30]", "STL [R1+0x40], R214", "LDL.LU R21, [R1]", "LDS R2, [R3]")
-    assert (loop.spilled, loop.slots) == (3, 5)
-
-
 LISTING = """
         /*0000*/                   LDC R1, c[0x0][0x28] ;
 .L_x_0:
@@ -54,18 +49,23 @@ def test_loops_are_found_with_what_lies_out_of_line() -> None:
     assert listing.whole.slots == 13
 
 
-@pytest.mark.parametrize(("left", "expected"), [("0x0", True), ("0x1", False)])
-def test_serialised_wgmma_are_told_from_pipelined_ones(left: str, expected: bool) -> None:
-    step = "HGMMA.64x64x16.F32.BF16 R24, gdesc[UR8], R24, gsb0", f"WARPGROUP.DEPBAR.LE gsb0, {left}"
-    assert only_loop(*step * 4).one_by_one is expected
+STEP = "HGMMA.64x64x16.F32.BF16 R24, gdesc[UR8], R24, gsb0"
+LOADS = "HMMA R3", "LDGSTS.E.BYPASS.128 [R21], desc[UR20][R10.64]", "LDGDEPBAR"
 
 
-LOAD = "LDGSTS.E.BYPASS.128 [R21], desc[UR20][R10.64]", "LDGDEPBAR"
-
-
-@pytest.mark.parametrize(("left", "expected"), [("0x0", 0), ("0x1        ?WAIT4_END_GROUP", 1)])
-def test_loads_in_flight_are_counted(left: str, expected: int) -> None:
-    assert only_loop(f"DEPBAR.LE SB0, {left}", "HMMA R3", *LOAD).loads_in_flight == expected
+@pytest.mark.parametrize(
+    ("instructions", "attribute", "expected"),
+    [
+        (("LDL R8, [R1+0x30]", "STL [R1+0x40], R214", "LDL.LU R21, [R1]", "LDS R2, [R3]"), "spilled", 3),
+        # wgmma one after the other, and pipelined
+        ((STEP, "WARPGROUP.DEPBAR.LE gsb0, 0x0") * 4, "one_by_one", True),
+        ((STEP, "WARPGROUP.DEPBAR.LE gsb0, 0x1") * 4, "one_by_one", False),
+        (("DEPBAR.LE SB0, 0x0", *LOADS), "loads_in_flight", 0),
+        (("DEPBAR.LE SB0, 0x1        ?WAIT4_END_GROUP", *LOADS), "loads_in_flight", 1),
+    ],
+)
+def test_what_a_loop_does(instructions: tuple[str, ...], attribute: str, expected: object) -> None:
+    assert getattr(only_loop(*instructions), attribute) == expected
 
 
 PTX = """

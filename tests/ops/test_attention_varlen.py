@@ -30,7 +30,7 @@ def test_max_seqlen_changes_nothing(triton_backend, device):
 
 def test_dropout(backend, device):
     """The backward pass applies the same mask, and no two sequences or heads have one."""
-    N, p = 40, 0.3
+    N, p = 24, 0.3
     tensors = with_identities(draw_qkv(3 * N, 2, N, device=device))
     more = {"cu_seqlens": ends_of(N, N, N, device=device), "max_seqlen": N}
     fused = seeded(ops.attention_varlen, **more, dropout_p=p)
@@ -66,62 +66,51 @@ def counted(triton_backend, monkeypatch):
     return traffic_counter
 
 
-interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="accesses are counted in the interpreter")
+def ends_and_lengths(draw, kind):
+    """Yield ends of queries and keys in 24 and 30 tokens, and the longest sequence of either; keys are None if they
+    are those of queries."""
+    if kind == "ascending":
+        yield [3, 10, 12, 20], None, 17, None
+    for longest, longest_k in ((5, 30), (24, 9), (40, 40)):
+        ends, ends_k = (
+            [draw.choice((draw.randint(0, most), draw.randint(-9, 60), 1 << 40, -1 << 40)) for _ in range(4)]
+            for most in (24, 30)
+        )
+        if kind == "overlapping":
+            yield ends, None, longest, None
+        elif kind == "keys":
+            yield sorted(ends), sorted(ends_k), longest, longest_k
+        else:
+            yield sorted(ends), None, longest, None
 
 
-@interpreted
-@pytest.mark.parametrize("ascending", [True, False])
-def test_wrong_ends_and_lengths(ascending, counted, device, monkeypatch):
+@pytest.mark.skipif(torch.cuda.is_available(), reason="accesses are counted in the interpreter")
+@pytest.mark.parametrize("kind", ["ascending", "overlapping", "keys"])
+def test_wrong_ends_and_lengths(kind, counted, device, monkeypatch):
     """Whatever the values are, no kernel leaves its arguments. NaN is what belongs to no sequence, or to one that is
     longer than max_seqlen, in the output and in every gradient."""
-    if not ascending:  # sequences overlap: two programs store one element
+    if kind == "overlapping":  # two programs store one element
         monkeypatch.setattr(counted._Counter, "_move", lambda *_: None)
-    draw, T = random.Random(1), 24
-    for longest in (5, 17, 40):
-        tensors = draw_qkv(T, 2, 16, device=device, kv_heads=1)
-        ends = [draw.choice((draw.randint(0, T), draw.randint(-9, 60), 1 << 40, -1 << 40)) for _ in range(4)]
-        ends = [3, 10, 12, 20] if longest == 17 else sorted(ends) if ascending else ends
-        inside = [min(max(end, 0), T) for end in ends]
+    for ends, ends_k, longest, longest_k in ends_and_lengths(random.Random(1), kind):
+        T, T_k = 24, 24 if ends_k is None else 30
+        tensors = draw_qkv(T_k, 2, 16, device=device, kv_heads=1)
+        tensors["q"] = tensors["q"].detach()[:T].requires_grad_()
+        given = {"cu_seqlens": torch.tensor(ends, device=device), "max_seqlen": longest}
+        if ends_k is not None:
+            given |= {"cu_seqlens_k": torch.tensor(ends_k, device=device), "max_seqlen_k": longest_k}
         with counted.count():
-            o = ops.attention_varlen(**tensors, cu_seqlens=torch.tensor(ends, device=device), max_seqlen=longest)
-            gradients = torch.autograd.grad(o, list(tensors.values()), torch.ones_like(o))
-        computed = torch.zeros(T, dtype=torch.bool, device=device)
-        for first, end in pairwise(inside if ascending else ()):
-            if 0 < end - first <= longest:
-                computed[first:end] = True
-                alone = eager(*(t[first:end] for t in tensors.values()), torch.tensor([0, end - first]))
-                torch.testing.assert_close(o[first:end], alone, atol=1e-5, rtol=1e-5)
-        for t in (o, *gradients) if ascending else ():
-            assert t[computed].isfinite().all()
-            assert t[~computed].isnan().all()
-
-
-@interpreted
-def test_wrong_ends_and_lengths_of_keys(counted, device):
-    """The same of sequences whose keys are packed by themselves."""
-    draw = random.Random(2)
-    T, T_k = 20, 30
-    for longest, longest_k in ((20, 30), (5, 30), (20, 9), (7, 7)):
-        q = draw_qkv(T, 2, 16, device=device)["q"]
-        tensors = {"q": q, **{key: draw_qkv(T_k, 1, 16, device=device)[key] for key in "kv"}}
-        ends, ends_k = (
-            sorted(draw.choice((draw.randint(0, most), draw.randint(-9, 60), 1 << 40)) for _ in range(4))
-            for most in (T, T_k)
-        )
-        with counted.count():
-            o = ops.attention_varlen(
-                **tensors, cu_seqlens=torch.tensor(ends, device=device), max_seqlen=longest,
-                cu_seqlens_k=torch.tensor(ends_k, device=device), max_seqlen_k=longest_k,
-            )  # fmt: skip
+            o = ops.attention_varlen(**tensors, **given)
             dq, dk, dv = torch.autograd.grad(o, list(tensors.values()), torch.ones_like(o))
+        if kind == "overlapping":
+            continue
         computed, with_keys = (torch.zeros(n, dtype=torch.bool, device=device) for n in (T, T_k))
-        inside = [[min(max(end, 0), most) for end in given] for given, most in ((ends, T), (ends_k, T_k))]
+        inside = [[min(max(end, 0), n) for end in some] for some, n in ((ends, T), (ends_k or ends, T_k))]
         for (first, end), (first_k, end_k) in zip(*map(pairwise, inside), strict=True):
-            if end - first <= longest and end_k - first_k <= longest_k:
+            if end - first <= longest and end_k - first_k <= (longest_k or longest):
                 computed[first:end] = True
                 with_keys[first_k:end_k] = True
-                one, one_k = torch.tensor([0, end - first]), torch.tensor([0, end_k - first_k])
                 parts = tensors["q"][first:end], *(tensors[name][first_k:end_k] for name in "kv")
+                one, one_k = torch.tensor([0, end - first]), torch.tensor([0, end_k - first_k])
                 alone = eager(*parts, one, cu_seqlens_k=one_k, empty_rows=True)
                 torch.testing.assert_close(o[first:end], alone, atol=1e-5, rtol=1e-5)
         for t, right in ((o, computed), (dq, computed), (dk, with_keys), (dv, with_keys)):

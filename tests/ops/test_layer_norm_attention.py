@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from op_cases import function, made, outputs_and_gradients, tensors_of
+from op_cases import ROWS, function, made, outputs_and_gradients
 from oracle import assert_op_as_accurate
 from torch.utils.flop_counter import FlopCounterMode
 from value_cases import case, packed
@@ -11,56 +11,45 @@ from fastvit import ops
 from fastvit.study.accuracy import formulas
 from fastvit.study.accuracy.cases import FIXED_TABLES, NORM, QK_WEIGHTS
 
-B, N, H, D, HEAD_DIM = 2, 17, 2, 24, 16  # H * HEAD_DIM is not D
+B, N, H = 2, 17, 2
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+PLAIN = "layer_norm_attention"
 
 
-def draw(dtype, device, layers=1):
-    """layers: 3 for q, k and v with a layer each."""
-    inner = H * HEAD_DIM
-    shapes = {"x": (B, N, D), "norm_weight": (D,), "norm_bias": (D,)}
-    for i in range(layers):
-        rows = 3 * inner // layers
-        shapes |= {f"qkv_weight{i}": (rows, D), f"qkv_bias{i}": (rows,)}
-    return tensors_of(shapes | {"proj_weight": (D, inner), "proj_bias": (D,)}, dtype, device)
+def of_three_layers(function):
+    """Return the op or its formula with a layer each for q, k and v, that of k without a bias."""
 
-
-def of_layers(module, **options):
-    """The op or its formula with x as its residual; of tensors as `draw` makes them."""
-
-    def run(**tensors):
-        for kind in ("qkv_weight", "qkv_bias"):
-            parts = [tensors.pop(key) for key in sorted(tensors) if key.startswith(kind)]
-            tensors[kind] = parts if len(parts) > 1 else parts[0]
-        return module.layer_norm_attention(**tensors, residual=tensors["x"], num_heads=H, **options)
+    def run(qkv_weight, qkv_bias, **tensors):
+        q, _, v = qkv_bias.chunk(3)
+        return function(**tensors, qkv_weight=qkv_weight.chunk(3), qkv_bias=[q, None, v])
 
     return run
 
 
 def test_three_layers(backend, device):
-    """The one of k without a bias."""
-    tensors = draw(F16, device, layers=3) | {"qkv_bias1": None}
-    assert_op_as_accurate(of_layers(ops), of_layers(formulas), tensors)
+    op, formula = (of_three_layers(function(PLAIN, module)) for module in (ops, formulas))
+    assert_op_as_accurate(op, formula, made(PLAIN, B, N, device, F16))
 
 
 def test_only_the_residual_is_wanted(device):
     """No gradient of the op itself: nothing runs backward."""
-    tensors = {key: t.detach() for key, t in made("layer_norm_attention", B, N, device).items()}
+    tensors = {key: t.detach() for key, t in made(PLAIN, B, N, device).items()}
     residual = torch.zeros(B, N, 16, device=device, requires_grad=True)
-    out = function("layer_norm_attention")(**tensors, residual=residual)
+    out = function(PLAIN)(**tensors, residual=residual)
     (gradient,) = torch.autograd.grad(out, residual, out.detach())
     assert torch.equal(gradient, out)
 
 
 def test_dropout(backend, device):
     """Outputs and gradients are those of single ops with the same seed; another seed draws another mask."""
-    tensors = draw(F32, device)
+    tensors = made(PLAIN, B, N, device)
 
-    def one_by_one(x, norm_weight, norm_bias, qkv_weight0, qkv_bias0, proj_weight, proj_bias):
-        qkv = ops.layer_norm_linear(x, norm_weight, norm_bias, qkv_weight0, qkv_bias0).unflatten(-1, (3, H, -1))
-        return ops.linear(ops.attention_qkvpacked(qkv, dropout_p=0.4).flatten(2), proj_weight, proj_bias, residual=x)
+    def one_by_one(x, norm_weight, norm_bias, qkv_weight, qkv_bias, proj_weight, proj_bias, **scales):
+        qkv = ops.layer_norm_linear(x, norm_weight, norm_bias, qkv_weight, qkv_bias).unflatten(-1, (3, H, -1))
+        o = ops.attention_qkvpacked(qkv, dropout_p=0.4).flatten(2)
+        return ops.linear(o, proj_weight, proj_bias, residual=x, **scales)
 
-    dropped = of_layers(ops, dropout_p=0.4)
+    dropped = function("layer_norm_attention dropout")
     got, want = outputs_and_gradients(dropped, tensors), outputs_and_gradients(one_by_one, tensors)
     torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
     torch.manual_seed(5)
@@ -70,10 +59,10 @@ def test_dropout(backend, device):
 @pytest.mark.parametrize("recompute", ["none", "all"])
 def test_causal(recompute, device):
     """As with a mask that hides what lies after a query."""
-    tensors = draw(F32, device)
+    tensors = made(PLAIN, B, N, device)
     seen = torch.ones(N, N, dtype=torch.bool, device=device).tril()
     causal, masked = (
-        outputs_and_gradients(of_layers(ops, recompute=recompute, **options), tensors)
+        outputs_and_gradients(ROWS[PLAIN].call(ops, num_heads=H, recompute=recompute, **options), tensors)
         for options in ({"is_causal": True}, {"attn_mask": seen})
     )
     torch.testing.assert_close(causal, masked, atol=1e-5, rtol=1e-4)

@@ -1,4 +1,4 @@
-"""ops.rotary and ops.qk_norm: what is rounded once, written in place, copied, and read as one table."""
+"""ops.rotary and ops.qk_norm: what is rounded once, copied, and read as one table."""
 
 import pytest
 import torch
@@ -6,8 +6,6 @@ from op_cases import tensors_of
 from oracle import assert_op_as_accurate, inputs
 
 from fastvit import ops
-from fastvit.ops.qk_norm.op import qk_norm_bwd
-from fastvit.ops.rotary.op import rotary_op
 from fastvit.ops.runtime.backend import Path
 from fastvit.ops.runtime.call import UNKEPT
 from fastvit.study.accuracy import formulas
@@ -50,38 +48,6 @@ def test_prefix_tokens_and_values_are_copied(backend, device):
     assert torch.equal(got[:, :3, :2], qkv[:, :3, :2])
     assert got[:, :, 2].isnan().all()
     assert torch.equal(got[:, 3:, :2], clean[:, 3:, :2])
-
-
-def test_rotation_in_place(backend, device):
-    """The registered op's result, written over x; without that option x stays unchanged."""
-    x = inputs("normal", 2, 85, 9, 24, dtype=torch.float32, device=device)  # several blocks of tokens
-    sin, cos = (t[None, None] for t in table(82, 24, device=device))
-    for transposed in (False, True):
-        before = x.clone()
-        want = rotary_op(x, sin, cos, 6, False, transposed)
-        assert torch.equal(x, before)
-        same = before.clone()
-        got = rotary_op(same, sin, cos, 6, False, transposed, call=UNKEPT[Path(backend)], out=same)
-        assert got is same
-        assert torch.equal(got, want)
-
-
-@pytest.mark.parametrize("kind", ["layer", "rms"])
-def test_gradients_of_norms_in_place(kind, backend, device):
-    """The registered op's results, written over its inputs, which are parts of a packed tensor."""
-    dqkv, qkv = (inputs("normal", 2, 35, 3, 5, 24, dtype=torch.float32, device=device, seed=s) for s in (1, 2))
-    weights = [inputs("normal", 24, dtype=torch.float32, device=device, seed=s) for s in (3, 4)]
-    sin, cos = (t[None, None] for t in table(32, 24, device=device))
-    (dq, dk, dv), (q, k, _) = dqkv.unbind(2), qkv.unbind(2)
-    before = dqkv.clone()
-    arguments = dq, dk, q, k, *weights, sin, cos, EPS, kind == "rms", kind == "layer", False
-    want = qk_norm_bwd(*arguments)
-    assert torch.equal(dqkv, before)
-    got = qk_norm_bwd(*arguments, call=UNKEPT[Path(backend)], out=(dq, dk))
-    assert got[0] is dq
-    assert got[1] is dk
-    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-    assert torch.equal(dv, before[:, :, 2])
 
 
 @pytest.mark.parametrize("kind", ["layer", "rms"])

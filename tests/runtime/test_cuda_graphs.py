@@ -104,19 +104,6 @@ def test_seeds_move_on_from_replay_to_replay(triton_backend: None, device: torch
 
 
 @needs_gpu
-def test_graphed_callables(triton_backend: None, device: torch.device) -> None:
-    """torch.cuda.make_graphed_callables: forward and backward are a graph each."""
-    vit, image = model(device).eval(), torch.randn(2, 3, 32, 32, device=device)
-    expected = vit(image)
-    parameters = list(vit.parameters())
-    gradients = torch.autograd.grad(expected.square().sum(), parameters)
-    expected = expected.detach()  # a graph of another stream that is still alive would be waited for in the capture
-    graphed = torch.cuda.make_graphed_callables(vit, (image.clone(),))
-    got = graphed(image)
-    assert_same((got, *torch.autograd.grad(got.square().sum(), parameters)), (expected, *gradients))
-
-
-@needs_gpu
 @pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
 def test_reduce_overhead(training: bool, triton_backend: None, device: torch.device) -> None:
     """torch.compile's own graphs."""

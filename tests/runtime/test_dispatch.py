@@ -40,7 +40,6 @@ def cases():
         "rms_norm": (lambda: ops.rms_norm(x, norm), 15),
         "add_layer_norm": (lambda: ops.add_layer_norm(x, branch, norm, shift), 17),
         "linear": (lambda: ops.linear(x, weight, bias), 15),
-        "linear_residual": (lambda: ops.linear(x, weight, bias, layer_scale=norm, residual=x), 16),
         "attention": (lambda: ops.attention(q, q, q), 18),
         "attention_qkvpacked": (lambda: ops.attention_qkvpacked(qkv), 16),
         "layer_norm_linear": (lambda: ops.layer_norm_linear(x, norm, shift, weight, bias), 22),
@@ -48,10 +47,6 @@ def cases():
         "layer_norm_attention_rotary": (
             lambda: ops.layer_norm_attention(x, norm, shift, *heads, 2, residual=x, rotary=rotary),
             68,
-        ),
-        "layer_norm_attention_qk_norm": (
-            lambda: ops.layer_norm_attention(x, norm, shift, *heads, 2, residual=x, qk_norm=(head_norm, head_norm)),
-            65,
         ),
         "qk_norm": (lambda: ops.qk_norm(q, q, head_norm, head_norm, rotary), 64),
         "mlp": (lambda: ops.mlp(x, *fc), 35),
@@ -77,16 +72,6 @@ def test_python_functions_per_call(name):
     assert len(entered) <= limit, "\n".join(entered)
     overloads = [f for f in entered if f.endswith("_ops.py:__call__")]
     assert len(overloads) == ("attention" in name)  # ATen's attention, which has no other name
-
-
-def test_python_functions_of_a_block_in_training():
-    """Count functions of the package in a forward pass: 11 of them, of 60 ns each, ask whether a submodule's class
-    still has its own forward."""
-    block, x = fastvit.Block(D, 2), torch.randn(1, N, D, requires_grad=True)
-    for _ in range(2):  # after which its calls are remembered
-        block(x)
-    entered = [name for name in functions_entered(lambda: block(x)) if PACKAGE in name]
-    assert 50 < len(entered) <= 120, "\n".join(entered)
 
 
 @pytest.fixture
@@ -190,12 +175,7 @@ def test_observers_see_the_op(observer):
         assert any(name.startswith("fastvit::") for name in names), (case, names)
 
 
-@pytest.fixture
-def linear_arguments(device):
-    return [torch.randn(*size, device=device) for size in ((5, 16), (8, 16), (8,))]
-
-
-def test_subclasses_see_the_op(linear_arguments):
+def test_subclasses_see_the_op(device):
     seen = []
 
     class Logged(torch.Tensor):
@@ -204,22 +184,10 @@ def test_subclasses_see_the_op(linear_arguments):
             seen.append(str(func))
             return super().__torch_function__(func, types, args, kwargs or {})
 
-    x, weight, bias = linear_arguments
+    x, weight, bias = (torch.randn(*size, device=device) for size in ((5, 16), (8, 16), (8,)))
     out = ops.linear(x, weight, bias.as_subclass(Logged))
     assert isinstance(out, Logged)
     assert "fastvit.linear_fwd.default" in seen
-
-
-def test_compiled_graphs_hold_the_op(linear_arguments):
-    targets = set()
-
-    def record(module, _):
-        targets.update(node.target for node in module.graph.nodes)
-        return module.forward
-
-    out = torch.compile(ops.linear, backend=record, fullgraph=True)(*linear_arguments)
-    torch.testing.assert_close(out, ops.linear(*linear_arguments))
-    assert torch.ops.fastvit.linear_fwd.default in targets
 
 
 def test_no_autocast_inside():
@@ -249,21 +217,17 @@ def test_an_interpreter_that_multiplies_bfloat16_wrongly_is_warned_of_once(trito
 
     from fastvit.ops.runtime.interpreter import warn_of_bfloat16
 
-    def run(*dtypes):
-        for dtype in dtypes:
+    def run(dtype):
+        warn_of_bfloat16.cache_clear()
+        for _ in range(2):
             x = torch.ones(3, 16, dtype=dtype)
             ops.layer_norm(x, x[0], x[0])
 
-    warning = "interpreter .* multiplies bfloat16 wrongly"
-    warn_of_bfloat16.cache_clear()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", f".*{warning}")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         run(torch.bfloat16)  # as the tests have it
-    warn_of_bfloat16.cache_clear()
-    wrong = mock.patch.object(InterpreterBuilder, "create_dot", lambda self, a, b, total, *rest: total)
-    with wrong, warnings.catch_warnings():
-        warnings.filterwarnings("error", f".*{warning}")
-        run(torch.float32)
-    with wrong, pytest.warns(UserWarning, match=warning) as record:
-        run(torch.bfloat16, torch.bfloat16)
-    assert sum("multiplies bfloat16 wrongly" in str(warned.message) for warned in record) == 1
+        with mock.patch.object(InterpreterBuilder, "create_dot", lambda self, a, b, total, *rest: total):
+            run(torch.float32)
+            assert not caught
+            run(torch.bfloat16)
+    assert ["multiplies bfloat16 wrongly" in str(warning.message) for warning in caught] == [True]

@@ -19,9 +19,3 @@ def test_messages_do_not_write_out_the_arguments_of_our_ops(monkeypatch):
     ours = torch.ops.fastvit.layer_norm_fwd.default
     assert issue.operator_str(ours, ["an argument"], {}) == "  target: fastvit.layer_norm_fwd.default"
     assert "an argument" in issue.operator_str(torch.ops.aten.mm.default, ["an argument"], {})
-
-
-def test_a_torch_without_these_messages(monkeypatch):
-    monkeypatch.setattr(inductor, "_SHOWS_LATER", False)
-    monkeypatch.setitem(inductor.sys.modules, inductor._EXC, torch)
-    inductor.keep_messages_short()

@@ -1,12 +1,10 @@
 """Record what Triton compiles a kernel for, types, alignments and constants of its arguments, from its own binder
-without a GPU: a new batch size compiles nothing, which in the middle of an epoch would take seconds, and rows that
-Triton does not take for aligned are not moved element by element."""
+without a GPU: a new batch size compiles nothing, which in the middle of an epoch would take seconds."""
 
 import json
 from collections import defaultdict
 from pathlib import Path
 
-import pytest
 import torch
 from compiling import needs_triton, python
 
@@ -95,51 +93,6 @@ def test_a_new_batch_size_compiles_nothing(tmp_path: Path) -> None:
             assert len(several) <= (3 if kernel in BY_ROWS else 1), f"{op} {sizes}: {kernel} with {several}"
         seen |= set(compiled)
     assert seen >= BY_ROWS | {"attention_bwd_dq_kernel", "layer_norm_bwd_kernel", "column_sum_kernel"}
-
-
-NARROW = """
-import json
-
-import torch
-
-from benchmarks.codegen.launches import compile_all, recording
-from fastvit import ops
-
-def rows(width, wide):
-    return torch.empty(8, 197, wide, dtype=torch.bfloat16, device="meta")[..., :width].requires_grad_()
-
-def backward(out):
-    out = out if isinstance(out, tuple) else (out,)
-    torch.autograd.backward(out, [rows(o.shape[-1], o.shape[-1] + 8) for o in out])
-
-with recording("sm_90") as recorder:
-    for width, wide in ((200, 200), (768, 776)):
-        vector = torch.empty(width, dtype=torch.bfloat16, device="meta")
-        scales = {"layer_scale": vector, "row_scale": torch.empty(8, device="meta")}
-        backward(ops.add_layer_norm(rows(width, wide), rows(width, wide), vector, vector, **scales))
-        backward(ops.dropout(rows(width, wide), 0.1))
-    for width, wide in ((768, 776), (1000, 1000)):
-        weight = torch.empty(width, wide, dtype=torch.bfloat16, device="meta")[:, :width].requires_grad_()
-        backward(ops.mlp(rows(width, wide), weight, None, weight, None, residual=rows(width, wide)))
-        gated = {"activation": "swiglu", "residual": rows(width, wide)}
-        backward(ops.mlp(rows(width, wide), (weight, weight), None, weight, None, **gated))
-    launches = list(recorder.launches.values())
-    print(json.dumps([[launch.name, c.problems] for launch, c in compile_all(launches)]))
-"""
-
-
-@pytest.mark.nightly
-@needs_triton
-def test_rows_of_any_multiple_of_8_elements_move_16_bytes_at_a_time(tmp_path: Path) -> None:
-    """Triton looks for multiples of 16 only. Widths of 8 modulo 16, and rows that are such a width apart."""
-    script = tmp_path / "narrow.py"
-    script.write_text(NARROW)
-    compiled = json.loads(python(str(script)))
-    assert {name for name, _ in compiled} >= {
-        "layer_norm_fwd_kernel", "layer_norm_bwd_kernel", "dropout_kernel", "column_sum_kernel", "linear_fwd_kernel",
-        "linear_dact_kernel", "act_bwd_kernel", "gated_fwd_kernel", "gated_dact_kernel", "gated_act_kernel",
-    }  # fmt: skip
-    assert not [f"{name}: {problems}" for name, problems in compiled if problems]
 
 
 def test_an_expanded_row_is_laid_out_alike_at_every_batch_size() -> None:

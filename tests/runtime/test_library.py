@@ -14,18 +14,14 @@ from fastvit.ops.runtime import backend as backends
 
 WEIGHT = torch.linspace(-1, 1, 256).view(16, 16)
 
-REPEATS = {
-    "linear": lambda x, w: ops.linear(x, w, residual=x),
-    "attention": lambda x, w: ops.attention(*(x.view(2, 5, 1, 16),) * 3),
-}
 
+def test_one_tensor_twice_compiles():
+    def attention(x):
+        return ops.attention(*(x.view(2, 5, 1, 16),) * 3)
 
-@pytest.mark.parametrize("name", REPEATS)
-def test_one_tensor_twice_compiles(name):
-    x, weight = torch.randn(2, 5, 16, requires_grad=True), WEIGHT.clone().requires_grad_()
-    function = REPEATS[name]
-    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
-    got, want = (torch.autograd.grad(f(x, weight).square().sum(), x)[0] for f in (compiled, function))
+    x = torch.randn(2, 5, 16, requires_grad=True)
+    compiled = torch.compile(attention, backend="aot_eager", fullgraph=True)
+    got, want = (torch.autograd.grad(f(x).square().sum(), x)[0] for f in (compiled, attention))
     torch.testing.assert_close(got, want)
 
 
@@ -83,12 +79,11 @@ def test_a_wrong_environment_is_an_error_at_import(monkeypatch):
         runpy.run_path(backends.__file__)
 
 
-@pytest.mark.parametrize("installed", [True, False], ids=["triton installed", "no triton"])
-def test_without_kernels(installed):
-    """Launchers and kernels are imported when one is first wanted. (torch.utils.flop_counter imports triton itself.)"""
+def test_without_triton():
+    """Launchers and kernels are imported when one is first wanted."""
     lines = [
         "import sys",
-        "" if installed else "sys.modules['triton'] = None",
+        "sys.modules['triton'] = None",
         "import torch, fastvit",
         "fastvit.Block(32, 2)(torch.randn(2, 5, 32)).sum().backward()",
         "from fastvit.ops.runtime.registry import LAUNCH_MODULES",

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from entered import PACKAGE, functions_entered
-from op_cases import function, made, results
 from remembered import B, D, N, attended, call, counted, uncached, x_of
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -39,32 +38,6 @@ def test_modes_see_calls_with_the_signature_of_earlier_ones(weights, recorder, d
         assert not count
         call(x, weights)
     assert len(count) == 1
-
-
-@pytest.mark.parametrize("name", ["layer_norm_attention", "mlp recompute", "layer_norm_mlp gated"])
-def test_autocast(name, recorder, device):
-    """The dtype is compared; float32 leaves get float32 gradients, as those of a call that is not remembered."""
-    op, tensors = function(name), made(name, B, N, device)
-
-    def run(dtype):
-        dtypes = []
-
-        def call():
-            with torch.autocast(device.type, dtype, enabled=dtype is not None):
-                dtypes.extend(t.dtype for t in results(op, tensors))
-
-        return recorder.launched(call, tensors.values()), dtypes
-
-    dtypes = torch.bfloat16, torch.float16, None
-    with uncached():
-        want = [run(dtype) for dtype in dtypes]
-    with counted() as count:
-        for dtype in dtypes:
-            run(dtype)
-        assert not count
-        assert [run(dtype) for dtype in dtypes] == want
-    assert len(count) == 2 * len(dtypes)
-    assert want[0] != want[1] != want[2]
 
 
 def test_a_kernel_that_is_refused_under_autocast(weights, heads, triton_backend, device):

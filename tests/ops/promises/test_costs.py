@@ -155,21 +155,28 @@ def test_the_compiler_saves_what_it_says(name, recompute, want, device):
 
 OF_TOKENS = ("x", "q", "k", "v", "qkv", "rows", "columns", "branch")
 GRID = 8 * 12 * B * H
-SAVED = {
-    "layer_norm_linear": X + STATISTICS,
-    "rms_norm": X + STATISTICS // 2,
-    "linear gelu": X + ROWS_OF_X * HIDDEN,
-    "linear residual": X,
-    "attention_qkvpacked": 4 * INNER + LSE,
-    "attention relative": 4 * INNER + LSE + B * N * H * (2 + 3),
-    "attention_windows relative": GRID * (4 * d + 4 + 6 + 1),
-    "qk_norm": B * N * 3 * d,
+SEED = 2  # int64
+SAVED = {  # elements of the tokens' dtype, and of float32
+    "layer_norm_linear": (X, STATISTICS),
+    "rms_norm": (X, STATISTICS // 2),
+    "linear gelu": (X + ROWS_OF_X * HIDDEN, 0),
+    "linear residual": (X, 0),
+    "mlp dropout": (X + 2 * ROWS_OF_X * HIDDEN, 2 * SEED),
+    "attention_qkvpacked": (4 * INNER, LSE),
+    "attention_qkvpacked dropout": (4 * INNER, LSE + SEED),
+    "attention relative": (4 * INNER + B * N * H * (2 + 3), LSE),
+    "attention_windows relative": (GRID * (4 * d + 4 + 6), GRID),
+    "qk_norm": (B * N * 3 * d, 0),
+    "patch_embed": (0, 0),  # but the image
+    "layer_norm_attention qk_norm": (X + 4 * INNER, STATISTICS + LSE),
+    "layer_norm_attention dropout": (X + 4 * INNER, STATISTICS + LSE + SEED),
 }
 
 
 @pytest.mark.parametrize("name", SAVED)
 def test_saves(name, device):
-    """Nothing of the size of the scores, and nothing twice."""
-    tensors = made(name, B, N, device)
+    """Nothing of the size of the scores, nothing twice, and no tokens of 16 bits in float32."""
+    tensors = made(name, B, N, device, torch.bfloat16)
     parameters = [t for key, t in tensors.items() if key not in OF_TOKENS]
-    assert saved_bytes(lambda: function(name)(**tensors), parameters) == 4 * SAVED[name]
+    of_tokens, of_float32 = SAVED[name]
+    assert saved_bytes(lambda: function(name)(**tensors), parameters) == 2 * of_tokens + 4 * of_float32

@@ -17,7 +17,7 @@ TOKENS = ["layer_norm", "add_layer_norm", "linear residual", "layer_norm_linear"
 TOKENS += ["mlp swiglu", "layer_norm_attention rotary", "patch_embed", "patch_embed video"]
 # in the interpreter: of rows that read heads by stride also layouts that keep 16 bytes together
 INTERPRETED = [(name, "unaligned") for name in HEADS + TOKENS]
-INTERPRETED += [(name, "aligned") for name in HEADS if name != "attention_windows relative"]
+INTERPRETED += [(name, "aligned") for name in HEADS if "windows" not in name]
 
 
 def laid_out(name, turn, layouts, tensors):
