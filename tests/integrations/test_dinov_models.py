@@ -33,20 +33,6 @@ def rope(tokens: int, device: torch.device, dtype: torch.dtype = torch.float32) 
     return angles.sin().to(device, dtype), angles.cos().to(device, dtype)
 
 
-def test_what_no_op_has_in_a_call_falls_back(block2: nn.Module, block3: nn.Module, x: Tensor) -> None:
-    """A list of crops and a bias in DINOv2; tables to which the library rounds q and k in DINOv3."""
-    bias = torch.randn(17, 17, device=x.device)
-    for module, call, reason in (
-        (block2, lambda: block2([x, x[:, :5]]), "a list of crops"),
-        (block2.attn, lambda: block2.attn(x, attn_bias=bias), "an attention bias"),
-        (block2.attn, lambda: block2.attn(x, bias), "an attention bias"),
-        (block3, lambda: block3(x, rope(12, x.device, torch.bfloat16)), "rotary positions in torch.bfloat16"),
-    ):
-        fastvit.integrations.forward._warned.clear()
-        accelerate_as_it_was(module, call, reason)
-        fastvit.restore(module)
-
-
 @pytest.mark.parametrize("kind", [NestedTensorBlock, SelfAttentionBlock])
 def test_stochastic_depth_in_training_falls_back(kind: type[nn.Module], device: torch.device, x: Tensor) -> None:
     """The repositories leave samples out of the batch, to save work."""
