@@ -197,7 +197,9 @@ def dynamic(model: nn.Module) -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    "make", [timm_vit, partial(gated_vit, "SwiGLU"), partial(hugging_face, "Dinov2Model")], ids=["plain", "gated", "hf"]
+    "make",
+    [timm_vit, partial(gated_vit, "SwiGLU"), partial(hugging_face, "Dinov2Model"), ours],
+    ids=["timm", "SwiGLU", "transformers", "fastvit"],
 )
 def test_all_but_quantised_layers_stays_fused(make: Callable[[], nn.Module], image: Tensor) -> None:
     plain = randomised(make().eval().requires_grad_(False), std=0.05)

@@ -7,22 +7,12 @@ import torch
 from models import randomised
 from torch.func import functional_call
 
-from fastvit import VisionTransformer, reference
+from fastvit import VisionTransformer
 
 TINY: dict[str, Any] = {
     "img_size": (16, 24), "patch_size": 8, "embed_dim": 32, "depth": 1, "num_heads": 2, "num_classes": 3,
 }  # fmt: skip
 KINDS = ("sincos", "sincos2d")
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("arguments", [{"reg_tokens": 2}, {"reg_tokens": 2, "no_embed_class": True}], ids=str)
-def test_tables_of_the_reference(kind: str, arguments: dict[str, Any]) -> None:
-    libraries = VisionTransformer, reference.VisionTransformer
-    model, plain = (library(**TINY, **arguments, pos_embed=kind) for library in libraries)
-    torch.testing.assert_close(model.pos_embed, plain.pos_embed, rtol=0, atol=1e-7)
-    assert "pos_embed" in model.state_dict()
-    assert "pos_embed" not in dict(model.named_parameters())
 
 
 @pytest.mark.parametrize("kind", KINDS)

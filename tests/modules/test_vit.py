@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from models import assert_steps_as_accurate, randomised, step, twins
+from models import randomised, step, twins
 from oracle import inputs
 from torch import Tensor
 
@@ -32,7 +32,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "no_position": {"pos_embed": "none", "pre_norm": True, "act_layer": "quick_gelu"},
     "sincos": {"pos_embed": "sincos", "reg_tokens": 1},
-    "sincos2d_dynamic": {"pos_embed": "sincos2d", "dynamic_img_size": True, "img_size": 12},
+    "sincos2d_dynamic": {
+        "pos_embed": "sincos2d", "dynamic_img_size": True, "img_size": 12, "reg_tokens": 2, "no_embed_class": True,
+    },
     "postnorm": {"block_fn": "postnorm", "final_norm": False, "init_values": 0.5},
     "rms_norm": {"norm_layer": "rmsnorm", "embed_norm_layer": "rmsnorm"},
     "non_square": {"img_size": (8, 20), "patch_size": (4, 2), "in_chans": 1},
@@ -65,22 +67,6 @@ def test_model_is_the_reference(variant: str, device: torch.device) -> None:
     low, got = (step(model.bfloat16(), x.bfloat16()) for model in (eager, ours))
     assert {n: t.dtype for n, t in got.items()} == {n: t.dtype for n, t in low.items()}
     torch.testing.assert_close(got["output"].double(), want["output"], atol=0.1, rtol=0.1)
-
-
-def test_model_of_kernels_is_as_accurate_as_the_reference(triton_backend: None, device: torch.device) -> None:
-    ours, eager = models(**{**VARIANTS["registers"], "depth": 1}, device=device, dtype=torch.bfloat16)
-    x = image(ours, device=device, dtype=torch.bfloat16)
-    exact = step(copy.deepcopy(eager).double(), x.double())
-    results = [step(model, x) for model in (ours, eager)]
-    assert_steps_as_accurate(*({"output": r["output"], "gradients": together(r, exact)} for r in (*results, exact)))
-
-
-def together(results: dict[str, Tensor], exact: dict[str, Tensor]) -> Tensor:
-    """All gradients as one vector, each in units of its own size. Alone, a gradient of 32 numbers in bfloat16 is now
-    and then exact in eager by luck: 2 of 520 were outside of the oracle's rule on one version of PyTorch and none on
-    another, while the errors of fused were the smaller ones in the median of both."""
-    gradients = {name: g.double() for name, g in results.items() if name != "output"}
-    return torch.cat([(g / exact[name].square().mean().sqrt()).flatten() for name, g in gradients.items()])
 
 
 # ---- a citizen of PyTorch ----
