@@ -3,7 +3,6 @@ compiled: test_compiled.py."""
 
 import copy
 import functools
-import pickle
 from typing import Any
 
 import numpy as np
@@ -108,17 +107,6 @@ def test_less_memory_with_masks(kind: Any) -> None:
         for other in results[1:]:
             for name, want in results[0].items():
                 torch.testing.assert_close(other[name], want, rtol=1e-9, atol=1e-11)
-
-
-def test_deepcopy_pickle_state_dict_and_dtype() -> None:
-    options: dict[str, Any] = {"init_values": 0.1, "global_pool": "map", "use_rot_pos_emb": True}
-    model = randomised(Eva(**TINY, **options)).eval()
-    x = image(model)
-    fresh = Eva(**TINY, **options).eval()
-    fresh.load_state_dict(model.state_dict())
-    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), fresh):
-        assert torch.equal(twin(x), model(x))
-    assert model.to(torch.bfloat16)(x.bfloat16()).dtype is torch.bfloat16
 
 
 def test_train_and_eval() -> None:
