@@ -134,55 +134,39 @@ def test_a_base_in_16_bits_and_autocast(peft, image: Tensor, autocast: bool) -> 
 def test_merged_and_disabled_adapters_are_plain_layers(peft, image: Tensor) -> None:
     model, plain = adapted(peft, vit(), ["qkv", "attn.proj", "fc1"]), vit().requires_grad_(False)
     layers = [m for m in model.modules() if hasattr(m, "merge")]
+
+    def check() -> tuple[Tensor, bool]:
+        """Check the output, and return it and whether the model calls what a plain model calls."""
+        with torch.no_grad(), Calls() as calls:
+            got = model(image)
+        bare = copy.deepcopy(model)
+        fastvit.restore(bare)
+        assert close(got, bare(image))
+        return got, calls.names == plain_calls.names
+
     fastvit.accelerate(plain)
     with torch.no_grad(), Calls() as plain_calls:
         plain(image)
     fastvit.accelerate(model)
-
-    def check(as_plain: bool) -> Tensor:
-        """Compare the accelerated model with its own modules. as_plain: whether it calls what a plain model calls."""
-        with torch.no_grad(), Calls() as calls:
-            got = model(image)
-        assert (calls.names == plain_calls.names) == as_plain
-        bare = copy.deepcopy(model)
-        fastvit.restore(bare)
-        assert close(got, bare(image))
-        return got
-
-    before = check(as_plain=False)
+    before, as_plain = check()
+    assert not as_plain
     for layer in layers:
         layer.merge()
-    assert close(check(as_plain=True), before)
+    merged, as_plain = check()
+    assert as_plain
+    assert close(merged, before)
     for layer in layers:
         layer.unmerge()
         layer.enable_adapters(False)
-    assert not close(check(as_plain=True), before)
+    disabled, as_plain = check()
+    assert as_plain
+    assert not close(disabled, before)
     for layer in layers:
         layer.enable_adapters(True)
         layer.merge()
         layer.enable_adapters(False)  # its next forward takes the adapter out of the weight
-    check(as_plain=False)
+    assert not check()[1]
     assert not any(layer.merged for layer in layers)
-
-
-@pytest.mark.parametrize(("tuner", "order"), [("Lora", "after"), ("IA3", "before")])
-@pytest.mark.filterwarnings("ignore:.*runs its own forward instead of fastvit's")
-def test_other_tuners_and_an_adapted_patch_embedding(peft, image: Tensor, tuner: str, order: str) -> None:
-    """They run their own forward. The target proj includes the convolution patch_embed.proj."""
-    options: dict[str, Any] = {"feedforward_modules": []} if tuner == "IA3" else {"init_lora_weights": False}
-    model = vit()
-    if order == "after":
-        fastvit.accelerate(model)
-    config = getattr(peft, f"{tuner}Config")(target_modules=["qkv", "proj"], **options)
-    model = peft.get_peft_model(model, config).base_model.model.eval()
-    randomised(model) if tuner == "IA3" else None
-    kind, got = type(model.patch_embed.proj), model(image)
-    fastvit.restore(model)
-    assert close(got, model(image))
-    report = accelerate_as_it_was(model, lambda: model(image))
-    assert outcome(report, "patch_embed")[1].startswith(f"its convolution is {kind.__module__}.{kind.__name__}, in ")
-    if tuner == "IA3":
-        assert outcome(report, "blocks.0") == ("skipped", "qkv is peft.tuners.ia3.layer.Linear")
 
 
 # ---- int8 ----

@@ -93,11 +93,14 @@ def test_reasons_of_unknown_classes_and_their_names(timm) -> None:
     own = type("MyAttention", (timm.layers.attention.Attention,), {"__module__": "mine", "__qualname__": "MyAttention"})
     norm = "open_clip.transformer.LayerNorm, a subclass of nn.LayerNorm"
     overlapping = "its convolution is not one of disjoint patches"
+    adapted = type("Conv2d", (nn.Conv2d,), {"__module__": "peft.tuners", "__qualname__": "Conv2d"})(3, 16, 4, 4)
     reasons = {
         unknown("EvaAttention", rope=nn.Identity()): "rotary positions, in mine.EvaAttention",
         unknown("ConvAttention", local=nn.Conv2d(16, 16, 3)): f"mine.ConvAttention {UNKNOWN}",
         unknown("PatchEmbed", proj=nn.Conv2d(3, 16, 4, 2)): f"{overlapping}, in mine.PatchEmbed",
         unknown("PatchEmbed", proj=nn.Conv2d(3, 16, 4, 4)): f"mine.PatchEmbed {UNKNOWN}",
+        unknown("PatchEmbed", proj=adapted): "its convolution is peft.tuners.Conv2d, a subclass of nn.Conv2d, in mine."
+        "PatchEmbed",
         LayerNorm(8): f"{norm}, {UNKNOWN}",
         own(32, 2): f"mine.MyAttention, a subclass of timm.layers.attention.Attention, {UNKNOWN}",
         nn.MultiheadAttention(32, 2): f"nn.MultiheadAttention {UNKNOWN}",

@@ -1,5 +1,5 @@
-"""The whole model against the reference, and under what PyTorch does with models. Against timm: test_families.py;
-compiled: test_compiled.py."""
+"""The whole model against the reference, and under what PyTorch does with models; fixed positions; the tiny ViT that
+benchmarks/examples/worked_example.py computes. Against timm: test_families.py; compiled: test_compiled.py."""
 
 import copy
 import functools
@@ -11,7 +11,9 @@ import torch
 from models import randomised, step, twins
 from oracle import inputs
 from torch import Tensor
+from torch.func import functional_call
 
+from benchmarks.examples import worked_example
 from fastvit import VisionTransformer, reference
 from fastvit.blocks.recompute import ATTRIBUTE, Recompute, recompute_all
 from fastvit.eva import Eva
@@ -133,3 +135,65 @@ def test_uint8_images() -> None:
     same.load_state_dict(model.state_dict())
     for other in (model, eager, same):
         torch.testing.assert_close(other(x), expected, rtol=1e-4, atol=1e-5)
+
+
+# ---- fixed positions ----
+
+
+WIDE: dict[str, Any] = {**TINY, "img_size": (16, 24), "depth": 1}
+KINDS = ("sincos", "sincos2d")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_another_grid_has_a_table_of_its_own(kind: str) -> None:
+    model = VisionTransformer(**WIDE, pos_embed=kind, dynamic_img_size=True)
+    other = VisionTransformer(**{**WIDE, "img_size": (32, 40)}, pos_embed=kind)
+    other.load_state_dict({**model.state_dict(), "pos_embed": other.pos_embed})
+    image, before = torch.randn(2, 3, 32, 40), model.pos_embed.clone()
+    want = other(image)
+    torch.testing.assert_close(model(image), want)
+    model.set_input_size((32, 40))
+    assert torch.equal(model.pos_embed, other.pos_embed)
+    assert "pos_embed" in dict(model.named_buffers())
+    assert torch.equal(model.state_dict()["pos_embed"], other.pos_embed)
+    assert torch.equal(model(image), want)
+    other.set_input_size((16, 24))
+    assert torch.equal(other.pos_embed, before)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_learns_the_table(kind: str) -> None:
+    """Not even after all of a model was set to train; initialising a model again restores it."""
+    model = randomised(VisionTransformer(**WIDE, pos_embed=kind)).requires_grad_(True)
+    before = model.pos_embed.clone()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1)
+    model(torch.randn(2, 3, 16, 24)).square().mean().backward()
+    optimizer.step()
+    assert torch.equal(model.pos_embed, before)
+    assert model.cls_token.grad.any()
+    model = VisionTransformer(**WIDE, pos_embed=kind, device="meta", dtype=torch.bfloat16).to_empty(device="cpu")
+    model.pos_embed.fill_(torch.nan)
+    model.init_weights("skip", needs_reset=False)
+    assert torch.equal(model.pos_embed, before.bfloat16())
+
+
+def test_parameters_of_another_dtype() -> None:
+    """FSDP2's mixed precision casts parameters for a call, and no buffers."""
+    model = randomised(VisionTransformer(**WIDE, pos_embed="sincos2d"))
+    low = {name: p.detach().bfloat16() for name, p in model.named_parameters()}
+    image = torch.randn(2, 3, 16, 24).bfloat16()
+    assert torch.equal(functional_call(model, low, (image,)), model.bfloat16()(image))
+
+
+# ---- worked by hand ----
+
+
+def test_program(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wrong number is named and makes the exit status 1."""
+    monkeypatch.setattr("sys.argv", ["worked_example.py"])
+    assert worked_example.main() == 0
+    assert "\nbird   0.7773      0.7773\n" in capsys.readouterr().out
+    expected = worked_example.EXAMPLE["expected"]
+    monkeypatch.setitem(expected, "mlp", (torch.tensor(expected["mlp"], dtype=torch.float64) + 2e-6).tolist())
+    assert worked_example.main() == 1
+    assert capsys.readouterr().out.endswith("off by more than 1e-06: MLP of the attended tokens\n")
