@@ -10,7 +10,7 @@ import torch
 from dinov2_layout import Attention, NestedTensorBlock
 from dinov3_layout import SelfAttentionBlock, SwiGLUFFN
 from known_models import grid_of_transformers, sam_of_timm, swin_of_timm, swin_of_transformers
-from library_models import accelerate_and_compare, outcome
+from library_models import accelerate_and_compare, outcome, parallel_block, vit
 from models import accelerate_as_it_was, close, randomised
 from torch import Tensor, nn
 
@@ -20,12 +20,28 @@ from fastvit.integrations.transformers import swin
 SAM = {"window_size": 3, "use_rel_pos": True}
 
 
-def test_stochastic_depth_drops_as_timm_does(device: torch.device) -> None:
-    """SAM drops windows after attention in windows, which reach beyond the grid; all else drops samples."""
-    sam = sam_of_timm(**SAM, drop_path_rate=0.6, init_values=0.3, global_attn_indexes=(0,))  # windows in the last block
-    for model, size in ((sam, 64), (swin_of_timm(drop_path_rate=0.6), 32)):
-        image = torch.randn(3, 3, size, size, device=device)
-        accelerate_and_compare(randomised(model).to(device).train(), lambda m, image=image: m(image))
+def unscaled() -> nn.Module:
+    """Return a model with a block whose branches are scaled by what is kept, and one whose are not."""
+    model = vit(depth=3, drop_path_rate=0.5)
+    model.blocks[2].drop_path1.scale_by_keep = model.blocks[2].drop_path2.scale_by_keep = False
+    return model
+
+
+# SAM drops windows after attention in windows, which reach beyond the grid; all else drops samples
+sam_in_windows = partial(sam_of_timm, **SAM, drop_path_rate=0.6, init_values=0.3, global_attn_indexes=(0,))
+DROPS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {  # and the shape of the input
+    "scaled and unscaled": (unscaled, (8, 3, 32, 32)),
+    "SAM": (sam_in_windows, (3, 3, 64, 64)),
+    "Swin": (partial(swin_of_timm, drop_path_rate=0.6), (3, 3, 32, 32)),
+    "parallel": (partial(parallel_block, drop_path=0.5, init_values=0.5), (8, 7, 64)),
+}
+
+
+@pytest.mark.parametrize("name", DROPS)
+def test_stochastic_depth_drops_as_timm_does(name: str, device: torch.device) -> None:
+    make, shape = DROPS[name]
+    x = torch.randn(shape, device=device)
+    accelerate_and_compare(randomised(make()).to(device).train(), lambda m: m(x))
 
 
 def test_stochastic_depth_of_transformers() -> None:
