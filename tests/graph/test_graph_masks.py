@@ -177,7 +177,8 @@ def test_windows(images, dynamic, x):
     check_rows("attention", {"windows": (attend, HALF)}, attending, windows, dynamic=dynamic)
 
 
-def test_heads_in_the_batch_and_views_of_scores(x):
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_heads_in_the_batch_and_views_of_scores(dynamic, x):
     """The spelling of transformers 4: a mask of images or of heads between two views of the scores."""
 
     def forward(m, x, mask):
@@ -190,7 +191,8 @@ def test_heads_in_the_batch_and_views_of_scores(x):
         together([lambda m, x: forward(m, x, m.image_mask), lambda m, x: forward(m, x, m.head_mask)]),
         image_mask=nn.Parameter(torch.randn(B, 1, N, N)), head_mask=nn.Parameter(torch.randn(1, H, N, N)),
     )  # fmt: skip
-    assert details(compile_and_check(model, x), "attention") == ["attention (a mask of heads in the batch)"] * 2
+    report = compile_and_check(model, x, dynamic=dynamic)
+    assert details(report, "attention") == ["attention (a mask of heads in the batch)"] * 2
 
 
 def by_reshape_as(m, q, s):
