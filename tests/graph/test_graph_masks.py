@@ -177,22 +177,19 @@ def test_windows(images, dynamic, x):
     check_rows("attention", {"windows": (attend, HALF)}, attending, windows, dynamic=dynamic)
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_heads_in_the_batch_and_views_of_scores(dynamic, x):
+@pytest.mark.parametrize(("shape", "dynamic"), [((B, 1, N, N), False), ((1, H, N, N), True)])
+def test_heads_in_the_batch_and_views_of_scores(shape, dynamic, x):
     """The spelling of transformers 4: a mask of images or of heads between two views of the scores."""
 
-    def forward(m, x, mask):
+    def forward(m, x):
         q, k, v = (t.reshape(-1, N, d) for t in heads(m.qkv(m.norm(x))))
-        s = (torch.bmm(q, k.transpose(1, 2)) * 0.3).view(-1, H, N, N) + mask
+        s = torch.bmm(q, k.transpose(1, 2)) * 0.3
+        s = s.view(-1, H, N, N) + m.given
         out = torch.bmm(s.view(-1, N, N).softmax(-1), v).view(-1, H, N, d)
         return x + m.proj(joined(out))
 
-    model = half(
-        together([lambda m, x: forward(m, x, m.image_mask), lambda m, x: forward(m, x, m.head_mask)]),
-        image_mask=nn.Parameter(torch.randn(B, 1, N, N)), head_mask=nn.Parameter(torch.randn(1, H, N, N)),
-    )  # fmt: skip
-    report = compile_and_check(model, x, dynamic=dynamic)
-    assert details(report, "attention") == ["attention (a mask of heads in the batch)"] * 2
+    report = compile_and_check(half(forward, given=nn.Parameter(torch.randn(shape))), x, dynamic=dynamic)
+    assert details(report, "attention") == ["attention (a mask of heads in the batch)"]
 
 
 def by_reshape_as(m, q, s):

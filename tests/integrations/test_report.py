@@ -96,6 +96,7 @@ def test_reasons_of_unknown_classes_and_their_names(timm) -> None:
     adapted = type("Conv2d", (nn.Conv2d,), {"__module__": "peft.tuners", "__qualname__": "Conv2d"})(3, 16, 4, 4)
     reasons = {
         unknown("EvaAttention", rope=nn.Identity()): "rotary positions, in mine.EvaAttention",
+        unknown("WindowAttention"): "window attention, in mine.WindowAttention",
         unknown("ConvAttention", local=nn.Conv2d(16, 16, 3)): f"mine.ConvAttention {UNKNOWN}",
         unknown("PatchEmbed", proj=nn.Conv2d(3, 16, 4, 2)): f"{overlapping}, in mine.PatchEmbed",
         unknown("PatchEmbed", proj=nn.Conv2d(3, 16, 4, 4)): f"mine.PatchEmbed {UNKNOWN}",
