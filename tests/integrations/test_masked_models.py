@@ -60,8 +60,8 @@ def test_masks_and_causality(name: str, device: torch.device) -> None:
 
 def test_masks_that_no_op_takes_are_the_librarys() -> None:
     """`fused_forward` then runs the module's own forward."""
-    taken = torch.ones(2, 1, 1, 17)
-    assert checked_mask(taken, 17) is taken
+    for taken in (torch.ones(2, 1, 1, 17), torch.ones(17, 1)):
+        assert checked_mask(taken, 17) is taken
     tokens, other_keys = torch.ones(2, 17, dtype=torch.bool), torch.ones(2, 1, 17, 5)
     for mask in (tokens, other_keys, torch.zeros(17, 17, dtype=torch.int64), torch.ones(2, 17, 17), "blocks"):
         with pytest.raises(CannotFuse, match="an attention mask of"):
