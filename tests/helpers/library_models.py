@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from library_imports import import_library
+from models import randomised
 from torch import Tensor, nn
 
 import fastvit
@@ -34,6 +35,27 @@ def gated_vit(mlp: str, norm: bool = False, norms: str | None = None, depth: int
     """Return a ViT of timm with one of its gated MLPs. options: the MLP's."""
     layer = partial(getattr(import_library("timm").layers, mlp), **options)
     return vit(mlp_layer=layer, scale_mlp_norm=norm, norm_layer=norms, depth=depth)
+
+
+def attention_of_timm(kind: str, **options: Any) -> nn.Module:
+    timm = import_library("timm")
+    home = timm.models.eva if kind == "EvaAttention" else timm.layers
+    options = {"norm_layer": timm.layers.RmsNorm, "num_heads": 4, **options}
+    return randomised(getattr(home, kind)(64, **options)).eval()
+
+
+def block_of_timm(name: str = "vit_tiny_patch16_224", **options: Any) -> nn.Module:
+    """A block with random parameters, in a model that keeps its name."""
+    return randomised(vit(name, depth=1, **options)).blocks[0]
+
+
+def parallel_block(**options: Any) -> nn.Module:
+    kind = import_library("timm").models.vision_transformer.ParallelScalingBlock
+    return randomised(kind(64, 4, **options)).eval()
+
+
+def gated_mlp(kind: str, **options: Any) -> nn.Module:
+    return randomised(getattr(import_library("timm").layers, kind)(64, **options))
 
 
 def torchvision_vit(depth: int = 2) -> nn.Module:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from library_models import accelerate_and_compare, outcome
+from library_models import outcome
 from library_models import vit as timm_vit
 from models import Calls, accelerate_as_it_was, close
 from torch import Tensor, nn
@@ -68,17 +68,6 @@ def test_timms_attention_drops_and_scales_as_its_own_does(device: torch.device, 
         fastvit.restore(vit)
 
 
-def test_stochastic_depth_draws_as_timm_does(device: torch.device) -> None:
-    """In one block with branches scaled by what is kept, and in one without."""
-    model = timm_vit(depth=3, drop_path_rate=0.5).to(device).train()
-    model.blocks[2].drop_path1.scale_by_keep = model.blocks[2].drop_path2.scale_by_keep = False
-    image = torch.randn(8, 3, 32, 32, device=device)
-    accelerate_and_compare(model, lambda m: m(image))
-    torch.manual_seed(4)
-    first = model(image)
-    assert not close(model(image), first)
-
-
 @pytest.mark.parametrize("name", ["patch_embed.proj", "blocks.0", "blocks.0.attn", "blocks.0.mlp", "norm", "pre_norm"])
 def test_the_input_by_name(name: str, vit: nn.Module, image: Tensor) -> None:
     vit.pre_norm = nn.LayerNorm(64, device=image.device)
@@ -106,50 +95,6 @@ def test_tensor_subclasses_are_left_to_the_module(vit: nn.Module) -> None:
     status, detail = outcome(fastvit.accelerate(block), "")
     assert (status, detail.startswith(expected), "TwoTensor" in detail) == ("accelerated", True, True)
     assert close(block(x).a, whole)
-
-
-SKIPPED: list[tuple[dict[str, Any], str, str]] = [
-    ({"num_heads": 16}, "blocks.0.attn", "head_dim 4 is not a multiple of 8 from 16 to 256"),
-    ({"act_layer": "mish"}, "blocks.0.mlp", "act is nn.Mish"),
-    ({"attn_drop_rate": 1.0}, "blocks.0.attn", "a dropout of everything"),
-    ({"proj_drop_rate": 1.0}, "blocks.0.mlp", "a dropout of everything"),
-]
-
-
-@pytest.mark.parametrize(("options", "module", "reason"), SKIPPED)
-def test_what_no_op_stands_for_is_skipped_with_the_reason(image, device, options, module, reason) -> None:
-    model = timm_vit(depth=1, **options).to(device)
-    model.train("drop" in reason)
-    report = accelerate_as_it_was(model, lambda: model(image))
-    assert outcome(report, "blocks.0") == outcome(report, module) == ("skipped", reason)
-    assert len(report.accelerated) >= 4  # norms, patch embedding, and what else is known
-    with pytest.raises(ValueError, match=f"strict: {len(report.skipped)} modules cannot be accelerated"):
-        fastvit.accelerate(model, strict=True)
-    assert not any("forward" in m.__dict__ for m in model.modules())
-
-
-def test_inputs_that_no_op_takes_fall_back(device: torch.device) -> None:
-    model = timm_vit(dynamic_img_pad=True, dynamic_img_size=True, depth=1).to(device)
-    fastvit.accelerate(model)
-    conv, image = model.patch_embed.proj, torch.randn(1, 3, 40, 33, device=device)
-    plain = partial(nn.functional.conv2d, weight=conv.weight, bias=conv.bias, stride=8)
-    with pytest.warns(UserWarning, match="an image of 40 x 33, which patches of 8 x 8 do not cover"):
-        assert torch.equal(conv(image), plain(image))
-    with pytest.warns(UserWarning, match="its input has 3 dimensions, not 4"):
-        assert torch.equal(conv(image[0]), plain(image[0]))
-    conv.stride = (4, 4)
-    with pytest.warns(UserWarning, match="its convolution is not one of disjoint patches"):
-        assert conv(image[..., :32, :32]).shape[2:] == (7, 7)
-    with (
-        pytest.warns(UserWarning, match=r"its input is torch.float64 and its parameters are torch.float32"),
-        pytest.raises(RuntimeError, match="type"),  # PyTorch's own error
-    ):
-        model.norm(torch.randn(2, 4, 64, device=device).double())
-    block, x = model.blocks[0].cpu().bfloat16(), torch.randn(2, 5, 64).bfloat16()
-    block.norm2.float()  # PyTorch allows it on a CPU only
-    warning = r"its input is torch.bfloat16 and its parameters are torch.float32"
-    fastvit.restore(block)
-    accelerate_as_it_was(block, lambda: block(x), warning)
 
 
 REFUSED: dict[str, tuple[Callable[[nn.Module], Any], str]] = {

@@ -10,7 +10,7 @@ from typing import Any
 import library_models
 import pytest
 import torch
-from library_models import Step, assert_steps_equal, hugging_face, output_of, torchvision_vit, vit
+from library_models import Step, assert_steps_equal, hugging_face, output_of, vit
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._pytree import tree_leaves
@@ -40,9 +40,7 @@ MODELS = {
     "post-norm": partial(ours, block_fn=PostNormBlock),
     "timm": partial(accelerated, vit, depth=3, **DROPOUT),
     "timm, plain": partial(vit, depth=3, **DROPOUT),
-    "timm EVA": partial(accelerated, vit, "eva02_tiny_patch14_224", depth=3),
     "transformers": partial(accelerated, hugging_face, "ViTModel", attention_probs_dropout_prob=0.2),
-    "torchvision": partial(accelerated, torchvision_vit),
 }
 IMAGE = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
 

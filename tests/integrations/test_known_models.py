@@ -100,13 +100,10 @@ def test_autocast(known: Built, device: torch.device) -> None:
     assert {n: g.dtype for n, g in fused.gradients.items()} == {n: g.dtype for n, g in own.gradients.items()}
 
 
-NIGHTLY = ("rotary, halves", "Dinov2", "Swin of transformers", "torchvision")
+NIGHTLY = ("rotary, halves", "SAM, windows with padding", "Dinov2", "Swin of transformers", "torchvision")
 
 
-@rows(
-    "ViT", "rotary, learnt", "SAM, windows with padding", "Swin",
-    *[pytest.param(name, marks=pytest.mark.nightly) for name in NIGHTLY],
-)  # fmt: skip
+@rows("ViT", "rotary, learnt", "Swin", *[pytest.param(name, marks=pytest.mark.nightly) for name in NIGHTLY])
 def test_compiled_without_a_break(known: Built) -> None:
     fastvit.accelerate(known.model)
     torch._dynamo.reset()

@@ -2,13 +2,12 @@
 
 import copy
 import pickle
-from collections.abc import Callable
 
 import pytest
 import torch
 from known_models import sam_of_timm, swin_of_timm
 from library_models import hugging_face, outcome, vit
-from models import Calls, accelerate_as_it_was, close
+from models import Calls, close
 from torch import nn
 
 import fastvit
@@ -62,27 +61,22 @@ def test_convolutional_models_have_nothing_to_skip(timm) -> None:
 
 
 def test_what_is_special_about_an_attention_is_the_reason() -> None:
-    model, image = vit("vit_relpos_small_patch16_224", qk_norm=True), torch.randn(1, 3, 32, 32)
-    report = accelerate_as_it_was(model, lambda: model(image))
-    (detail,) = {e.detail for e in report.entries if e.part == "attention"}
-    assert detail.startswith("relative position bias and qk-norm, in timm.models.")
-    assert "fused: attention in 0 of 2, MLP in " in str(report)
-
-
-def test_windows_of_an_unknown_attention_are_a_reason() -> None:
-    """Those of Swin too, if hooks on a block's parts leave its attention alone."""
-    model, swin = sam_of_timm(window_size=2, use_rel_pos=True), swin_of_timm()
-    for block in model.blocks[:1]:
-        block.attn.__class__ = type("OtherAttention", (type(block.attn),), {})
+    """Windows of Swin too, if hooks on a block's parts leave its attention alone."""
+    relative, sam, swin = vit("vit_relpos_small_patch16_224", qk_norm=True), sam_of_timm(window_size=2), swin_of_timm()
+    sam.blocks[0].attn.__class__ = type("OtherAttention", (type(sam.blocks[0].attn),), {})
     for layer in swin.layers:
         layer.blocks[0].norm1.register_forward_hook(print)
-    for each, name in ((model, "OtherAttention"), (swin, "WindowAttention")):
-        report = fastvit.accelerate(each)
-        (reason,) = {e.detail for e in report.skipped if e.kind == name}
-        assert reason.startswith("window attention and relative position bias, in ")
+    for model, kind, expected in (
+        (relative, "RelPosAttention", "relative position bias and qk-norm, in timm.models."),
+        (sam, "OtherAttention", "window attention, in "),
+        (swin, "WindowAttention", "window attention and relative position bias, in "),
+    ):
+        report = fastvit.accelerate(model)
+        (reason,) = {entry.detail for entry in report.skipped if entry.kind == kind}
+        assert reason.startswith(expected)
 
 
-def of_no_library(name: str, **parts: nn.Module) -> nn.Module:
+def unknown(name: str, **parts: nn.Module) -> nn.Module:
     """Return a module of a class that no library has. parts: in addition to qkv and proj."""
     module = type(name, (nn.Module,), {"__module__": "mine"})()
     for part, child in {"qkv": nn.Linear(16, 48), "proj": nn.Linear(16, 16), **parts}.items():
@@ -99,11 +93,15 @@ def test_reasons_of_unknown_classes_and_their_names(timm) -> None:
     own = type("MyAttention", (timm.layers.attention.Attention,), {"__module__": "mine", "__qualname__": "MyAttention"})
     norm = "open_clip.transformer.LayerNorm, a subclass of nn.LayerNorm"
     overlapping = "its convolution is not one of disjoint patches"
+    adapted = type("Conv2d", (nn.Conv2d,), {"__module__": "peft.tuners", "__qualname__": "Conv2d"})(3, 16, 4, 4)
     reasons = {
-        of_no_library("EvaAttention", rope=nn.Identity()): "rotary positions, in mine.EvaAttention",
-        of_no_library("ConvAttention", local=nn.Conv2d(16, 16, 3)): f"mine.ConvAttention {UNKNOWN}",
-        of_no_library("PatchEmbed", proj=nn.Conv2d(3, 16, 4, 2)): f"{overlapping}, in mine.PatchEmbed",
-        of_no_library("PatchEmbed", proj=nn.Conv2d(3, 16, 4, 4)): f"mine.PatchEmbed {UNKNOWN}",
+        unknown("EvaAttention", rope=nn.Identity()): "rotary positions, in mine.EvaAttention",
+        unknown("WindowAttention"): "window attention, in mine.WindowAttention",
+        unknown("ConvAttention", local=nn.Conv2d(16, 16, 3)): f"mine.ConvAttention {UNKNOWN}",
+        unknown("PatchEmbed", proj=nn.Conv2d(3, 16, 4, 2)): f"{overlapping}, in mine.PatchEmbed",
+        unknown("PatchEmbed", proj=nn.Conv2d(3, 16, 4, 4)): f"mine.PatchEmbed {UNKNOWN}",
+        unknown("PatchEmbed", proj=adapted): "its convolution is peft.tuners.Conv2d, a subclass of nn.Conv2d, in mine."
+        "PatchEmbed",
         LayerNorm(8): f"{norm}, {UNKNOWN}",
         own(32, 2): f"mine.MyAttention, a subclass of timm.layers.attention.Attention, {UNKNOWN}",
         nn.MultiheadAttention(32, 2): f"nn.MultiheadAttention {UNKNOWN}",
@@ -113,9 +111,8 @@ def test_reasons_of_unknown_classes_and_their_names(timm) -> None:
     assert outcome(fastvit.accelerate(vit(norm_layer=LayerNorm)), "blocks.0") == ("skipped", f"norm1 is {norm}")
 
 
-@pytest.mark.parametrize("name", ["IJepaModel", "BeitModel"])
-def test_the_advice_works(name: str) -> None:
-    model, image = hugging_face(name), torch.randn(2, 3, 32, 32)
+def test_the_advice_works() -> None:
+    model, image = hugging_face("IJepaModel"), torch.randn(2, 3, 32, 32)
 
     def run() -> tuple[torch.Tensor, int]:
         with Calls() as calls:
@@ -123,9 +120,8 @@ def test_the_advice_works(name: str) -> None:
         return tokens, calls.names.count("fastvit::attention_fwd")
 
     report = fastvit.accelerate(model)
-    kind = name.removesuffix("Model") + "Attention"
     assert report.advice == (
-        f"to fuse the attention of {kind}: fastvit.integrations.transformers.register_attention(), then "
+        "to fuse the attention of IJepaAttention: fastvit.integrations.transformers.register_attention(), then "
         'model.set_attn_implementation("fastvit")',
     )
     assert " ".join(str(report).split()).endswith(report.advice[0])
@@ -139,19 +135,14 @@ def test_the_advice_works(name: str) -> None:
     assert not fastvit.accelerate(model).advice
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {
-    "a bias": lambda: hugging_face("BeitModel", use_relative_position_bias=True),
-    "a head of 4": lambda: hugging_face("IJepaModel", num_attention_heads=16),
-    "no skipped attention": lambda: hugging_face("ViTModel"),
-    "another library": lambda: vit("beit_base_patch16_224"),
-}
-
-
-@pytest.mark.parametrize("kind", MODELS)
-def test_no_advice_where_it_would_not_help(kind: str) -> None:
-    assert fastvit.accelerate(MODELS[kind]()).advice == ()
-
-
-def test_advice_names_the_model_inside() -> None:
+def test_advice_only_where_it_helps_and_for_the_model_inside() -> None:
+    """Not for a bias, heads of 4, attention that is fused already, and another library."""
+    for model in (
+        hugging_face("BeitModel", use_relative_position_bias=True),
+        hugging_face("IJepaModel", num_attention_heads=16),
+        hugging_face("ViTModel"),
+        vit("beit_base_patch16_224"),
+    ):
+        assert fastvit.accelerate(model).advice == ()
     (advice,) = fastvit.accelerate(nn.ModuleDict({"tower": hugging_face("IJepaModel")})).advice
     assert advice.endswith('then model.tower.set_attn_implementation("fastvit")')

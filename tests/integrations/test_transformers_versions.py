@@ -110,18 +110,18 @@ def test_dropout_applies_where_it_stands(layer: Any) -> None:
         assert (attention.attn_drop, attention.proj_drop, mlp.drop2) == ps
 
 
-def test_custom_attention_is_left(layer: Any, x: Tensor) -> None:
+def test_custom_attention_and_layers_of_version_4_are_left(
+    monkeypatch: pytest.MonkeyPatch, layer: Any, x: Tensor
+) -> None:
+    def assert_left(reason: str) -> None:
+        report = accelerate_as_it_was(layer, lambda: layer(x))
+        reasons = {entry.name: entry.detail for entry in report.skipped}
+        assert reasons[""] == reasons["attention"] == reason
+
     layer.attention.attention.config._attn_implementation = "mine"
-    report = accelerate_as_it_was(layer, lambda: layer(x))
-    reasons = {entry.name: entry.detail for entry in report.skipped}
-    assert reasons[""] == reasons["attention"] == "its attention implementation is 'mine'"
-
-
-def test_layers_of_version_4_are_left(monkeypatch: pytest.MonkeyPatch, layer: Any, x: Tensor) -> None:
+    assert_left("its attention implementation is 'mine'")
     monkeypatch.setattr(import_library("transformers"), "__version__", "4.57.6")
-    report = accelerate_as_it_was(layer, lambda: layer(x))
-    reasons = {entry.name: entry.detail for entry in report.skipped}
-    assert reasons[""] == reasons["attention"] == "transformers 4.57.6: its layers are known from version 5 on"
+    assert_left("transformers 4.57.6: its layers are known from version 5 on")
 
 
 def gated(m: Any, x: Tensor) -> Tensor:

@@ -4,7 +4,6 @@ import inspect
 import math
 import re
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import cache, partial
 from typing import Any
 
@@ -14,7 +13,7 @@ from models import Calls
 from torch import nn
 
 import fastvit
-from fastvit import VisionTransformer, VisionTransformerDistilled, eva_layers, layers, ops
+from fastvit import VisionTransformer, VisionTransformerDistilled, eva_layers, layers
 from fastvit.eva import Eva
 from fastvit.modules.pooling import AttentionPoolLatent
 from fastvit.rope import RotaryEmbeddingCat, RotaryEmbeddingDinoV3
@@ -87,6 +86,8 @@ MESSAGES: list[tuple[Callable[..., nn.Module], type[Exception], str, dict[str, A
     (ViT, ValueError, "block_fn must be a class or one of ['block', 'postnorm'], got 'post'; did you mean postnorm?",
      {"block_fn": "post"}),
     (Attention, ValueError, "qk_norm=True needs norm_layer, got None", {"qk_norm": True}),
+    *((Attention, ValueError, f"head_dim = dim / num_heads = {dim} / 2 must be a multiple of 8", {"dim": dim})
+      for dim in (16, 40, 528)),
     (Block, TypeError, "qkv_bais is not an argument of Block: use qkv_bias", {"qkv_bais": True}),
     (partial(layers.GluMlp, 24), ValueError, "hidden_features must be even", {"hidden_features": 41}),
     (Eva, TypeError, "Eva takes no qk_norm: EVA's blocks fix it", {"qk_norm": True}),
@@ -124,6 +125,12 @@ def module(name: str) -> Any:
     return dict(zip(("cross", "block", "post", "eva"), kinds, strict=True))[name](48, 3)
 
 
+def with_another_embedding() -> Any:
+    replaced = VisionTransformer(**TINY)
+    replaced.patch_embed.proj = nn.Sequential(replaced.patch_embed.proj)
+    return replaced
+
+
 def without_cls() -> Any:
     return model(class_token=False, global_pool="avg")
 
@@ -147,6 +154,8 @@ CALLS: list[tuple[type[Exception], str, Callable[[], Any]]] = [
     (ValueError, "pool_type 'token' needs class_token=True", lambda: without_cls().pool(TOKENS, "token")),
     (ValueError, "pool_type 'map' needs a model made with it, got 'avg'", lambda: without_cls().pool(TOKENS, "map")),
     (ValueError, "patch_size (5, 5) must divide the image size", lambda: model().set_input_size(patch_size=5)),
+    (ValueError, "patch_size needs a plain convolution of patches as `proj`, got Sequential",
+     lambda: with_another_embedding().set_input_size(patch_size=8)),
     (ValueError, "fixed_table needs a model with pos_embed='sincos' or", lambda: model().fixed_table((2, 2))),
     (ValueError, "mode must be one of ('', 'skip', 'reset'), got 'jax'", lambda: model().init_weights("jax")),
     # features
@@ -192,22 +201,6 @@ def test_calls(error: type[Exception], message: str, call: Callable[[], Any]) ->
     for tiny in (model(), without_cls(), distilled()):  # nothing has changed
         assert (tiny.num_classes, len(tiny.blocks), tiny.patch_embed.img_size) == (5, 1, (16, 16))
         assert tiny.patch_embed.proj.kernel_size == tiny.patch_embed.patch_size == (4, 4)
-
-
-def test_a_patch_embedding_that_cannot_be_resampled() -> None:
-    replaced = VisionTransformer(**TINY)
-    replaced.patch_embed.proj = nn.Sequential(replaced.patch_embed.proj)
-    with pytest.raises(ValueError, match=r"^patch_size needs a plain convolution of patches as `proj`, got Sequential"):
-        replaced.set_input_size(patch_size=8)
-
-
-@pytest.mark.parametrize(("dim", "taken"), [(8, False), (20, False), (256, True), (264, False)])
-def test_a_constructor_refuses_the_head_dimensions_that_attention_refuses(dim: int, taken: bool) -> None:
-    """A model that could be made does not fail at its first forward."""
-    qkv = torch.ones(1, 2, 3, 1, dim)
-    for call in (lambda: ops.attention_qkvpacked(qkv), lambda: layers.Attention(2 * dim, 2)):
-        with nullcontext() if taken else pytest.raises(ValueError, match="multiple of 8"):
-            call()
 
 
 def test_torch_fx_is_refused_in_one_sentence() -> None:

@@ -1,5 +1,5 @@
-"""Our models against timm's of the same name and weights: keys, defaults, logits, every gradient, other sizes, heads.
-Rows are configurations that differ; `make nightly` compares the keys and defaults of every name."""
+"""Our models against timm's of the same name and weights: keys, defaults, logits, every gradient, other sizes, heads,
+initial values. Rows are configurations that differ; `make nightly` compares the keys and defaults of every name."""
 
 from contextlib import nullcontext
 from typing import Any
@@ -12,9 +12,10 @@ from models import Calls, randomised, step, twins
 from torch import Tensor, nn
 
 import fastvit
-from fastvit import zoo
+from fastvit import VisionTransformer, reference, zoo
 from fastvit.eva import Eva
 from fastvit.modules.parts import DropPath
+from fastvit.modules.pooling import AttentionPoolLatent
 from fastvit.rope import RotaryEmbeddingCat, RotaryEmbeddingDinoV3
 from fastvit.zoo.eva import CONFIGS as EVAS
 from fastvit.zoo.vit import DISTILLED
@@ -264,3 +265,76 @@ def test_rotary_tables_of_dinov3_stay_float32(device: torch.device) -> None:
     model = randomised(fastvit.create_model(DINOV3, depth=1, device=device, dtype=torch.bfloat16))
     assert model.rope.get_embed((2, 3), device).dtype is torch.float32
     assert not [key for key in model.state_dict() if "rope" in key]
+
+
+# ---- initial values ----
+
+
+SMALL: dict[str, Any] = {"embed_dim": 256, "depth": 1, "num_heads": 4, "num_classes": 400}
+INITIALISED: dict[str, dict[str, Any]] = {
+    "vit_small_patch16_224": {"init_values": 1e-5, "reg_tokens": 4},
+    "vit_large_patch16_224": {"mlp_layer": "GluMlp"},  # the gate's bias is 1, and its weights are tiny
+    "vit_base_patch16_siglip_224": {"mlp_layer": "SwiGLU"},
+    "deit_base_distilled_patch16_224": {"norm_layer": "rmsnorm"},
+    "eva02_base_patch14_448": {"img_size": 224},
+}
+
+
+def assert_same_statistics(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
+    """Check mean and deviation of the halves of each tensor: a gate and a value may be in one layer."""
+    assert got.keys() == want.keys()
+    for key, expected in want.items():
+        for ours, theirs in zip(got[key].chunk(2), expected.chunk(2), strict=True):
+            error, std = 6 / theirs.numel() ** 0.5, theirs.std(correction=0).item()
+            assert ours.std(correction=0).item() == pytest.approx(std, rel=error + 0.02, abs=1e-12), key
+            assert ours.mean().item() == pytest.approx(theirs.mean().item(), abs=error * std + 1e-12), key
+
+
+@pytest.mark.parametrize("name", INITIALISED)
+def test_as_timms(name: str) -> None:
+    timm = import_timm()
+
+    def make(library: Any, **where: Any) -> Any:
+        arguments = {**SMALL, **INITIALISED[name]}
+        if "mlp_layer" in arguments:
+            arguments["mlp_layer"] = getattr(library.layers, arguments["mlp_layer"])
+        return library.create_model(name, **arguments, **where)
+
+    want = make(timm).state_dict()
+    assert_same_statistics(make(fastvit).state_dict(), want)
+    model = make(fastvit, device="meta").to_empty(device="cpu")
+    for value in model.state_dict().values():
+        value.fill_(torch.nan)
+    model.init_weights()
+    assert_same_statistics(model.state_dict(), want)
+
+
+def test_a_latent_is_cut_off_at_twice_its_deviation() -> None:
+    latent = AttentionPoolLatent(1024).latent
+    assert latent.std().item() == pytest.approx(0.88 / 32, rel=0.1)
+    assert latent.abs().max() <= 2 / 32
+
+
+def test_init_weights_of_tokens_alone() -> None:
+    """The linear layers are PyTorch's with needs_reset, and stay as they are without."""
+    model = VisionTransformer(16, 4, embed_dim=32, depth=2, num_heads=2)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    model.init_weights("skip", needs_reset=False)
+    changed = {key for key, value in model.state_dict().items() if not torch.equal(value, before[key])}
+    assert changed == {"cls_token", "pos_embed"}
+    model.init_weights("reset")
+    assert model.blocks[0].mlp.fc1.bias.any()
+    assert model.pos_embed.std().item() == pytest.approx(0.02, rel=0.2)
+
+
+@pytest.mark.parametrize("kind", [VisionTransformer, reference.VisionTransformer])
+def test_a_kaiming_patch_embedding(kind: Any) -> None:
+    """The constructor and `init_weights` give the values of He et al.: normal, with deviation sqrt(2 / fan_in)."""
+    model = kind(32, 4, embed_dim=256, depth=1, num_heads=4, patch_init="kaiming")
+    for change in (lambda: None, model.init_weights):
+        change()
+        weight, bias = model.patch_embed.proj.weight, model.patch_embed.proj.bias
+        assert weight.std().item() == pytest.approx((2 / 48) ** 0.5, rel=0.03)
+        assert weight.abs().max() > 3 * weight.std()  # normal, not uniform
+        assert not bias.any()
+        torch.nn.init.ones_(bias), torch.nn.init.ones_(weight)

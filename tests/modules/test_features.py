@@ -125,18 +125,3 @@ def test_pruning_is_timms(case: str) -> None:
         assert ours.state_dict().keys() == theirs.state_dict().keys()
         assert_same(ours.forward_features(image), theirs.forward_features(image))
         assert close(ours(image), theirs(image))
-
-
-def test_timms_feature_extractor_takes_models() -> None:
-    import_timm()
-    from timm.models._features import FeatureGetterNet
-
-    for case, options in (
-        ("registers", {"out_indices": (0, -2)}),
-        ("dinov3", {"norm": True, "prune": False, "out_indices": 2}),
-    ):
-        *models, image = with_timm(case)
-        ours, theirs = (FeatureGetterNet(model, **options) for model in models)
-        for key in ("channels", "reduction", "module_name"):
-            assert getattr(ours.feature_info, key)() == getattr(theirs.feature_info, key)()
-        assert_same(ours(image), theirs(image))

@@ -65,45 +65,20 @@ def new_forward(module: nn.Module) -> None:
 CHANGES = [(path, hook) for path in SUBMODULES]
 CHANGES += [("attn", pre_hook), ("attn.proj", backward_hook), ("mlp", new_forward)]
 CHANGES += [(path, edit) for path in ("norm1", "attn", "mlp", "mlp.fc2", "")]
+CHANGES += [(path, LoRA) for path in ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")]  # called between the ops
 
 
 @pytest.mark.parametrize("kind", ["Block", "PostNormBlock"])
 def test_a_changed_submodule_is_honoured(kind: str) -> None:
-    """In training: a half with a change runs its modules one by one."""
+    """In training: a half with a change runs its modules one by one, or calls a replaced layer."""
     for path, change in CHANGES:
         ours, theirs = blocks(kind, init_values=0.1, drop_path=0.3)
         for block in (ours, theirs):
-            change(block.get_submodule(path))
+            torch.manual_seed(5)
+            other = change(block.get_submodule(path))
+            if other is not None:
+                block.set_submodule(path, other)
         assert_same_step(ours, theirs, *tokens(dtype=torch.float32))
-
-
-@pytest.mark.parametrize("path", ["norm1", "attn", "attn.qkv", "mlp.act"])
-def test_a_forward_replaced_on_the_class_is_honoured(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    ours, theirs = blocks(init_values=0.1, drop_path=0.3)
-    for kind in {type(block.get_submodule(path)) for block in (ours, theirs)}:
-        doubled = functools.wraps(kind.forward)(lambda self, *args, forward=kind.forward: forward(self, *args) * 2)
-        monkeypatch.setattr(kind, "forward", doubled)
-    assert_same_step(ours, theirs, *tokens(dtype=torch.float32))
-
-
-@pytest.mark.parametrize("path", ["attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2"])
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_replaced_linear_is_honoured(path: str) -> None:
-    """An adapter, and a quantised layer of a post-norm block, are called as modules between the ops."""
-    parent, _, name = path.rpartition(".")
-    ours, theirs = blocks()
-    for block in (ours, theirs):
-        torch.manual_seed(5)
-        setattr(block.get_submodule(parent), name, LoRA(block.get_submodule(path)))
-    assert_same_step(ours, theirs, *tokens(dtype=torch.float32))
-    post, _ = blocks("PostNormBlock", init_values=0.5)
-    quantised = torch.ao.quantization.quantize_dynamic(post.eval(), {path})
-    x = tokens(dtype=torch.float32)[0]
-    got = quantised(x)
-    assert not torch.equal(got, post(x))
-    for norm in (quantised.norm1, quantised.norm2):
-        norm.register_forward_hook(lambda *_: None)
-    torch.testing.assert_close(got, quantised(x), rtol=1e-4, atol=1e-5)
 
 
 def eva(**options: Any) -> nn.Module:

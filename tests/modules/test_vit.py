@@ -1,18 +1,19 @@
-"""The whole model against the reference, and under what PyTorch does with models. Against timm: test_families.py;
-compiled: test_compiled.py."""
+"""The whole model against the reference, and under what PyTorch does with models; fixed positions; the tiny ViT that
+benchmarks/examples/worked_example.py computes. Against timm: test_families.py; compiled: test_compiled.py."""
 
 import copy
 import functools
-import pickle
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from models import assert_steps_as_accurate, randomised, step, twins
+from models import randomised, step, twins
 from oracle import inputs
 from torch import Tensor
+from torch.func import functional_call
 
+from benchmarks.examples import worked_example
 from fastvit import VisionTransformer, reference
 from fastvit.blocks.recompute import ATTRIBUTE, Recompute, recompute_all
 from fastvit.eva import Eva
@@ -32,7 +33,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "no_position": {"pos_embed": "none", "pre_norm": True, "act_layer": "quick_gelu"},
     "sincos": {"pos_embed": "sincos", "reg_tokens": 1},
-    "sincos2d_dynamic": {"pos_embed": "sincos2d", "dynamic_img_size": True, "img_size": 12},
+    "sincos2d_dynamic": {
+        "pos_embed": "sincos2d", "dynamic_img_size": True, "img_size": 12, "reg_tokens": 2, "no_embed_class": True,
+    },
     "postnorm": {"block_fn": "postnorm", "final_norm": False, "init_values": 0.5},
     "rms_norm": {"norm_layer": "rmsnorm", "embed_norm_layer": "rmsnorm"},
     "non_square": {"img_size": (8, 20), "patch_size": (4, 2), "in_chans": 1},
@@ -65,22 +68,6 @@ def test_model_is_the_reference(variant: str, device: torch.device) -> None:
     low, got = (step(model.bfloat16(), x.bfloat16()) for model in (eager, ours))
     assert {n: t.dtype for n, t in got.items()} == {n: t.dtype for n, t in low.items()}
     torch.testing.assert_close(got["output"].double(), want["output"], atol=0.1, rtol=0.1)
-
-
-def test_model_of_kernels_is_as_accurate_as_the_reference(triton_backend: None, device: torch.device) -> None:
-    ours, eager = models(**{**VARIANTS["registers"], "depth": 1}, device=device, dtype=torch.bfloat16)
-    x = image(ours, device=device, dtype=torch.bfloat16)
-    exact = step(copy.deepcopy(eager).double(), x.double())
-    results = [step(model, x) for model in (ours, eager)]
-    assert_steps_as_accurate(*({"output": r["output"], "gradients": together(r, exact)} for r in (*results, exact)))
-
-
-def together(results: dict[str, Tensor], exact: dict[str, Tensor]) -> Tensor:
-    """All gradients as one vector, each in units of its own size. Alone, a gradient of 32 numbers in bfloat16 is now
-    and then exact in eager by luck: 2 of 520 were outside of the oracle's rule on one version of PyTorch and none on
-    another, while the errors of fused were the smaller ones in the median of both."""
-    gradients = {name: g.double() for name, g in results.items() if name != "output"}
-    return torch.cat([(g / exact[name].square().mean().sqrt()).flatten() for name, g in gradients.items()])
 
 
 # ---- a citizen of PyTorch ----
@@ -124,17 +111,6 @@ def test_less_memory_with_masks(kind: Any) -> None:
                 torch.testing.assert_close(other[name], want, rtol=1e-9, atol=1e-11)
 
 
-def test_deepcopy_pickle_state_dict_and_dtype() -> None:
-    options: dict[str, Any] = {"init_values": 0.1, "global_pool": "map", "use_rot_pos_emb": True}
-    model = randomised(Eva(**TINY, **options)).eval()
-    x = image(model)
-    fresh = Eva(**TINY, **options).eval()
-    fresh.load_state_dict(model.state_dict())
-    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), fresh):
-        assert torch.equal(twin(x), model(x))
-    assert model.to(torch.bfloat16)(x.bfloat16()).dtype is torch.bfloat16
-
-
 def test_train_and_eval() -> None:
     """Each rate takes effect in training, is off in evaluation, and is reproducible under a seed."""
     for rate in ("drop_rate", "pos_drop_rate", "proj_drop_rate", "attn_drop_rate", "drop_path_rate"):
@@ -159,3 +135,65 @@ def test_uint8_images() -> None:
     same.load_state_dict(model.state_dict())
     for other in (model, eager, same):
         torch.testing.assert_close(other(x), expected, rtol=1e-4, atol=1e-5)
+
+
+# ---- fixed positions ----
+
+
+WIDE: dict[str, Any] = {**TINY, "img_size": (16, 24), "depth": 1}
+KINDS = ("sincos", "sincos2d")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_another_grid_has_a_table_of_its_own(kind: str) -> None:
+    model = VisionTransformer(**WIDE, pos_embed=kind, dynamic_img_size=True)
+    other = VisionTransformer(**{**WIDE, "img_size": (32, 40)}, pos_embed=kind)
+    other.load_state_dict({**model.state_dict(), "pos_embed": other.pos_embed})
+    image, before = torch.randn(2, 3, 32, 40), model.pos_embed.clone()
+    want = other(image)
+    torch.testing.assert_close(model(image), want)
+    model.set_input_size((32, 40))
+    assert torch.equal(model.pos_embed, other.pos_embed)
+    assert "pos_embed" in dict(model.named_buffers())
+    assert torch.equal(model.state_dict()["pos_embed"], other.pos_embed)
+    assert torch.equal(model(image), want)
+    other.set_input_size((16, 24))
+    assert torch.equal(other.pos_embed, before)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_learns_the_table(kind: str) -> None:
+    """Not even after all of a model was set to train; initialising a model again restores it."""
+    model = randomised(VisionTransformer(**WIDE, pos_embed=kind)).requires_grad_(True)
+    before = model.pos_embed.clone()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1)
+    model(torch.randn(2, 3, 16, 24)).square().mean().backward()
+    optimizer.step()
+    assert torch.equal(model.pos_embed, before)
+    assert model.cls_token.grad.any()
+    model = VisionTransformer(**WIDE, pos_embed=kind, device="meta", dtype=torch.bfloat16).to_empty(device="cpu")
+    model.pos_embed.fill_(torch.nan)
+    model.init_weights("skip", needs_reset=False)
+    assert torch.equal(model.pos_embed, before.bfloat16())
+
+
+def test_parameters_of_another_dtype() -> None:
+    """FSDP2's mixed precision casts parameters for a call, and no buffers."""
+    model = randomised(VisionTransformer(**WIDE, pos_embed="sincos2d"))
+    low = {name: p.detach().bfloat16() for name, p in model.named_parameters()}
+    image = torch.randn(2, 3, 16, 24).bfloat16()
+    assert torch.equal(functional_call(model, low, (image,)), model.bfloat16()(image))
+
+
+# ---- worked by hand ----
+
+
+def test_program(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wrong number is named and makes the exit status 1."""
+    monkeypatch.setattr("sys.argv", ["worked_example.py"])
+    assert worked_example.main() == 0
+    assert "\nbird   0.7773      0.7773\n" in capsys.readouterr().out
+    expected = worked_example.EXAMPLE["expected"]
+    monkeypatch.setitem(expected, "mlp", (torch.tensor(expected["mlp"], dtype=torch.float64) + 2e-6).tolist())
+    assert worked_example.main() == 1
+    assert capsys.readouterr().out.endswith("off by more than 1e-06: MLP of the attended tokens\n")
