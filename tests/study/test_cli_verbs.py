@@ -103,6 +103,15 @@ def test_errors_in_words():
     assert described(FileNotFoundError(2, "No such file", "\x1b[2J")) == r"No such file: \x1b[2J"
 
 
+def test_no_number_of_a_table_is_cut(monkeypatch, capsys):
+    pytest.importorskip("rich")
+    monkeypatch.setenv("COLUMNS", "20")
+    terminal.print_table(["model", "a", "b"], [["a_name_of_a_model", "123,456,789,012", "1"], [], ["x", "2", "34"]])
+    out = capsys.readouterr().out
+    assert {"123,456,789,012", "34"} <= set(out.split())
+    assert "…" not in out
+
+
 def test_help_imports_no_torch():
     program = (
         "import sys\nfrom fastvit.cli import VERBS, main\n"
