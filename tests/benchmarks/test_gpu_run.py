@@ -1,6 +1,5 @@
 """`make gpu`: its journal, what a second call goes on with, limits, results and verdict. Rehearsed nightly."""
 
-import contextlib
 import itertools
 import os
 import signal
@@ -9,14 +8,12 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.gpu import __main__ as program
-from benchmarks.gpu import check, commands, rows, sanitize, summary, verdict
+from benchmarks.gpu import check, commands, sanitize, summary, verdict
 from benchmarks.gpu.commands import Command
 from benchmarks.gpu.journal import BEGUN, Journal, Record, read
 from benchmarks.gpu.runner import SKIPPED, Runner
@@ -122,25 +119,14 @@ def test_a_second_call_goes_on_with_what_has_not_passed(tmp_path, monkeypatch, c
     assert [len((tmp_path / command.name).read_text()) for command in every] == [1, 1, 2, 2]
 
 
-STUBBORN = "import os, signal, subprocess, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
-
-
-def begetting(pid: Path) -> str:
-    """Return code that starts another process and waits; neither ends at SIGTERM."""
-    child = f"{STUBBORN} open({str(pid)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
-    return (
-        f"{STUBBORN} print('> begun', flush=True); subprocess.Popen([sys.executable, '-c', {child!r}]); time.sleep(60)"
-    )
-
-
-def test_a_command_over_its_limit_is_ended_with_what_it_started(tmp_path, capsys):
-    """The next ones run all the same; the end of the run cuts what is later."""
+def test_a_command_over_its_limit_is_ended_with_what_it_started(tmp_path):
+    """Neither process ends at SIGTERM. The next command runs all the same; the end of the run cuts what is later."""
     pid = tmp_path / "pid"
-    every = [Command("slow", ("-c", begetting(pid)), limit=4.0), counting(tmp_path, "after")]
+    stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
+    begets = f"import subprocess, sys; child = subprocess.Popen([sys.executable, '-c', {stubborn!r}]); "
+    begets += f"open({str(pid)!r}, 'w').write(str(child.pid)); {stubborn}"
+    every = [Command("slow", ("-c", begets), limit=4.0), counting(tmp_path, "after")]
     assert start(tmp_path).run(every) == {"slow": "timed out", "after": "passed"}
-    out = capsys.readouterr().out
-    assert "slow: timed out after" in out
-    assert "slow: begun" in out
     assert ends(int(pid.read_text()))
     assert start(tmp_path, seconds=0.5).run([counting(tmp_path, "late")]) == {"late": "cut"}
     assert not (tmp_path / "late").exists()
@@ -171,23 +157,7 @@ def test_the_commands_are_complete():
     assert {w.op for w in workloads("gpu")} == {name[6:] for name in every if name.startswith("bench ")}
 
 
-def test_what_prepares_others_runs_while_they_are_to_do(tmp_path, monkeypatch, capsys):
-    prepare, row = counting(tmp_path, "compile"), replace(counting(tmp_path, "rows"), results=("a row",))
-    every = [replace(prepare, prepares=("rows",)), row]
-    monkeypatch.setattr(commands, "rehearsal", lambda folder: every)
-    folder = tmp_path / "results"
-    words = ["--rehearse", "--out", str(folder)]
-    for runs in (1, 1):
-        assert program.main(words) == 0
-        assert [len((tmp_path / command.name).read_text()) for command in every] == [runs, runs]
-    out = capsys.readouterr().out
-    assert "2 commands: 2 passed" in out
-    assert "MISSING: a row" in out
-    assert program.main([*words, "--steps", "compile"]) == 0
-    assert len((tmp_path / "compile").read_text()) == 2, "by name it runs again"
-
-
-# ---- results: checks and rows ----
+# ---- results of checks, the sanitizer, and the verdict ----
 
 
 def test_every_verdict_of_a_check_is_kept(tmp_path, monkeypatch):
@@ -204,45 +174,6 @@ def test_every_verdict_of_a_check_is_kept(tmp_path, monkeypatch):
     assert [verdict.is_wrong(r) for r in (good, wrong, failed)] == [False, True, False]
     assert failed["reason"] == "RuntimeError: no"
 
-
-def test_rows_are_kept_when_they_end_and_left_out_later(tmp_path):
-    """What was begun and did not end comes last."""
-    journal = Journal(tmp_path, "a GPU", code="code")
-    deselected: list[Any] = []
-    hook = SimpleNamespace(pytest_deselected=lambda items: deselected.extend(items))
-    config: Any = SimpleNamespace(stash={rows._JOURNAL: journal}, hook=hook)
-    chosen = workloads("quick", ops=("layer_norm", "mlp", "block"))
-    items: Any = [
-        SimpleNamespace(callspec=SimpleNamespace(params={"workload": w, "mode": "inference"}), config=config)
-        for w in chosen
-    ]
-    info = {"ceilings": {"bytes_per_second": 1.0}, "providers": {"fastvit": {"time": {"median": 2.0}, "remark": ""}}}
-
-    def call(item: Any, error: BaseException | None = None) -> None:
-        item.funcargs = {"benchmark": SimpleNamespace(extra_info=info)}
-        hooked = rows.pytest_runtest_call(item)
-        next(hooked)
-        with contextlib.suppress(StopIteration):
-            hooked.send(None) if error is None else hooked.throw(error)
-
-    call(items[0])
-    assert journal.records()[0]["providers"] == {"fastvit": {"graph": {"median": 2.0}}}
-    with pytest.raises(AssertionError):
-        call(items[1], AssertionError("fastvit is not timed"))
-    with pytest.raises(MemoryError):
-        call(items[2], MemoryError())
-    assert [r["wrong"] for r in journal.records() if r["status"] == "failed"] == [True, False]
-    journal.add("row", rows._name(items[1]), BEGUN)  # as if the process had ended
-    left = items.copy()
-    hooked = rows.pytest_collection_modifyitems(config, left)
-    next(hooked)
-    with pytest.raises(StopIteration):
-        hooked.send(None)
-    assert deselected == [items[0]]
-    assert left == [*items[2:], items[1]]
-
-
-# ---- the sanitizer, and the verdict ----
 
 OUTCOMES = [
     (0, "========= ERROR SUMMARY: 0 errors", 0, "no findings"),

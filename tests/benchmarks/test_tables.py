@@ -51,17 +51,11 @@ def test_a_table_has_times_peaks_and_remarks():
 
 
 @pytest.mark.parametrize(
-    ("eager", "interval", "shown"),
-    [
-        (1.2, (1.1, 1.3), "1.20x"),
-        (0.8, (0.7, 0.9), "0.80x"),
-        (1.2, (0.9, 1.3), "~1.20x"),
-        (1.2, None, "~1.20x"),
-    ],
+    ("eager", "interval", "shown"), [(0.8, (0.7, 0.9), "0.80x"), (1.2, (0.9, 1.3), "~1.20x"), (1.2, None, "~1.20x")]
 )
 def test_what_the_rounds_do_not_tell_apart_is_marked(eager, interval, shown):
     record = a_record()
-    record.providers = {name: Provider(Quantiles.of([value])) for name, value in (("eager", eager), ("fastvit", 1.0))}
+    record.providers = {"eager": Provider(Quantiles.of([eager])), "fastvit": Provider(Quantiles.of([1.0]))}
     record.providers["eager"].over_fastvit = interval
     assert row(table_lines(record), "ms")[4] == shown
 

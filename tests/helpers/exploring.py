@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import base64
-import functools
 import os
 import re
 import shutil
-import tempfile
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,11 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from study_models import known
 from torch import nn
 
 import fastvit
-from fastvit import study, zoo
-from fastvit.study.explore import exploration
+from fastvit import zoo
+from fastvit.study.explore import exploration, memory
 
 NAME = "vit_of_the_tests"
 CONFIG: dict[str, Any] = {
@@ -33,10 +32,11 @@ _PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
 
 @contextmanager
 def small_model() -> Iterator[None]:
-    """Within the context the zoo has the model, and the page's table lists only a few others."""
-    with pytest.MonkeyPatch.context() as patch:
+    """Within the context the zoo has the model; the page lists only a few others, and plans without eager attention."""
+    with pytest.MonkeyPatch.context() as patch, known():
         patch.setitem(zoo.CONFIGS, NAME, CONFIG)
         patch.setattr(exploration, "_NAMES", NAMES)
+        patch.setattr(memory, "PROVIDERS", ("sdpa", "fastvit"))
         yield
 
 
@@ -132,16 +132,3 @@ class Opened:
         cells = self.page.locator(f'#memory-table tr[data-part] td[data-provider="{provider}"]').all()
         names = [row.get_attribute("data-part") for row in self.page.locator("#memory-table tr[data-part]").all()]
         return {str(n): int(cell.get_attribute("data-bytes")) for n, cell in zip(names, cells, strict=True)}
-
-
-_folder = tempfile.TemporaryDirectory()
-
-
-@functools.cache  # for all tests
-def explored() -> tuple[study.Exploration, Path, Path]:
-    """Return the page of the model, and the files of its picture and weights."""
-    pytest.importorskip("triton", reason="triton is not installed")
-    folder = Path(_folder.name)
-    files = picture(folder), weights(folder)
-    with small_model():
-        return study.explore(NAME, files[0], weights=files[1]), *files

@@ -1,37 +1,10 @@
 """The data readers of benchmarks/examples/training, on small files in the real formats, and its batches."""
 
-import pickle
-
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 from training_runs import example, image_folder
-
-RANDOM = np.random.default_rng(0)
-
-
-def test_data_sets_that_torchvision_downloads(tmp_path, monkeypatch):
-    read = example("training.data").read
-    datasets = pytest.importorskip("torchvision.datasets")
-    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
-    cifar = tmp_path / "datasets" / "cifar-10-batches-py"
-    cifar.mkdir(parents=True)
-    pixels = RANDOM.integers(0, 256, (20, 3072), dtype=np.uint8)
-    names = [f"class{i}" for i in range(10)]
-    for file, content in {
-        "data_batch_1": {"data": pixels[:16], "labels": [3] * 16},
-        "test_batch": {"data": pixels[16:], "labels": [0, 1, 2, 9]},
-        "batches.meta": {"label_names": names},
-    }.items():
-        (cifar / file).write_bytes(pickle.dumps(content))
-    monkeypatch.setattr(datasets.CIFAR10, "train_list", [["data_batch_1", None]])
-    monkeypatch.setattr(datasets.CIFAR10, "test_list", [["test_batch", None]])
-    monkeypatch.setattr(datasets.CIFAR10, "meta", datasets.CIFAR10.meta | {"md5": None})
-    data = read("cifar10")
-    assert (data.name, data.classes, data.size, data.mirrored) == ("cifar10", names, 32, True)
-    assert (data.train.labels.tolist(), data.test.labels.tolist()) == ([3] * 16, [0, 1, 2, 9])
-    np.testing.assert_array_equal(np.asarray(data.test.load(3)), pixels[19].reshape(3, 32, 32).transpose(1, 2, 0))
 
 
 def test_digits_are_grey_and_not_mirrored():

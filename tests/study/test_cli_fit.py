@@ -72,16 +72,13 @@ def test_what_does_not_fit_is_said(planned, changes, text, monkeypatch, capsys):
     assert ("chosen" in out) == (changes.get("micro_batch") != 0)
 
 
-def test_json_is_the_study(planned, monkeypatch, capsys):
-    got = json.loads(printed(monkeypatch, capsys, planned, "--json"))
+def test_json_and_the_picture_are_the_fit(planned, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("matplotlib")
+    options = "--json", "--plot", str(tmp_path / "fit.svg"), "--theme", "dark"
+    got = json.loads(printed(monkeypatch, capsys, planned, *options))
     assert got == json.loads(json.dumps(fit.as_json(planned)))
     assert (got["fits"], got["peak"], got["recomputed"]) == (True, planned.peak, planned.recomputed)
     assert [(c["attention"], c["mlp"], c["block"]) for c in got["choices"]] == [*map(tuple, planned.choices)]
-
-
-def test_the_picture_is_the_fit(planned, tmp_path, monkeypatch, capsys):
-    pytest.importorskip("matplotlib")
-    printed(monkeypatch, capsys, planned, "--plot", str(tmp_path / "fit.svg"), "--theme", "dark")
     assert BACKGROUNDS["dark"] in (tmp_path / "fit.svg").read_text()
     (axis,) = draw(planned, "light").axes
     first, second, chosen = axis.lines

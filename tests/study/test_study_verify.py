@@ -172,13 +172,9 @@ def test_a_model_of_transformers_whose_keys_have_a_bias(tmp_path):
 
 def test_nothing_outside_is_changed():
     def flags() -> tuple[object, ...]:
+        deterministic = torch.are_deterministic_algorithms_enabled()
         filled = torch.utils.deterministic.fill_uninitialized_memory
-        return (
-            torch.backends.cudnn.allow_tf32,
-            backends.settings(),
-            torch.are_deterministic_algorithms_enabled(),
-            filled,
-        )
+        return torch.backends.cudnn.allow_tf32, backends.settings(), deterministic, filled
 
     state, before = torch.get_rng_state(), flags()
     list(verify(names=["dropout"], **QUICK))
