@@ -72,20 +72,20 @@ def fit(
         raise ValueError(f"model must have parameters of {', '.join(DTYPES)}, got {parameter.dtype}")
     setting = Setting("train", dtype, optimizer)
     kind = checked_device(device or ("cuda" if parameter.is_cuda else "cpu"))
-    found = plan_fit(source, size, batch, setting, checked_budget(budget), kind)
-    if not found.micro_batch:
+    plan = plan_fit(source, size, batch, setting, checked_budget(budget), kind)
+    if not plan.micro_batch:
         raise ValueError(
-            f"budget is {size_in_words(found.budget)}, but a step of one image takes {size_in_words(found.peak)} even "
+            f"budget is {size_in_words(plan.budget)}, but a step of one image takes {size_in_words(plan.peak)} even "
             "if all blocks recompute" + " (text such as 24GiB names a unit)" * isinstance(budget, int)
         )
-    if not found.fits:
-        alone = f"without accumulation {count_of_images(found.largest_batch)} would"
-        if found.accumulation:
-            alone = f"{found.accumulation} batches of {found.micro_batch} with accumulated gradients do; {alone}"
+    if not plan.fits:
+        alone = f"without accumulation {count_of_images(plan.largest_batch)} would"
+        if plan.accumulation:
+            alone = f"{plan.accumulation} batches of {plan.micro_batch} with accumulated gradients do; {alone}"
         warnings.warn(f"a batch of {batch} does not fit: {alone}", stacklevel=2)
-    for block, choice in zip(blocks_of(model).values(), found.choices, strict=True):
+    for block, choice in zip(blocks_of(model).values(), plan.choices, strict=True):
         put_on(block, choice)
-    return found
+    return plan
 
 
 def unfit(model: nn.Module) -> None:

@@ -102,9 +102,9 @@ class Report:
         return f": {_IN_PLACE}" if self.route == "accelerate" else ""
 
     def __repr__(self) -> str:
-        return wrapped(self._of_graph() if self.route == "compile" else self._of_model())
+        return wrapped(self._graph_lines() if self.route == "compile" else self._model_lines())
 
-    def _of_model(self) -> list[str]:
+    def _model_lines(self) -> list[str]:
         rows = ((e.name, e.kind, e.status, e.detail) for e in self.accelerated + self.skipped)
         lines = _table(("module", "class", "what", ""), rows)
         if lines:
@@ -115,7 +115,7 @@ class Report:
         lines += [f"fused: {', '.join(counts)}"] if counts else []
         return [*(lines or ["no known ViT in this model"]), *self.advice]
 
-    def _of_graph(self) -> list[str]:
+    def _graph_lines(self) -> list[str]:
         rows = ((e.name, e.line, e.kind if e.fused else f"{e.kind}, left", e.detail) for e in self.entries)
         lines = _table(("module", "line", "what", ""), rows)
         whole = [f"left as it was: {reason}" for reason in self.left]

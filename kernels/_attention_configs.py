@@ -106,8 +106,8 @@ def _tile(
     rows: dict[str, _Rows], instructions: str, n: int, head_dim: int, has_dropout: bool, arch: str, kind: str = "",
     length: int = 0, causal: bool = False,
 ) -> Tile:  # fmt: skip
-    found = *rows.get(instructions, ()), *_PLAIN.get(instructions, _PLAIN["16-bit"])
-    own, loop, num_warps, stages = next(row.tile for row in found if head_dim <= row.head_dim and n <= row.longest)
+    table = *rows.get(instructions, ()), *_PLAIN.get(instructions, _PLAIN["16-bit"])
+    own, loop, num_warps, stages = next(row.tile for row in table if head_dim <= row.head_dim and n <= row.longest)
     wide = head_dim > 64 if instructions == "mma" else head_dim > 80
     if kind in _MASKED or (has_dropout and head_dim > 64) or (causal and wide):  # all take registers
         loop = max(loop // 2, 32 if instructions == "wgmma" else 16)

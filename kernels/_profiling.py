@@ -31,11 +31,11 @@ def attention(matmuls: int) -> Any:
     sequence counts as long as the longest. Causal attention counts in full."""
 
     def sizes(a: Arguments) -> Sizes:
-        found = dict(zip("BNHd", a["q_ptr"].shape, strict=True))
+        shape = dict(zip("BNHd", a["q_ptr"].shape, strict=True))
         if "height" in a:  # of a grid of keys
-            return {**found, "keys": a["height"] * a["width"]}
+            return {**shape, "keys": a["height"] * a["width"]}
         keys = a["N"] if a.get("N_k") is None else a["N_k"]
-        return found if keys == found["N"] else {**found, "keys": keys}
+        return shape if keys == shape["N"] else {**shape, "keys": keys}
 
     return _metadata("q_ptr", sizes, lambda s: 2 * matmuls * s["B"] * s["H"] * s["N"] * s.get("keys", s["N"]) * s["d"])
 

@@ -46,8 +46,8 @@ def attention_relative(
 ) -> RelativeConfig:
     """Configure a kernel, "fwd", "dq" or "dkdv", for m queries and a grid of height x width keys."""
     instructions = _instructions(itemsize, arch, tf32)
-    found = *_ROWS[kernel].get(instructions, ()), *_PLAIN.get(instructions, _PLAIN["16-bit"])
-    own, loop, num_warps, _ = next(row.tile for row in found if head_dim <= row.head_dim and m <= row.longest)
+    table = *_ROWS[kernel].get(instructions, ()), *_PLAIN.get(instructions, _PLAIN["16-bit"])
+    own, loop, num_warps, _ = next(row.tile for row in table if head_dim <= row.head_dim and m <= row.longest)
     spills = (kernel == "fwd" and head_dim <= 32) or (kernel == "dq" and head_dim > 96)
     if in_windows and arch == "sm_80" and spills:
         loop //= 2

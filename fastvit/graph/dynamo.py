@@ -47,9 +47,9 @@ _REWRITES = (identities, rms_norm, patch_embed, attention, attention_half, mlp, 
 def rewrite(gm: GraphModule) -> Report:
     """Put fastvit's ops into a graph of torch functions from Dynamo, and into the graphs that it checkpoints."""
     start = time.perf_counter()
-    found = [_rewrite(graph) for graph in _graphs(gm)]
-    entries = tuple(entry for of_graph, _ in found for entry in of_graph)
-    left = tuple(reason for _, reason in found if reason)
+    rewritten = [_rewrite(graph) for graph in _graphs(gm)]
+    entries = tuple(entry for of_graph, _ in rewritten for entry in of_graph)
+    left = tuple(reason for _, reason in rewritten if reason)
     return Report(entries, route="compile", seconds=time.perf_counter() - start, left=left)
 
 
@@ -80,13 +80,13 @@ def _rewrite(gm: GraphModule) -> tuple[list[Entry], str]:
 
 def _graphs(gm: GraphModule) -> list[GraphModule]:
     """Return gm and the bodies of all checkpoints in it."""
-    found = [gm]
+    graphs = [gm]
     for node in gm.graph.nodes:
         if getattr(node.target, "__name__", "") == "tag_activation_checkpoint":
             body = getattr(gm, str(node.args[0].target))
-            if body not in found:
-                found += _graphs(body)
-    return found
+            if body not in graphs:
+                graphs += _graphs(body)
+    return graphs
 
 
 class Backend:

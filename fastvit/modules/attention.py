@@ -21,7 +21,7 @@ from fastvit.modules.arguments import (
     with_known_arguments,
 )
 from fastvit.modules.norms import NormLayer, checked_norm_layer
-from fastvit.modules.parts import attend, mask_arguments, of_call
+from fastvit.modules.parts import attend, for_call, mask_arguments
 from fastvit.ops.runtime.checks import check_float
 
 
@@ -82,7 +82,7 @@ class Attention(nn.Module):
         """
         attention = read_or_none(read_timm.read_attention, self)
         if cu_seqlens is not None or max_seqlen is not None:
-            attention = of_call(attention, x, cu_seqlens, max_seqlen, attn_mask, is_causal)
+            attention = for_call(attention, x, cu_seqlens, max_seqlen, attn_mask, is_causal)
         if attention is not None:
             return run.run_attention(x, attention, None, attn_mask, is_causal)
         qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, self.head_dim))

@@ -31,8 +31,8 @@ from fastvit.modules.parts import (
     LayerFactory,
     LayerScale,
     dropped,
+    for_call,
     mask_arguments,
-    of_call,
 )
 
 MLP_LAYERS: dict[str, LayerFactory] = {"mlp": Mlp, "glumlp": GluMlp, "swiglu": SwiGLU, "swiglupacked": SwiGLUPacked}
@@ -107,7 +107,7 @@ class Block(nn.Module):
         recompute = self.fastvit_recompute
         attention = read_or_none(read_timm.read_attention_half, self)
         if cu_seqlens is not None or max_seqlen is not None:
-            attention = of_call(attention, x, cu_seqlens, max_seqlen, attn_mask, is_causal)
+            attention = for_call(attention, x, cu_seqlens, max_seqlen, attn_mask, is_causal)
         if attention is not None:
             x = run.run_attention_half(x, attention, None, attn_mask, is_causal, recompute.attention)
         else:
@@ -115,7 +115,7 @@ class Block(nn.Module):
             x = x + dropped(self.drop_path1, self.ls1(attended), cu_seqlens)
         mlp = read_or_none(read_timm.read_mlp_half, self)
         if cu_seqlens is not None:
-            mlp = of_call(mlp, x, cu_seqlens, max_seqlen)
+            mlp = for_call(mlp, x, cu_seqlens, max_seqlen)
         if mlp is not None:
             return run.run_mlp_half(x, mlp, recompute=recompute.mlp)
         return x + dropped(self.drop_path2, self.ls2(self.mlp(self.norm2(x))), cu_seqlens)
@@ -148,7 +148,7 @@ class PostNormBlock(Block):
         """
         attention = read_or_none(read_timm.read_attention_half, self)
         if cu_seqlens is not None or max_seqlen is not None:
-            attention = of_call(attention, x, cu_seqlens, max_seqlen, attn_mask, is_causal)
+            attention = for_call(attention, x, cu_seqlens, max_seqlen, attn_mask, is_causal)
         if attention is not None:
             x = run.run_attention_then_norm(x, attention, attn_mask, is_causal)
         else:
@@ -156,7 +156,7 @@ class PostNormBlock(Block):
             x = self.norm1(x + dropped(self.drop_path1, self.ls1(attended), cu_seqlens))
         mlp = read_or_none(read_timm.read_mlp_half, self)
         if cu_seqlens is not None:
-            mlp = of_call(mlp, x, cu_seqlens, max_seqlen)
+            mlp = for_call(mlp, x, cu_seqlens, max_seqlen)
         if mlp is not None:
             return run.run_mlp_then_norm(x, mlp)
         return self.norm2(x + dropped(self.drop_path2, self.ls2(self.mlp(x)), cu_seqlens))

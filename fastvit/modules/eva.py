@@ -29,7 +29,7 @@ from fastvit.modules.arguments import (
 )
 from fastvit.modules.mlp import Mlp, SwiGLU, SwiGLUPacked
 from fastvit.modules.norms import NORM_LAYERS, LayerNorm, NormLayer
-from fastvit.modules.parts import ACT_LAYERS, ActLayer, DropPath, attend, dropped, mask_arguments, of_call
+from fastvit.modules.parts import ACT_LAYERS, ActLayer, DropPath, attend, dropped, for_call, mask_arguments
 
 
 class EvaAttention(nn.Module):
@@ -116,7 +116,7 @@ class EvaAttention(nn.Module):
         rotary = read_eva.rotary(self, x, rope, cu_seqlens=cu_seqlens)
         attention = read_or_none(read_eva.read_attention, self)
         if cu_seqlens is not None or max_seqlen is not None:
-            attention = of_call(attention, x, cu_seqlens, max_seqlen, attn_mask, is_causal)
+            attention = for_call(attention, x, cu_seqlens, max_seqlen, attn_mask, is_causal)
         if attention is not None:
             return run.run_attention(x, attention, rotary, attn_mask, is_causal)
         q, k, v = self._heads(x)
@@ -233,7 +233,7 @@ class EvaBlock(nn.Module):
         """
         block = read_or_none(read_eva.read_block, self)
         if cu_seqlens is not None or max_seqlen is not None:
-            block = of_call(block, x, cu_seqlens, max_seqlen, attn_mask, is_causal)
+            block = for_call(block, x, cu_seqlens, max_seqlen, attn_mask, is_causal)
         if block is not None:
             rotary = read_eva.rotary(self, x, rope, cu_seqlens=cu_seqlens)
             return run.run_block(x, block, rotary, attn_mask, is_causal, self.fastvit_recompute)
@@ -241,7 +241,7 @@ class EvaBlock(nn.Module):
         x = x + dropped(self.drop_path1, _scaled(attended, self.gamma_1), cu_seqlens)
         half = read_or_none(read_eva.read_mlp_half, self)
         if cu_seqlens is not None:
-            half = of_call(half, x, cu_seqlens, max_seqlen)
+            half = for_call(half, x, cu_seqlens, max_seqlen)
         if half is not None:
             return run.run_mlp_half(x, half, recompute=self.fastvit_recompute.mlp)
         return x + dropped(self.drop_path2, _scaled(self.mlp(self.norm2(x)), self.gamma_2), cu_seqlens)

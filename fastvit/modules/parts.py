@@ -122,7 +122,7 @@ def mask_arguments(
     return {} if attn_mask is None and not is_causal else {"attn_mask": attn_mask, "is_causal": is_causal}
 
 
-def of_call(
+def for_call(
     described: Any, x: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None, attn_mask: Tensor | None = None,
     is_causal: bool = False,
 ) -> Any:  # fmt: skip
@@ -162,13 +162,12 @@ def _arguments(forward: Any) -> set[str]:
 
 def dropped(drop_path: Any, branch: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     """Call the module of stochastic depth, which in training draws once a sequence."""
-    found: Tensor
-    if cu_seqlens is None or not drop_path.training or type(drop_path) is nn.Identity:
-        found = drop_path(branch)
-        return found
-    check_takes("a module of stochastic depth", drop_path, "cu_seqlens")
-    found = drop_path(branch, cu_seqlens=cu_seqlens)
-    return found
+    lengths = {}
+    if cu_seqlens is not None and drop_path.training and type(drop_path) is not nn.Identity:
+        check_takes("a module of stochastic depth", drop_path, "cu_seqlens")
+        lengths = {"cu_seqlens": cu_seqlens}
+    scaled: Tensor = drop_path(branch, **lengths)
+    return scaled
 
 
 def attend(

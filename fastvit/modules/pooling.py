@@ -17,7 +17,7 @@ from fastvit.modules.attention import cross_attend
 from fastvit.modules.mlp import Mlp
 from fastvit.modules.norms import NORM_LAYERS, LayerNorm, NormLayer
 from fastvit.modules.packing import patch_bounds
-from fastvit.modules.parts import ACT_LAYERS, ActLayer, attend, of_call
+from fastvit.modules.parts import ACT_LAYERS, ActLayer, attend, for_call
 
 POOLS = ("", "avg", "avgmax", "max", "token", "map")
 
@@ -51,17 +51,17 @@ def pool_sequences(
     """Pool the patches of every image of x (T, D) -> (B, D) by "avg", "max" or "avgmax". num_prefix_tokens: of every
     image; num_heads: D / num_heads is a head dimension that attention takes."""
     ends, bounds = patch_bounds(cu_seqlens, num_prefix_tokens)
-    found = []
+    pooled = []
     if global_pool != "max":  # a mean is what a query of zeros attends to; a kernel sums within images, without atomics
         heads, device = x.unflatten(-1, (num_heads, -1)), x.device.type
         query = heads.new_zeros(cu_seqlens.shape[0] - 1, *heads.shape[1:])
         # a mean keeps its dtype under autocast, which refuses meta tensors
         with contextlib.nullcontext() if device == "meta" else torch.autocast(device, enabled=False):
             lengths: dict[str, Any] = {"cu_seqlens_k": bounds, "max_seqlen_k": max_seqlen}
-            found.append(ops.attention_varlen(query, heads, heads, ends, 1, **lengths).flatten(1))
+            pooled.append(ops.attention_varlen(query, heads, heads, ends, 1, **lengths).flatten(1))
     if global_pool != "avg":
-        found.append(torch.segment_reduce(x, "max", offsets=bounds.long(), axis=0, unsafe=True)[1::2])
-    return found[0] if len(found) == 1 else 0.5 * (found[0] + found[1])
+        pooled.append(torch.segment_reduce(x, "max", offsets=bounds.long(), axis=0, unsafe=True)[1::2])
+    return pooled[0] if len(pooled) == 1 else 0.5 * (pooled[0] + pooled[1])
 
 
 class AttentionPoolLatent(nn.Module):
@@ -125,7 +125,7 @@ class AttentionPoolLatent(nn.Module):
             cu_seqlens, max_seqlen: x has the tokens of B sequences, as in `fastvit.Attention`.
             num_prefix_tokens: tokens at the beginning of each sequence that are not pooled; with cu_seqlens only.
         """
-        of_call(None, x, cu_seqlens, max_seqlen, attn_mask)
+        for_call(None, x, cu_seqlens, max_seqlen, attn_mask)
         if cu_seqlens is None:
             y = self.proj(cross_attend(self, self.latent, x, attn_mask))[:, 0]
         else:

@@ -28,20 +28,20 @@ def remembered(
     if torch.compiler.is_compiling():
         return make()
     capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    found = made.pop(key, None)
-    if found is None:
+    table = made.pop(key, None)
+    if table is None:
         if capturing:  # the graph makes it in every replay
             return make()
         with torch.inference_mode(False), torch.no_grad():
-            found = make() if device.type != "cuda" else _finished(device, make)
-        if type(found) is not Tensor:  # a fake tensor must not outlive its mode
-            return found
+            table = make() if device.type != "cuda" else _finished(device, make)
+        if type(table) is not Tensor:  # a fake tensor must not outlive its mode
+            return table
         if len(made) >= _MOST:
             made.pop(next(iter(made)), None)
-    made[key] = found
+    made[key] = table
     if capturing:
-        _captured.append(found)
-    return found
+        _captured.append(table)
+    return table
 
 
 def _finished(device: torch.device, make: Callable[[], Tensor]) -> Tensor:

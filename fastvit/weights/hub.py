@@ -44,9 +44,9 @@ def fetch(hub_id: str, files: Sequence[str]) -> Path:
         FileNotFoundError: no such repository, revision or file, no access to it, or no network; the message says which,
             and the command to run.
     """
-    found = _ID.fullmatch(hub_id)
-    assert found is not None
-    repo, revision = found["repo"], found["revision"]
+    parts = _ID.fullmatch(hub_id)
+    assert parts is not None
+    repo, revision = parts["repo"], parts["revision"]
     what = f"weights {hub_id!r} are no file or folder here"
     if importlib.util.find_spec("huggingface_hub") is None:
         raise ImportError(f"{what}; to fetch {repo} from the Hugging Face Hub: pip install huggingface_hub")

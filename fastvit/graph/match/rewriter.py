@@ -235,8 +235,8 @@ class Emitter:
         size = fake(tensor).shape[dim]
         before = itertools.takewhile(lambda node: node is not self._root, self._rewriter.graph.nodes)
         symbols = (node for node in before if isinstance(value_of(node), torch.SymInt))
-        found = next((node for node in symbols if known_equal(value_of(node), size)), None)
-        return found or self.method("size", tensor, dim)
+        known = next((node for node in symbols if known_equal(value_of(node), size)), None)
+        return known or self.method("size", tensor, dim)
 
     def _write(self, op: str, target: Any, args: Any, kwargs: Any) -> Node:
         with self._rewriter.graph.inserting_before(self._root):

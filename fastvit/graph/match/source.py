@@ -20,8 +20,8 @@ def module_of(node: Node) -> str:
 
 def line_of(node: Node) -> str:
     """Return file and line of the call itself, "file.py:119", or "" if they are not known."""
-    found = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
-    if not found:
+    frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+    if not frames:
         return ""
-    path, line = found[-1]  # the innermost frame
+    path, line = frames[-1]  # the innermost frame
     return f"{PurePath(path).name}:{line}"

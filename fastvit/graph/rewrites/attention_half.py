@@ -60,13 +60,13 @@ class _Projections:
         self.plain = True  # whether attention_qkvpacked could read the projection's output
         self.rotary: list[Rotary] = []  # of nodes, of q and of k
         self.norms: list[NormCall] = []  # of q and of k
-        found = [self._projection_of(t, scores=i < 2) for i, t in enumerate(attention.args)]
+        projections = [self._projection_of(t, scores=i < 2) for i, t in enumerate(attention.args)]
         if self.rotary and (len(self.rotary) != 2 or not same_positions(*self.rotary)):
             raise CannotFuse("q and k with different rotary positions")
         formulas = [(norm.kind, norm.eps) for norm in self.norms]
         if formulas and (len(formulas) != 2 or formulas[0] != formulas[1]):
             raise CannotFuse("q and k with different norms")
-        nodes = list(dict.fromkeys(linear for linear, _ in found))
+        nodes = list(dict.fromkeys(linear for linear, _ in projections))
         if len(nodes) not in (1, 3):
             raise CannotFuse("q, k and v come out of two layers")
         self.packed = len(nodes) == 1
@@ -87,7 +87,7 @@ class _Projections:
         self.plain = self.plain and not views
         E = self.H * self.d
         width = 3 * E if self.packed else E
-        for i, (linear, chain) in enumerate(found):
+        for i, (linear, chain) in enumerate(projections):
             out = linear_of(linear).out_features
             if not known_equal(out, width):
                 raise CannotFuse(f"a projection to {out} for {self.H} heads of {self.d}")

@@ -49,10 +49,10 @@ class Epilogue:
 
 def epilogues(branch: Node) -> Iterator[Epilogue]:
     """Yield the epilogues of the node `branch`, from the longest to none."""
-    found = [Epilogue(branch)]
-    while (longer := _longer(found[-1])) is not None:
-        found.append(longer)
-    for epilogue in reversed(found):
+    ending = [Epilogue(branch)]
+    while (longer := _longer(ending[-1])) is not None:
+        ending.append(longer)
+    for epilogue in reversed(ending):
         if epilogue.factor == 1.0 or epilogue.row_scale is not None:
             yield epilogue
 

@@ -54,16 +54,16 @@ def repeated(t: Node, *, transposed: bool = False) -> Repeated | None:
     try:
         base = Layout.of(fake(x).shape)
         spread, dim, n = _repetition(base, node)
-        found = follow(spread, chain)
-        if len(found.dims) != 4:
+        layout = follow(spread, chain)
+        if len(layout.dims) != 4:
             return None
-        found = found.permute((0, 1, 3, 2)) if transposed else found
+        layout = layout.permute((0, 1, 3, 2)) if transposed else layout
         extra = dim if len(base.dims) == 5 else None
         plain = base if extra is None else base.select(extra, 0)
         for turned in (False, True):
             heads = plain.permute((0, 2, 1, 3)) if turned else plain
             want = Layout((heads.dims[0], (*heads.dims[1], (n, 0)), *heads.dims[2:]))
-            if found.is_same(want):
+            if layout.is_same(want):
                 return Repeated(x, extra, turned, heads.size(1), (node, *chain))
     except (NotALayout, CannotFuse):
         pass

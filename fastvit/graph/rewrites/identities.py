@@ -95,11 +95,11 @@ def _write_out(rewriter: GraphRewriter, node: Node) -> None:
             qkv = emit.method("unflatten", emit.call(F.linear, query, weight, bias), -1, (3, num_heads, -1))
             return [emit.method("select", qkv, 2, i) for i in range(3)]
         E = fake(query).shape[-1]
-        found = []
+        parts = []
         for i, t in enumerate((query, key, value)):
             layer = (None if of is None else emit.method("narrow", of, 0, i * E, E) for of in (weight, bias))
-            found.append(emit.method("unflatten", emit.call(F.linear, t, *layer), -1, (num_heads, -1)))
-        return found
+            parts.append(emit.method("unflatten", emit.call(F.linear, t, *layer), -1, (num_heads, -1)))
+        return parts
 
     def build(emit: Emitter) -> Node:
         q, k, v = (emit.method("permute", t, 1, 2, 0, 3) for t in projected(emit))

@@ -141,11 +141,11 @@ def _only_user(node: Node, matched: set[Node]) -> Node:
 
 def _with_cast_inputs(node: Any) -> list[Node]:
     """Return the node and the nodes that it was cast from, step by step."""
-    found = [node]
+    casts = [node]
     while name_of(node) in CASTS and same_shape(fake(node).shape, fake(first(node)).shape):
         node = first(node)
-        found.append(node)
-    return found
+        casts.append(node)
+    return casts
 
 
 def _weighted(normalized: Node, matched: frozenset[Node]) -> list[_Product]:

@@ -69,8 +69,8 @@ def attention_fwd(
     for at, keys, parts in _blocks(q, k):
         qb, kb, vb = _heads(q, at, q) * scale, _heads(k, keys, q), _heads(v, keys, q)
         for rows in parts:
-            its_mask = None if mask is None else _of_mask(mask, at, rows)
-            p, base, weight = _softmax_and_peaks(_scores(qb, kb, its_mask, causal, rows), its_mask)
+            mask_part = None if mask is None else _part_of_mask(mask, at, rows)
+            p, base, weight = _softmax_and_peaks(_scores(qb, kb, mask_part, causal, rows), mask_part)
             of_lse = lse[(*at, ..., rows)]
             if is_added(mask):
                 torch.stack((base, weight.reciprocal()), 2, out=of_lse)
@@ -113,8 +113,8 @@ def attention_bwd(
     if mask is not None and is_added(mask):
         for i in _samples_of_huge_scores(lse):
             one = slice(i, i + 1)
-            its_mask = mask[one] if mask.shape[0] > 1 else mask
-            each = do[one], q[one], k[one], v[one], its_mask, None
+            mask_part = mask[one] if mask.shape[0] > 1 else mask
+            each = do[one], q[one], k[one], v[one], mask_part, None
             _backward(*each, scale, 0.0, causal, [t[one] for t in gradients])
     return gradients
 
@@ -250,7 +250,7 @@ def _heads(x: Tensor, at: _At, q: Tensor) -> Tensor:
     return part if 1 in part.shape[:2] else part.contiguous()
 
 
-def _of_mask(mask: Tensor, at: _At, rows: slice) -> Tensor:
+def _part_of_mask(mask: Tensor, at: _At, rows: slice) -> Tensor:
     return mask[tuple([part if n > 1 else slice(None) for part, n in zip((*at, rows), mask.shape, strict=False)])]
 
 
@@ -315,8 +315,8 @@ def _backward(
         of_keys: tuple[Tensor, ...] = ()
         for rows in parts:
             kept = None if words is None else _kept(words, at, rows, dropout_p, qb.dtype)
-            its_mask = None if mask is None else _of_mask(mask, at, rows)
-            p = _softmax(_scores(qb, kb, its_mask, causal, rows), its_mask)
+            mask_part = None if mask is None else _part_of_mask(mask, at, rows)
+            p = _softmax(_scores(qb, kb, mask_part, causal, rows), mask_part)
             dp = dob[:, :, rows] @ vb.transpose(2, 3)
             dropped = p
             if kept is not None:
@@ -324,8 +324,8 @@ def _backward(
                 dropped = kept.mul_(p)
             ds = _softmax_backward(dp, p)
             if dmask is not None:
-                of_mask = _of_mask(dmask, at, rows)
-                of_mask += ds.sum_to_size(of_mask.shape)
+                dmask_part = _part_of_mask(dmask, at, rows)
+                dmask_part += ds.sum_to_size(dmask_part.shape)
             gradients[0][at[0], rows, at[1]] = (ds @ kb).mul_(scale).transpose(1, 2)
             more = ds.transpose(2, 3) @ qb[:, :, rows], dropped.transpose(2, 3) @ dob[:, :, rows]
             of_keys = (of_keys[0].add_(more[0]), of_keys[1].add_(more[1])) if of_keys else more

@@ -230,13 +230,13 @@ def readable_mask(mask: Tensor) -> Tensor:
     with padded rows, if its row stride is not a multiple of 16 elements: otherwise 2 bytes would be loaded at a
     time."""
     N = mask.shape[3]
-    found = unexpanded(mask).expand(-1, -1, -1, N)
-    strides = mask_strides(found)
-    if N % 16 or found.stride(3) != 1 or strides[1] > MAX_STRIDE or any(stride % 16 for stride in strides):
-        room = found.new_empty((*found.shape[:3], cdiv(N, 16) * 16))
-        room[..., :N] = found
+    narrow = unexpanded(mask).expand(-1, -1, -1, N)
+    strides = mask_strides(narrow)
+    if N % 16 or narrow.stride(3) != 1 or strides[1] > MAX_STRIDE or any(stride % 16 for stride in strides):
+        room = narrow.new_empty((*narrow.shape[:3], cdiv(N, 16) * 16))
+        room[..., :N] = narrow
         return room
-    return mask if found.shape == mask.shape else found
+    return mask if narrow.shape == mask.shape else narrow
 
 
 def _forward_launch(

@@ -65,8 +65,8 @@ def launch_with_mask(
     launch(*strided, read.statistics, read.mask, seed, parts)
     if sums is not None:
         (parts,) = sums(parts.view(1, shape[0], -1))
-    found = parts.view(*mask.shape[:2], *shape[2:])[..., : mask.shape[3]]
-    return found.contiguous() if mask.shape[2] == shape[2] else found.sum(2, keepdim=True).to(mask.dtype)
+    dmask = parts.view(*mask.shape[:2], *shape[2:])[..., : mask.shape[3]]
+    return dmask.contiguous() if mask.shape[2] == shape[2] else dmask.sum(2, keepdim=True).to(mask.dtype)
 
 
 def _mask_launch(

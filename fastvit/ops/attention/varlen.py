@@ -256,8 +256,8 @@ def checked_lengths(name: str, x: Tensor, cu_seqlens: Any, max_seqlen: Any, whic
     """Check both for x (T, ...), on the device of the tensor of that name; return max_seqlen. which: "_k" for those of
     k."""
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
-        found = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
-        raise TypeError(f"cu_seqlens{which} must be a tensor of int32 or int64, got {found}")
+        kind = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
+        raise TypeError(f"cu_seqlens{which} must be a tensor of int32 or int64, got {kind}")
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
         raise ValueError(f"cu_seqlens{which} must have shape (B + 1,) with B > 0, got {tuple(cu_seqlens.shape)}")
     if cu_seqlens.device != x.device:

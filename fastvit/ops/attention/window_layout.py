@@ -26,7 +26,7 @@ class Windows(NamedTuple):
         return self.window[0] * self.window[1]
 
     @property
-    def of_sample(self) -> int:
+    def per_sample(self) -> int:
         """Return how many windows a grid has; the last ones may reach beyond it."""
         down, across = (-(-size // side) for size, side in zip(self.grid, self.window, strict=True))
         return down * across
@@ -52,7 +52,7 @@ def relative_windows_of(qkv: Tensor, rows: Tensor, columns: Tensor) -> Windows:
 
 def lse_shape(qkv: Tensor, mask: Tensor | None, windows: Windows) -> tuple[int, ...]:
     """Return the shape of the LSE of qkv (B, gh, gw, 3, H, d): that of attention with windows for samples."""
-    samples, heads = qkv.shape[0] * windows.of_sample, qkv.shape[4]
+    samples, heads = qkv.shape[0] * windows.per_sample, qkv.shape[4]
     return (samples, heads, 2, windows.tokens) if is_added(mask) else (samples, heads, windows.tokens)
 
 

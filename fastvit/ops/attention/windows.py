@@ -154,10 +154,10 @@ def attention_windows(
 
 def _pair(name: str, value: Any) -> tuple[int, int]:
     """Return two integers as a tuple."""
-    found = tuple(value) if isinstance(value, tuple | list) else ()
-    if len(found) != 2 or not all(isinstance(i, int | torch.SymInt) and not isinstance(i, bool) for i in found):
+    pair = tuple(value) if isinstance(value, tuple | list) else ()
+    if len(pair) != 2 or not all(isinstance(i, int | torch.SymInt) and not isinstance(i, bool) for i in pair):
         raise TypeError(f"{name} must be two integers, got {value!r}")
-    return found
+    return pair
 
 
 def _checked(
@@ -182,5 +182,5 @@ def _checked(
         return needs_autograd("attention_windows", qkv, *relative), options
     if attn_mask is not None:
         windows = windows_of(qkv, window)
-        check_mask(attn_mask, "qkv", qkv, windows.of_sample, windows.tokens, qkv.shape[4], batch_name="windows")
+        check_mask(attn_mask, "qkv", qkv, windows.per_sample, windows.tokens, qkv.shape[4], batch_name="windows")
     return needs_autograd("attention_windows", qkv, attn_mask), options

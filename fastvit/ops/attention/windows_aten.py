@@ -109,7 +109,7 @@ def attention_windows_fwd(
         q, k, v = to_windows(qkv[some], at, windows.tokens).unbind(2)
         o_in_windows, lse_of_some = attention_fwd(q, k, v, mask, None if seed is None else seed + i, scale, dropout_p)
         o[some] = from_windows(o_in_windows, at, o[some])
-        lse.unflatten(0, (qkv.shape[0], -1))[some] = lse_of_some.unflatten(0, (-1, windows.of_sample))
+        lse.unflatten(0, (qkv.shape[0], -1))[some] = lse_of_some.unflatten(0, (-1, windows.per_sample))
     return o, lse
 
 
@@ -146,7 +146,7 @@ def _backward(
         q, k, v = to_windows(qkv[some], at, n).unbind(2)
         do_in_windows = to_windows(do[some], at, n)
         if at.exists is not None:
-            nowhere = ~at.exists.repeat(len(do_in_windows) // windows.of_sample, 1)
+            nowhere = ~at.exists.repeat(len(do_in_windows) // windows.per_sample, 1)
             do_in_windows.masked_fill_(nowhere[:, :, None, None], 0.0)
         seed_of_some = None if seed is None else seed + i
         gradient = torch.empty((*q.shape[:2], *qkv.shape[3:]), dtype=qkv.dtype, device=qkv.device)

@@ -61,8 +61,8 @@ class AttentionWindowsRelative(FusedNode):
 
     @staticmethod
     def gradients(s: dict[str, Any], douts: Any, o: Any, wants: Any, call: Call) -> dict[str, Any]:
-        found = attention_windows_relative_bwd(*douts, *s.values(), o.scale, call=call)
-        return dict(zip(_NAMES, found, strict=True))
+        dtensors = attention_windows_relative_bwd(*douts, *s.values(), o.scale, call=call)
+        return dict(zip(_NAMES, dtensors, strict=True))
 
 
 def check_windows_relative(relative: Any, qkv: Tensor, window: tuple[int, int], *, dtype: bool) -> None:

@@ -86,7 +86,7 @@ def stored(q: Tensor, within: Within) -> tuple[int, int, int]:
     """Return for how many sequences, heads and tokens of each LSE is stored, for q (B, N, H, d); packed sequences count
     as one."""
     B, N, H, _ = q.shape
-    return (B * within.of_sample, H, within.tokens) if isinstance(within, Windows) else (B, H, N)
+    return (B * within.per_sample, H, within.tokens) if isinstance(within, Windows) else (B, H, N)
 
 
 class Workload(NamedTuple):
@@ -124,7 +124,7 @@ def described(
         B, M, apart = within.ends.shape[0], within.longest, within.ends_k is not None  # and the tokens outside of all
         N = within.longest_k if apart else M
     elif within is not None:
-        B, M, N = B * within.of_sample, within.tokens, within.tokens
+        B, M, N = B * within.per_sample, within.tokens, within.tokens
     unit, strides = in_units(shape_of_strides(q, k), *[t.stride() for t in strided])
     mask_rows, of_mask = _mask_in_units(mask)
     workload = Workload(

@@ -98,7 +98,7 @@ def layer_norm_attention(
         "checked", _checked, x, before, qkv_weight, qkv_bias, proj_weight, proj_bias, num_heads, scale, dropout_p,
         epilogue, rotary, scale_norm, qk_norm, attn_mask, is_causal, cu_seqlens, max_seqlen, recompute,
     )  # fmt: skip
-    q_weight, k_weight, v_weight, q_bias, k_bias, v_bias = _of_three(qkv_weight, qkv_bias)
+    q_weight, k_weight, v_weight, q_bias, k_bias, v_bias = _three_layers(qkv_weight, qkv_bias)
     of_scale = NO_NORM if scale_norm is None else Norm(*scale_norm)
     of_q, of_k = (NO_NORM, NO_NORM) if qk_norm is None else (Norm(*qk_norm[0]), Norm(*qk_norm[1]))
     sin, cos = (None, None) if rotary is None else broadcast_tables(rotary)
@@ -117,7 +117,7 @@ def layer_norm_attention(
     return out
 
 
-def _of_three(weight: Weights, bias: Biases) -> tuple[Any, ...]:
+def _three_layers(weight: Weights, bias: Biases) -> tuple[Any, ...]:
     """Return three weights and three biases; None after the first ones of a single layer."""
     if isinstance(weight, Tensor):
         return weight, None, None, bias, None, None

@@ -22,7 +22,7 @@ from fastvit.ops.attention.varlen import (
     attention_varlen_qkvpacked_bwd,
     attention_varlen_qkvpacked_fwd,
 )
-from fastvit.ops.block.norm_linear import NormedRows, norm_linear_backward, of_each_layer, side_by_side
+from fastvit.ops.block.norm_linear import NormedRows, by_layer, norm_linear_backward, side_by_side
 from fastvit.ops.layer_norm.op import Residual, layer_norm_fwd, norm_backward
 from fastvit.ops.linear.op import linear_fwd
 from fastvit.ops.qk_norm.op import qk_norm_bwd, qk_norm_fwd
@@ -345,7 +345,7 @@ def _input_backward(
         weights += s["k_weight"], s["v_weight"]
         wants_weights += wants.k_weight, wants.v_weight
         wants_biases += wants.k_bias, wants.v_bias
-    rows = of_each_layer(dqkv.view(-1, 3 * o.heads[1] * o.heads[2]), weights)
+    rows = by_layer(dqkv.view(-1, 3 * o.heads[1] * o.heads[2]), weights)
     of = norm_linear_backward(rows, norm, weights, residual, wants, wants_weights, wants_biases, call)
     found |= of.of_norm
     for name, dweight, dbias in zip(names, of.dweights, of.dbiases, strict=True):

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastvit.ops.block.norm_linear import of_each_layer, side_by_side
+from fastvit.ops.block.norm_linear import by_layer, side_by_side
 from fastvit.ops.dropout.op import dropout_op
 from fastvit.ops.layer_norm.op import Residual, layer_norm_fwd, norm_backward
 from fastvit.ops.linear.gated import gated_act, gated_act_bwd, gated_act_fwd, gated_dact, gated_fwd
@@ -261,7 +261,7 @@ def _input_backward(
     if hidden.dpre is None:
         return None
     weights, _ = _layers(s)
-    parts = of_each_layer(as_rows(hidden.dpre), weights)
+    parts = by_layer(as_rows(hidden.dpre), weights)
     x, y, total = s["x"], hidden.y, None
     wants_weights = wants.fc1_weight or wants.value_weight
     if wants.x or wants.norm_weight or wants.norm_bias:
@@ -278,7 +278,7 @@ def _input_backward(
             found["norm_bias"] = dnorm_bias if wants.norm_bias else None
     if wants_weights and y is None:
         y = _normed(s, o, call)
-    sums = of_each_layer(hidden.dpre_sum, weights)
+    sums = by_layer(hidden.dpre_sum, weights)
     found["fc1_bias"] = sums[0] if wants.fc1_bias else None
     found["value_bias"] = sums[1] if wants.value_bias else None
     if y is not None and wants.fc1_weight:

@@ -36,7 +36,7 @@ def side_by_side(y: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor |
     return out
 
 
-def of_each_layer(x: Tensor, weights: Sequence[Tensor]) -> Sequence[Tensor]:
+def by_layer(x: Tensor, weights: Sequence[Tensor]) -> Sequence[Tensor]:
     """Return the parts of x (..., out) that belong to these layers, whose outputs are next to each other."""
     return (x,) if len(weights) == 1 else x.split([len(weight) for weight in weights], dim=-1)
 
@@ -148,10 +148,10 @@ class _LayerNormLinear(FusedNode):
         if len(douts) == len(weights):
             parts = [None if dout is None else as_rows(dout) for dout in douts]
         else:
-            parts = [*of_each_layer(as_rows(douts[0]), weights)]
+            parts = [*by_layer(as_rows(douts[0]), weights)]
         norm = NormedRows(x, norm_weight, norm_bias, mean, rstd, o.eps, o.rms)
-        found = norm_linear_backward(parts, norm, weights, Residual(), wants, *_halves(wants.layers), call)
-        return found.of_norm | {"layers": (*found.dweights, *found.dbiases)}
+        computed = norm_linear_backward(parts, norm, weights, Residual(), wants, *_halves(wants.layers), call)
+        return computed.of_norm | {"layers": (*computed.dweights, *computed.dbiases)}
 
 
 Weights = Tensor | Sequence[Tensor]

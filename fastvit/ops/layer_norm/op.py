@@ -165,8 +165,8 @@ def norm_backward(
     dresidual, row_scale, dtype = residual
     row_scale = None if dtype is None else row_scale
     if want_y and y is None:
-        found = layer_norm_bwd_recompute(dy, x, mean, rstd, weight, bias, dresidual, row_scale, dtype, call=call)
-        return NormGradients._make(found)
+        gradients = layer_norm_bwd_recompute(dy, x, mean, rstd, weight, bias, dresidual, row_scale, dtype, call=call)
+        return NormGradients._make(gradients)
     dx, dweight, dbias, total = layer_norm_bwd(dy, x, mean, rstd, weight, dresidual, row_scale, dtype, call=call)
     return NormGradients(dx, dweight, dbias, y, total)
 
@@ -244,10 +244,10 @@ class _AddLayerNorm(FusedNode):
             dsum, dbranch, dweight, dbias, dlayer_scale = add_layer_norm_bwd(
                 dy, dsum, total, *norm, s["branch"], s["layer_scale"], s["row_scale"], call=call
             )
-        found = {"residual": dsum.to(o.dtypes[0]), "branch": dbranch, "weight": dweight}
+        by_name = {"residual": dsum.to(o.dtypes[0]), "branch": dbranch, "weight": dweight}
         if s["layer_scale"] is not None:
-            found["layer_scale"] = dlayer_scale
-        return found | {"bias": dbias if wants.bias else None}
+            by_name["layer_scale"] = dlayer_scale
+        return by_name | {"bias": dbias if wants.bias else None}
 
 
 # ---- public functions ----

@@ -102,14 +102,14 @@ class _Linear(FusedNode):
     @staticmethod
     def gradients(s: dict[str, Any], douts: Any, o: _Options, wants: Any, call: Call) -> dict[str, Any]:
         (dout,) = douts
-        found = {"residual": dout.to(o.residual_dtype) if wants.residual else None}
+        by_name = {"residual": dout.to(o.residual_dtype) if wants.residual else None}
         if not (wants.x or wants.weight or wants.bias or wants.layer_scale):
-            return found
+            return by_name
         layer = LastLayer(s["weight"], s["bias"], s["layer_scale"], wants.weight, wants.bias, wants.layer_scale)
         g = scale_samples(dout.to(layer.weight.dtype), s["row_scale"])
         dx = torch.matmul(*layer.input_operands(g)) if wants.x else None
         dweight, dbias, dlayer_scale = layer.gradients(layer.product(g, s["x"]), layer.total(g))
-        return found | {"x": dx, "weight": dweight, "bias": dbias, "layer_scale": dlayer_scale}
+        return by_name | {"x": dx, "weight": dweight, "bias": dbias, "layer_scale": dlayer_scale}
 
 
 _ActInputs = inputs("x", "weight", "bias")

@@ -74,8 +74,8 @@ class _QkNorm(FusedNode):
         douts = [torch.zeros_like(x) if dout is None else dout for dout, x in zip(douts, (s["q"], s["k"]), strict=True)]
         options = o.eps, o.rms, o.has_bias, o.interleaved
         dq, dk, dq_weight, dk_weight, dq_bias, dk_bias = qk_norm_bwd(*douts, *s.values(), *options, call=call)
-        found = {"q": dq, "k": dk, "q_weight": dq_weight, "k_weight": dk_weight}
-        return found | {"q_bias": dq_bias, "k_bias": dk_bias} if o.has_bias else found
+        by_name = {"q": dq, "k": dk, "q_weight": dq_weight, "k_weight": dk_weight}
+        return by_name | {"q_bias": dq_bias, "k_bias": dk_bias} if o.has_bias else by_name
 
 
 def checked_norms(

@@ -204,8 +204,8 @@ def run(node: type[FusedNode], autograd: bool, t: Any) -> Any:
     if (in_two_steps or not autograd) and node.casts and t.options.cast is not None:
         t = node.cast_inputs(t)
     if not autograd:
-        found, _ = node.compute(t)
-        found = found[0] if node.single else found
+        results, _ = node.compute(t)
+        results = results[0] if node.single else results
     elif in_two_steps:
         names = node.kept(t)
         outputs = node.in_two_steps.apply(*_repeats_as_views(_flat(node, t)))
@@ -214,14 +214,14 @@ def run(node: type[FusedNode], autograd: bool, t: Any) -> Any:
             # An edit in place would silently change what is saved; in other calls the backward pass then raises.
             # Inductor removes the copy if nothing edits it.
             outputs = outputs[0].clone(), *outputs[1:]
-        found = outputs[0] if node.single else outputs[: len(outputs) - len(names)]
+        results = outputs[0] if node.single else outputs[: len(outputs) - len(names)]
     elif call.is_plain:
-        found = node.in_one_step(*_flat(node, t))
+        results = node.in_one_step(*_flat(node, t))
     else:
-        found = node.in_one_step(*[unwrap_if_dead(a) if isinstance(a, Tensor) else a for a in _flat(node, t)])
+        results = node.in_one_step(*[unwrap_if_dead(a) if isinstance(a, Tensor) else a for a in _flat(node, t)])
     if call.is_first:
         call.remember()
-    return found
+    return results
 
 
 def _flat(node: type[FusedNode], t: Any) -> Sequence[Any]:
@@ -275,10 +275,10 @@ def _backward(ctx: Any, node: type[FusedNode], douts: tuple[Any, ...], wants: An
     saved = dict(zip(names, ctx.saved_tensors, strict=True))
     if torch.is_grad_enabled():
 
-        def of_flat(*tensors: Any) -> Any:
+        def from_flat(*tensors: Any) -> Any:
             return _without_autocast(work, dict(zip(names, tensors[count:], strict=True)), *tensors[:count])
 
-        return _DifferentiableOnce.apply(o.op, of_flat, *douts, *saved.values())
+        return _DifferentiableOnce.apply(o.op, from_flat, *douts, *saved.values())
     if clear_saved_tensors is not None and not is_dynamo_compiling():
         ctx.maybe_clear_saved_tensors()
     return _without_autocast(work, saved, *douts)

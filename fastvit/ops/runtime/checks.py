@@ -119,12 +119,12 @@ def check_statistics(name: str, values: Any, channels: int) -> tuple[float, ...]
     allowed = "(0, 1]" if name == "std" else "[0, 1]"
     what = f"{name} must be one number in {allowed} for each of the {channels} channels"
     try:
-        found = tuple([float(v) for v in values])
+        numbers = tuple([float(v) for v in values])
     except (TypeError, ValueError) as error:
         raise TypeError(f"{what}, got {values!r}") from error
-    if len(found) != channels or not all(0.0 <= v <= 1.0 for v in found) or (name == "std" and 0.0 in found):
-        raise ValueError(f"{what}, got {found}; images in 0 ... 255 are divided by 255 first")
-    return found
+    if len(numbers) != channels or not all(0.0 <= v <= 1.0 for v in numbers) or (name == "std" and 0.0 in numbers):
+        raise ValueError(f"{what}, got {numbers}; images in 0 ... 255 are divided by 255 first")
+    return numbers
 
 
 def check_row_scale(name: str, x: Tensor, row_scale: Tensor | None) -> None:

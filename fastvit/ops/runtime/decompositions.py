@@ -183,12 +183,12 @@ def qk_norm_fwd(
     q: Tensor, k: Tensor, q_weight: Tensor, q_bias: Tensor | None, k_weight: Tensor, k_bias: Tensor | None,
     sin: Tensor | None, cos: Tensor | None, eps: float, rms: bool, interleaved: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    found = []
+    normed = []
     for x, weight, bias in ((q, q_weight, q_bias), (k, k_weight, k_bias)):
         y, *_ = layer_norm_fwd(x.to(stat_dtype(x)), weight, bias, eps, None, rms)
         y = y if sin is None or cos is None else rotary(y, sin, cos, x.shape[2], interleaved, False)
-        found.append(y.to(x.dtype).contiguous())
-    return found[0], found[1]
+        normed.append(y.to(x.dtype).contiguous())
+    return normed[0], normed[1]
 
 
 def patch_embed_fwd(

@@ -44,10 +44,10 @@ def _target(x: Tensor) -> str:
 def arch(x: Tensor) -> str:
     """Return the target that launch configs are chosen for: "sm_90", "gfx942", ...; "sm_90" in the interpreter. Raise
     `KernelUnsupported` for NVIDIA GPUs without bfloat16 or asynchronous copies, for which no kernel is compiled."""
-    found = _target(x)
-    if found.startswith(("sm_5", "sm_6", "sm_7")):
-        raise KernelUnsupported(f"{found} is older than sm_80")
-    return found
+    target = _target(x)
+    if target.startswith(("sm_5", "sm_6", "sm_7")):
+        raise KernelUnsupported(f"{target} is older than sm_80")
+    return target
 
 
 def is_fake(x: Tensor) -> bool:

@@ -12,10 +12,10 @@ PATHS: list[str] = []  # all names looked up here
 
 def _find(path: str) -> Any:
     PATHS.append(path)
-    found: Any = torch
+    value: Any = torch
     for name in path.split("."):
-        found = getattr(found, name, None)
-    return found
+        value = getattr(value, name, None)
+    return value
 
 
 # what tells whether a call is observed
