@@ -59,59 +59,47 @@ SHIPPED = (64, 32)  # the tile of 197 tokens without a file
 
 # ---- what the kernels take from a file ----
 
+# table, key, choice, the configuration, and what follows from the choice in it
 OVERRIDES: list[tuple[str, str, tuple[int, ...], Callable[[], Any], dict[str, Any]]] = [
-    (
-        "layer_norm", "768,1", (4, 8, 3, 4), lambda: _configs.layer_norm(768, backward=True, arch=ARCH),
-        {"block_rows": 4, "programs_per_sm": 3, "num_stages": 4},
-    ),
-    ("column_sum", "9,768", (64, 16, 8), lambda: _configs.column_sum(264, 768, ARCH), {"block_dim": 16}),
-    (
-        "activation_backward", "3072,2", (4, 512, 4, 8), lambda: _configs.activation_backward(3072, 2, ARCH),
-        {"block_m": 4, "steps": 4, "num_warps": 8},
-    ),
-    (
-        "gemm", "16,3072,768,2", (64, 128, 32, 1, 4, 5, 0, 0), lambda: _configs.gemm(50432, 3072, 768, 2, ARCH),
-        {"block_m": 64, "block_k": 32, "num_stages": 5, "max_registers": None},
-    ),
+    ("layer_norm", "768,1", (4, 8, 3, 4), lambda: _configs.layer_norm(768, backward=True, arch=ARCH), {}),
+    ("column_sum", "9,768", (64, 16, 8), lambda: _configs.column_sum(264, 768, ARCH), {}),
+    ("activation_backward", "3072,2", (4, 512, 4, 8), lambda: _configs.activation_backward(3072, 2, ARCH), {}),
     (
         "gemm", "13,768,768,2", (128, 256, 64, 1, 8, 4, 0, 1),
-        lambda: _configs.gemm(6304, 768, 768, 2, ARCH, described=True), {"block_n": 256, "programs_per_sm": 1},
+        lambda: _configs.gemm(6304, 768, 768, 2, ARCH, described=True), {"max_registers": None},
     ),
     (
         "attention_fwd", "197,64,2,0,0", (128, 32, 8, 3),
-        lambda: _attention_configs.attention_fwd(197, 64, 2, False, ARCH),
-        {"block_m": 128, "block_n": 32, "tails": (16, 0), "num_stages": 3},
+        lambda: _attention_configs.attention_fwd(197, 64, 2, False, ARCH), {"tails": (16, 0)},
     ),
     (
         "attention_bwd_dq", "257,64,2,0,1", (128, 128, 8, 2),
-        lambda: _attention_configs.attention_bwd_dq(257, 64, 2, False, ARCH, True), {"block_n": 128, "tail": 16},
+        lambda: _attention_configs.attention_bwd_dq(257, 64, 2, False, ARCH, True), {"tail": 16},
     ),
     (
         "attention_bwd_dkdv", "257,80,2,1,0", (32, 128, 8, 3),
-        lambda: _attention_configs.attention_bwd_dkdv(257, 80, 2, True, ARCH, False),
-        {"block_m": 32, "parts": (64, 16)},
+        lambda: _attention_configs.attention_bwd_dkdv(257, 80, 2, True, ARCH, False), {"parts": (64, 16)},
     ),
     (
         "attention_bwd_short", "128,64,2,0,0", (1, 128, 32, 16, 2),
-        lambda: _attention_configs.attention_bwd_short(128, 64, 2, False, ARCH, False),
-        {"block_n": 32, "num_warps": 16},
+        lambda: _attention_configs.attention_bwd_short(128, 64, 2, False, ARCH, False), {},
     ),
     (
         "patch_embed", "768,588,16,2,2,1", (64, 128, 32, 4, 4),
         lambda: _configs.patch_embed(
             768, 588, 50000, itemsize=2, loaded=2, arch=ARCH, multiprocessors=132, split=True
-        ),
-        {"block_m": 64, "block_n": 128, "splits": 2 * 132 // (12 * 5)},
+        ), {"splits": 2 * 132 // (12 * 5)},
     ),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("table", "key", "choice", "config", "expected"), OVERRIDES, ids=[o[0] for o in OVERRIDES])
-def test_the_file_overrides_its_table(table, key, choice, config, expected, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("table", "key", "choice", "config", "derived"), OVERRIDES, ids=[o[0] for o in OVERRIDES])
+def test_the_file_overrides_its_table(table, key, choice, config, derived, tmp_path, monkeypatch):
     shipped = dataclasses.asdict(config())
-    load(monkeypatch, tmp_path, document({table: {key: entry(table, *choice)}}))
+    chosen = entry(table, *choice)
+    load(monkeypatch, tmp_path, document({table: {key: chosen}}))
     measured = dataclasses.asdict(config())
-    assert measured.items() >= expected.items()
+    assert measured.items() >= ({name: n for name, n in chosen.items() if name != "short"} | derived).items()
     assert measured != shipped
 
 
@@ -150,9 +138,7 @@ def test_the_users_choices_go_before_the_shipped_ones_one_by_one(tmp_path, monke
     path = write(tmp_path / "shipped", document({"attention_fwd": shipped}, measured={}))
     monkeypatch.setattr(_tuned, "FOLDER", path.parent)
     write(tmp_path / "user", document({"attention_fwd": {"197,64,2,0,0": WIDE}}))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        _tuned.load(ARCH, GPU, tmp_path / "user")
+    _tuned.load(ARCH, GPU, tmp_path / "user")
     assert (tile(197), tile(50), tile(100)) == ((128, 128), (64, 64), SHIPPED)
     _tuned.forget()
     _tuned.load(ARCH, GPU, None)
@@ -179,20 +165,14 @@ def test_the_digest_is_of_the_kernels(tmp_path, monkeypatch):
     assert len(digests) == 3
 
 
-@pytest.mark.parametrize(
-    ("environment", "folder"),
-    [
-        ({"FASTVIT_CACHE_DIR": "~/b", "XDG_CACHE_HOME": "/c"}, "/home/b"),
-        ({"XDG_CACHE_HOME": "/c"}, "/c/fastvit"),
-        ({}, "/home/.cache/fastvit"),
-    ],
-)
-def test_the_folder_of_the_users_tables(environment, folder, monkeypatch):
-    for name in ("FASTVIT_CACHE_DIR", "XDG_CACHE_HOME"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in ({"HOME": "/home"} | environment).items():
+def test_the_folder_of_the_users_tables(monkeypatch):
+    for name, value in {"FASTVIT_CACHE_DIR": "~/b", "XDG_CACHE_HOME": "/c", "HOME": "/home"}.items():
         monkeypatch.setenv(name, value)
-    assert devices.cache_folder() == Path(folder)
+    assert devices.cache_folder() == Path("/home/b")
+    monkeypatch.delenv("FASTVIT_CACHE_DIR")
+    assert devices.cache_folder() == Path("/c/fastvit")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert devices.cache_folder() == Path("/home/.cache/fastvit")
 
 
 # ---- files that are ignored ----
@@ -200,7 +180,6 @@ def test_the_folder_of_the_users_tables(environment, folder, monkeypatch):
 SHORT = entry("attention_bwd_short", 1, 128, 64, 8, 2)
 DAMAGED: dict[str, tuple[Any, str]] = {
     "cut off": (json.dumps(fwd())[:-20], "delimiter|Expecting|Unterminated"),
-    "a list": ([1, 2], "not of format 2"),
     "another format": (document({}, format=1), "not of format 2"),
     "another GPU": (document({}, gpu="Another"), "made on 'Another'"),
     "another arch": (document({}, arch="sm_80"), "not on 'Test GPU 80GB', 'sm_90'"),
@@ -210,12 +189,10 @@ DAMAGED: dict[str, tuple[Any, str]] = {
     "a missing field": (document({"attention_fwd": {"20,16,2,0,0": {"block_m": 64}}}), "key or fields"),
     "a fraction": (fwd(num_warps=4.0), "4.0"),
     "96 rows": (fwd(block_m=96), "power of two"),
-    "2048 rows": (fwd(block_m=2048), "not an integer from 0 to 1024"),
     "8 rows": (fwd(block_m=8), "less than 16"),
     "a use of 2": (document({"use_triton_gemm": {"16,3072,768,2,0": {"use": 2}}}), "not 0 or 1"),
     "long for the short kernel": (document({"attention_bwd_short": {"577,64,2,0,0": SHORT}}), "no more than 384 keys"),
     "a row too many": (document({"attention_bwd_short": {"197,64,2,0,0": SHORT}}), "less than the 197 queries"),
-    "no stage": (document({"gemm": {"1,2,3,2": entry("gemm", 128, 128, 64, 1, 8, 0, 0, 0)}}), "not from 1 to 32"),
     "a narrow tile": (document({"gemm": {"1,2,3,2": entry("gemm", 128, 32, 64, 1, 8, 3, 0, 0)}}), "less than 64"),
 }
 
@@ -247,10 +224,3 @@ def test_without_a_file_that_can_be_read_there_is_no_warning(tmp_path):
         _tuned.load(ARCH, GPU, tmp_path)
         _tuned.forget()
         _tuned.load(ARCH, GPU, tmp_path / "file" / "below")
-
-
-@pytest.mark.parametrize("path", sorted(_tuned.FOLDER.glob("tuned_*.json")), ids=lambda path: path.name)
-def test_files_in_the_package_are_sound(path):
-    data = json.loads(path.read_text())
-    assert path.name == _tuned.file_name(data["gpu"])
-    assert _tuned.parse(data, data["arch"], data["gpu"]), "a file without a choice is useless"
