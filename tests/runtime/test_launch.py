@@ -1,38 +1,26 @@
-"""How kernels are called: fastvit.ops.runtime.launch, held against Triton's own launches without a GPU.
+"""How kernels are called, held against Triton's own launches without a GPU. The checks run in a process of their own
+(helpers/stub_launches.py, stub_random_calls.py), because this one may be Triton's interpreter."""
 
-The checks are functions of a script, which runs in a process of its own, because this one may be Triton's interpreter.
-"""
-
-import ast
 import json
-import os
-import subprocess
-import sys
-from functools import cache
-from pathlib import Path
 
 import pytest
-from compiling import needs_triton
-
-HELPERS = Path(__file__).parents[1] / "helpers"
-SCRIPT = HELPERS / "stub_launches.py"
-CHECKS = [
-    node.name
-    for node in ast.parse(SCRIPT.read_text()).body
-    if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")
-]
-
-
-@cache
-def problems() -> dict[str, str]:
-    environment = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "FASTVIT_BACKEND")}
-    environment["PYTHONPATH"] = os.pathsep.join([str(HELPERS.parents[1]), str(HELPERS)])
-    done = subprocess.run([sys.executable, str(SCRIPT)], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout)
+from compiling import needs_triton, python
 
 
 @needs_triton
-@pytest.mark.parametrize("check", CHECKS)
-def test_launches(check: str) -> None:
-    assert not problems()[check], problems()[check]
+def test_launches() -> None:
+    problems = json.loads(python("tests/helpers/stub_launches.py").splitlines()[-1])
+    assert problems.pop("checks") > 8
+    assert not problems, "\n".join(problems.values())
+
+
+@needs_triton
+@pytest.mark.parametrize("calls", [300, pytest.param(10_000, marks=pytest.mark.nightly)])
+def test_random_calls_launch_what_first_calls_do(calls: int) -> None:
+    """Nothing that is remembered of a call is stale: with parameters exchanged, gradients wanted or not, other dtypes,
+    strides, alignments and subclasses, and with other modes, settings, environment variables and threads between."""
+    counts = json.loads(python("tests/helpers/stub_random_calls.py", str(calls)).splitlines()[-1])
+    assert "problem" not in counts, counts["problem"]
+    assert counts["calls"] == calls
+    assert counts["launches"] > calls
+    assert counts["remembered"] > calls / 8
