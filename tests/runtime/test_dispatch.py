@@ -1,22 +1,19 @@
 """Calls that nothing observes go to an op's implementation without the dispatcher; every observer still sees the op."""
 
-import sys
 import warnings
 from unittest import mock
 
 import pytest
 import torch
-from entered import PACKAGE, functions_entered
+from entered import functions_entered
 from models import Calls
 from op_cases import function, made, results
 from remembered import NODES
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-import fastvit
 from fastvit import ops
 from fastvit.ops.runtime import autograd
-from fastvit.ops.runtime import launch as runtime_launch
 
 N, D = 17, 32
 
@@ -72,38 +69,6 @@ def test_python_functions_per_call(name):
     assert len(entered) <= limit, "\n".join(entered)
     overloads = [f for f in entered if f.endswith("_ops.py:__call__")]
     assert len(overloads) == ("attention" in name)  # ATen's attention, which has no other name
-
-
-@pytest.fixture
-def stacks(triton_backend):
-    """Return, for each later launch, which does not run, the functions of the package on its stack. Those of
-    runtime/launch.py are left out, which do what Triton's own would do, and those of the table of ops."""
-    stacks = []
-
-    def launch(*_):
-        frame, stack = sys._getframe(1), []
-        while frame is not None:
-            file = frame.f_code.co_filename
-            if PACKAGE in file and not file.endswith(("ops/runtime/launch.py", "accuracy/cases.py")):
-                stack.append(frame.f_code.co_name)
-            frame = frame.f_back
-        stacks.append(stack)
-
-    with runtime_launch.launching(launch):
-        yield stacks
-
-
-@pytest.mark.parametrize(
-    "arguments", [{}, {"init_values": 0.1, "drop_path": 0.5, "proj_drop": 0.5}], ids=["plain", "dropout"]
-)
-def test_frames_from_a_block_to_its_kernels(arguments, stacks, device):
-    """Block.forward, half of a block, public function, run, the function in one step, compute, for attention a part of
-    it that the backward pass may run again, registered op, launcher"""
-    fastvit.Block(D, 2, **arguments).to(device)(torch.randn(2, N, D, device=device, requires_grad=True))
-    assert len(stacks) >= 6
-    for stack in stacks:
-        assert stack[-1] == "forward"
-        assert len(stack) <= 8 + ("run_attention_half" in stack), stack
 
 
 @pytest.mark.parametrize("cast", [False, True], ids=["plain", "autocast"])
