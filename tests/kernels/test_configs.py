@@ -2,7 +2,8 @@
 word that there are no kernels for it; tiles fit the shared memory and the shapes."""
 
 import dataclasses
-from dataclasses import astuple
+from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -24,32 +25,22 @@ SHARED_MEMORY = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_120": 99 * 1024, 
 TOO_OLD = ("sm_50", "sm_61", "sm_70", "sm_75")
 
 
-def configurations(arch: str) -> list[tuple]:
+def configurations(arch: str) -> list[Any]:
     """Return the configurations of every kernel, over lengths, head dimensions, widths and dtypes."""
     configs = []
-    for n in (1, 17, 50, 64, 197, 256, 257, 577, 1024, 1370, 16385):
-        for d in range(16, 257, 8):
-            for itemsize, tf32 in ((2, False), (4, False), (4, True)):
-                for has_dropout in (False, True):
-                    shape = n, d, itemsize, has_dropout, arch, tf32
-                    short = _attention_configs.attention_bwd_short(*shape)
-                    configs += [
-                        astuple(_attention_configs.attention_fwd(*shape)),
-                        astuple(_attention_configs.attention_bwd_dq(*shape)),
-                        astuple(_attention_configs.attention_bwd_dkdv(*shape)),
-                        () if short is None else astuple(short),
-                    ]
-    for m in (1, 197, 50_432):
-        for n in (192, 768, 3072):
-            for gemm in (_configs.gemm, _configs.gated_gemm):
-                configs += [astuple(gemm(m, n, 768, itemsize, arch)) for itemsize in (2, 4)]
-            for itemsize, loaded in ((2, 2), (2, 4), (4, 4)):
-                options = {"itemsize": itemsize, "loaded": loaded, "arch": arch, "multiprocessors": 100}
-                configs.append(astuple(_configs.patch_embed(m, n, 588, **options)))
-                configs.append(astuple(_configs.patch_embed(n, 588, m, **options, split=True)))
-    for dim in (64, 768, 1664, 8192):
-        for backward in (False, True):
-            configs.append(astuple(_configs.layer_norm(dim, backward=backward, arch=arch)))
+    kernels = [getattr(_attention_configs, f"attention_{name}") for name in ("fwd", "bwd_dq", "bwd_dkdv", "bwd_short")]
+    shapes = product((1, 17, 50, 64, 197, 256, 257, 577, 1024, 1370, 16385), range(16, 257, 8))
+    dtypes = product(((2, False), (4, False), (4, True)), (False, True))
+    for (n, d), ((itemsize, tf32), has_dropout) in product(shapes, dtypes):
+        configs += [kernel(n, d, itemsize, has_dropout, arch, tf32) for kernel in kernels]
+    for m, n in product((1, 197, 50_432), (192, 768, 3072)):
+        configs += [gemm(m, n, 768, size, arch) for gemm in (_configs.gemm, _configs.gated_gemm) for size in (2, 4)]
+        for itemsize, loaded in ((2, 2), (2, 4), (4, 4)):
+            options = {"itemsize": itemsize, "loaded": loaded, "arch": arch, "multiprocessors": 100}
+            configs.append(_configs.patch_embed(m, n, 588, **options))
+            configs.append(_configs.patch_embed(n, 588, m, **options, split=True))
+    for dim, backward in product((64, 768, 1664, 8192), (False, True)):
+        configs.append(_configs.layer_norm(dim, backward=backward, arch=arch))
     return configs
 
 
