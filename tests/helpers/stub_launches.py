@@ -2,7 +2,7 @@
 
     python tests/helpers/stub_launches.py        # prints {"checks": how many, check: what went wrong}, as JSON
 
-tests/runtime/test_launch.py runs it. A function without an underscore is a check.
+tests/runtime/test_launches.py runs it. A function without an underscore is a check.
 """
 
 import contextlib
@@ -16,6 +16,7 @@ import time
 import traceback
 import warnings
 import weakref
+from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from unittest import mock
@@ -256,6 +257,57 @@ def a_kernel_has_memory_for_its_descriptors_in_every_context():
         assert [launched.grid for launched in gpu.launches] == [(264, 1, 1)] * 6, "two programs on each of 132 SMs"
         contextvars.Context().run(_one_kernel())
         assert isinstance(contextvars.Context().run(current.get), _allocation.NullAllocator)
+
+
+# Kernels whose launch configuration follows the number of rows (smaller tiles where there are few, TMA where there are
+# many, a single split without float32 partials): up to three of them, not one for each batch size
+_BY_ROWS = {
+    "linear_fwd_kernel",
+    "linear_dact_kernel",
+    "gated_fwd_kernel",
+    "gated_dact_kernel",
+    "patch_embed_fwd_kernel",
+}
+_BY_ROWS |= {"patch_embed_bwd_image_kernel", "patch_embed_bwd_weight_kernel"}
+_CONFIG = {"TMA", "BLOCK_M", "BLOCK_N", "BLOCK_K", "BLOCK_D", "GROUP_M", "partial_ptr"}
+# Kernels that run for few rows only, or for many only: otherwise the vendor's matmul does
+_OR_VENDOR = {"linear_fwd_kernel", "linear_dact_kernel", "gated_fwd_kernel", "gated_dact_kernel"}
+_OR_VENDOR |= {"act_bwd_kernel", "gated_act_kernel"}
+
+
+def _launched(gpu, name, B):
+    """Return for each kernel of a training step its binaries, and what tells them apart besides a configuration."""
+    gpu.launches.clear()
+    sizes = {"D": 128 if "attention" in name else 192, "d": 64, "patch": 14, "height": 98, "width": 98}
+    sizes |= {"hidden": 4096 if name == "linear gelu" else 512, "gated": 170}  # 4096: from some batch size on by TMA
+    tensors = made(name, B, 196, torch.device("cpu"), torch.bfloat16, **sizes)
+    tensors.pop("attn_mask", None)  # its gradient is summed over samples if there are several
+    outputs = outputs_of(function(name)(**tensors))
+    torch.autograd.backward(outputs, [torch.ones_like(o) for o in outputs])
+    binaries = defaultdict(set)
+    for kernel in {launched.kernel for launched in gpu.launches}:
+        source, names = kernel.src, kernel.src.fn.arg_names
+        facts = [*source.signature.items()]
+        facts += [(names[place], fact) for kind in (source.constants, source.attrs) for (place,), fact in kind.items()]
+        rest = sorted(str(fact) for fact in facts if fact[0] not in _CONFIG)
+        binaries[kernel.name].add((id(kernel), str(rest)))
+    return binaries
+
+
+def a_new_batch_size_compiles_nothing():
+    """Which would take seconds in the middle of an epoch. Kernels of sequences follow the longest one."""
+    names = [name for name in ROWS if not any(kind in name for kind in ("varlen", "lengths", "relative"))]
+    for name in names:
+        with stub_gpu() as gpu:
+            by_batch = {B: _launched(gpu, name, B) for B in (1, 2, 3, 5, 8, 16, 17)}
+        for kernel in {kernel for binaries in by_batch.values() for kernel in binaries}:
+            rests = {B: {rest for _, rest in binaries[kernel]} for B, binaries in by_batch.items()}
+            most = max(rests.values(), key=len) if kernel in _OR_VENDOR else rests[1]
+            for B, some in rests.items():
+                same = some <= most if kernel in _OR_VENDOR else some == most
+                assert same, f"{name}: {kernel} at B = {B}: {some ^ most}"
+            every = set().union(*(binaries[kernel] for binaries in by_batch.values()))
+            assert len(every) <= (3 if kernel in _BY_ROWS else 1) * len(most), f"{name}: {kernel} {every}"
 
 
 def a_kernel_has_one_key_whichever_is_the_first():

@@ -1,7 +1,7 @@
 """fastvit.ops.runtime.call: which calls are alike, and what is kept of them. Launches are recorded and do not run.
 
 Models, refused kernels and modes: test_remembered_calls.py. Tensors at other alignments, and random calls:
-test_launch.py.
+test_launches.py.
 """
 
 import weakref
