@@ -23,15 +23,15 @@ import torch
 from benchmarks.gpu.tables import works
 from benchmarks.gpu.tuner import Tuner
 from benchmarks.harness.clock import HOST_BOUND, Clock
-from benchmarks.harness.provenance import commit, now
+from benchmarks.harness.provenance import commit, now, sources
 from benchmarks.harness.record import environment
 from fastvit.kernels import _tuned
 from fastvit.ops.runtime import backend as backends
 
 
 def measured(device: torch.device) -> dict[str, Any]:
-    """Return where and with which versions the table is measured. In a user's folder it counts for these kernels."""
-    return environment(device, torch.bfloat16) | {"when": now(), "commit": commit(), "sources": _tuned.sources()}
+    """Return where, with which versions and with which kernels the table is measured."""
+    return environment(device, torch.bfloat16) | {"when": now(), "commit": commit(), "sources": sources("kernels")}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -47,7 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
     torch.manual_seed(0)
     device = torch.device("cpu" if chosen.rehearse else "cuda")
     gpu = "interpreter" if chosen.rehearse else torch.cuda.get_device_name()
-    path = chosen.out / _tuned.file_name(gpu)
+    path = chosen.out / _tuned.path_of(gpu).name
     host_bound = False
     with backends.use_backend("triton", strict=True):
         state = functools.partial(measured, device)
