@@ -1,5 +1,5 @@
-"""Run `fastvit warmup` for some models, and a step of each with a stub GPU. Prints how many kernels were launched, and how
-many files that added to Triton's cache. For tests/package/test_warmup.py, in a process of its own."""
+"""Run `fastvit warmup` for some models, and a step of each with a stub GPU. Prints how many kernels were launched, and
+how many files that added to the cache of Triton. For tests/package/test_warmup.py, in a process of its own."""
 
 import os
 from pathlib import Path
