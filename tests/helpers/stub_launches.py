@@ -58,6 +58,11 @@ def _one_kernel(rows=4):
     return lambda: ops.layer_norm(x, w, w)
 
 
+def _train(name, tensors):
+    outputs = outputs_of(function(name)(**tensors))
+    torch.autograd.backward(outputs, [torch.ones_like(o) for o in outputs])
+
+
 @contextlib.contextmanager
 def _hooked(hook):
     """Call the hook at every launch."""
@@ -90,8 +95,7 @@ def _step(draw, name, dtype):
         tensors[key] = None
     for key in tensors.keys() & {"sin", "cos", "fixed_sin", "fixed_cos", "attn_mask"}:
         tensors[key] = tensors[key].detach().to(draw.choice(DTYPES)).requires_grad_(tensors[key].requires_grad)
-    outputs = outputs_of(function(name)(**{key: None if t is None else _laid_out(t) for key, t in tensors.items()}))
-    torch.autograd.backward(outputs, [torch.ones_like(o) for o in outputs])
+    _train(name, {key: None if t is None else _laid_out(t) for key, t in tensors.items()})
 
 
 def the_same_binary_as_triton_and_the_same_arguments():
@@ -166,8 +170,7 @@ def a_profiler_reads_names_flops_and_bytes():
         for dtype, names in ((torch.bfloat16, ROWS), (torch.float32, ["patch_embed"])):
             for name in names:
                 tensors = made(name, 2, 18, torch.device("cpu"), dtype, D=64, hidden=64, gated=64)
-                outputs = outputs_of(function(name)(**tensors))
-                torch.autograd.backward(outputs, [torch.ones_like(o) for o in outputs])
+                _train(name, tensors)
         names = {kernel.name for kernel in gpu.compiled}
     assert {name.split()[0] for name in read} == names == _kernels()
     norm = read["layer_norm_fwd_kernel M36 D32 bfloat16"]  # a LayerNorm before proj
@@ -282,8 +285,7 @@ def _launched(gpu, name, B):
     sizes |= {"hidden": 4096 if name == "linear gelu" else 512, "gated": 170}  # 4096: from some batch size on by TMA
     tensors = made(name, B, 196, torch.device("cpu"), torch.bfloat16, **sizes)
     tensors.pop("attn_mask", None)  # its gradient is summed over samples if there are several
-    outputs = outputs_of(function(name)(**tensors))
-    torch.autograd.backward(outputs, [torch.ones_like(o) for o in outputs])
+    _train(name, tensors)
     binaries = defaultdict(set)
     for kernel in {launched.kernel for launched in gpu.launches}:
         source, names = kernel.src, kernel.src.fn.arg_names
