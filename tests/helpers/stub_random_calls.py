@@ -183,7 +183,7 @@ def _launched(gpu, settings, name, tensors, options):
 
 
 def main(calls):
-    draw, settings = random.Random(6), {name: choices[0] for name, choices in SETTINGS.items()}
+    draw, settings = random.Random(1), {name: choices[0] for name, choices in SETTINGS.items()}
 
     def on_triton(x):
         """Decide as `wants_triton` does with a GPU."""
