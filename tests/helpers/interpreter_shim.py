@@ -59,8 +59,8 @@ def _install_extrema() -> None:
         return self.create_minnumf(self.create_maxnumf(x, low), high)
 
     def binary_op(self: Any, a: Any, b: Any, op: Any) -> Any:
-        found = plain_binary(self, a, b, op)
-        return interpreter.TensorHandle(found.data, tl.int1) if found.data.dtype == np.bool_ else found
+        result = plain_binary(self, a, b, op)
+        return interpreter.TensorHandle(result.data, tl.int1) if result.data.dtype == np.bool_ else result
 
     Builder.create_clampf, Builder.binary_op = create_clampf, binary_op
 

@@ -30,32 +30,6 @@ def state_dict() -> dict[str, Tensor]:
     return pretrained.state_dict()
 
 
-def meta_spelling(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return these weights under the names of Meta's files."""
-    names = {
-        "embeddings.position_embeddings": "pos_embed",
-        "embeddings.patch_embeddings.projection": "patch_embed.proj",
-        "embeddings.": "",
-        "encoder.layer.": "blocks.",
-        "attention.output.dense": "attn.proj",
-        "layer_scale1.lambda1": "ls1.gamma",
-        "layer_scale2.lambda1": "ls2.gamma",
-        "layernorm": "norm",
-    }
-    meta = {}
-    for key, value in state.items():
-        if "attention.attention" in key:
-            continue
-        for theirs, ours in names.items():
-            key = key.replace(theirs, ours)
-        meta[key] = value
-    for i in range(DEPTH):
-        for kind in ("weight", "bias"):
-            parts = [state[f"encoder.layer.{i}.attention.attention.{n}.{kind}"] for n in ("query", "key", "value")]
-            meta[f"blocks.{i}.attn.qkv.{kind}"] = torch.cat(parts)
-    return meta
-
-
 def run_graph(images: Tensor) -> list[Tensor]:
     """Return ONNX Runtime's outputs of the patch embedding with positions, of every block and of the last norm."""
     import onnx

@@ -37,15 +37,7 @@ class Marked(torch.Tensor):
     """A subclass that changes nothing."""
 
 
-# ---- what may change of a call's tensors: functions of random numbers and tensors by name ----
-
-
-def _another(draw, t):
-    return t.detach().clone().requires_grad_(t.requires_grad)
-
-
-def _wants_another_gradient(draw, t):
-    return t.detach().requires_grad_(not t.requires_grad) if t.is_floating_point() else t
+# ---- what may change of a call's tensors: functions of random numbers and a tensor ----
 
 
 def _laid_out(draw, t):
@@ -53,19 +45,14 @@ def _laid_out(draw, t):
     return LAYOUTS[draw.choice([*LAYOUTS])](t.detach()).requires_grad_(t.requires_grad)
 
 
-def _as_parameter(draw, t):
-    return torch.nn.Parameter(t.detach(), t.requires_grad) if t.is_floating_point() else t
-
-
-def _as_subclass(draw, t):
-    return t.detach().as_subclass(Marked).requires_grad_(t.requires_grad)
-
-
-def _negated(draw, t):
-    return torch._neg_view(-t.detach()) if t.is_floating_point() and not t.requires_grad else t
-
-
-CHANGES = (_another, _wants_another_gradient, _laid_out) * 2 + (_laid_out, _as_parameter, _as_subclass, _negated)
+CHANGES = (
+    *(lambda draw, t: t.detach().clone().requires_grad_(t.requires_grad),) * 2,
+    *(lambda draw, t: t.detach().requires_grad_(not t.requires_grad),) * 2,
+    *(_laid_out,) * 3,
+    lambda draw, t: torch.nn.Parameter(t.detach(), t.requires_grad),
+    lambda draw, t: t.detach().as_subclass(Marked).requires_grad_(t.requires_grad),
+    lambda draw, t: t if t.requires_grad else torch._neg_view(-t.detach()),
+)
 
 
 def _fresh(draw, name, tokens=None, dtype=None):
@@ -95,7 +82,7 @@ def _changed(draw, name, tensors):
             tensors[other] = tensors[key]
         tensors[key], tensors[other] = tensors[other], tensors[key]
         return tensors
-    if key in WITHOUT_GRADIENT or key == "cu_seqlens":
+    if key in WITHOUT_GRADIENT or not tensors[key].is_floating_point():
         return tensors
     with torch.no_grad():
         tensors[key] = draw.choice(CHANGES)(draw, tensors[key])
@@ -122,58 +109,37 @@ def _options(draw, name):
 # ---- what may change around a call ----
 
 
-class Settings:
-    """Settings of the process, which stay until they change again."""
+SETTINGS = {  # which stay until they change again
+    "FASTVIT_BACKEND": (None, None, "auto", "triton", "aten"),
+    "FASTVIT_STRICT": (None, None, "0", "1"),
+    "precision": ("highest", "high"),
+    "deterministic": (False, True),
+    "autocast": (None, None, torch.bfloat16, torch.float16),
+    "mode": (contextlib.nullcontext, contextlib.nullcontext, torch.no_grad, torch.inference_mode),
+    "in a thread": (False, False, True),
+    "hook": (False, False, False, True),
+}
 
-    def __init__(self):
-        self.environment = dict.fromkeys(("FASTVIT_BACKEND", "FASTVIT_STRICT"))
-        self.autocast = self.mode = self.hook = None
-        self.in_thread = False
-        self.seen = []  # by the hook
 
-    def change(self, draw):
-        match draw.randrange(9):
-            case 0:
-                torch.set_float32_matmul_precision(draw.choice(("highest", "high")))
-            case 1:
-                torch.use_deterministic_algorithms(draw.random() < 0.5, warn_only=True)
-            case 2:
-                self.environment["FASTVIT_BACKEND"] = draw.choice((None, None, "auto", "triton", "aten"))
-            case 3:
-                self.environment["FASTVIT_STRICT"] = draw.choice((None, None, "0", "1"))
-            case 4:
-                self.autocast = draw.choice((None, None, torch.bfloat16, torch.float16))
-            case 5:
-                self.mode = draw.choice((None, None, torch.no_grad, torch.inference_mode))
-            case 6:
-                self.in_thread = draw.random() < 0.3
-            case 7:
-                self.hook = draw.choice((None, None, None, self.seen.append))
-            case 8:
-                gc.collect(draw.choice((0, 0, 0, 0, 0, 0, 0, 2)))
-
-    @contextlib.contextmanager
-    def __call__(self):
-        for name, value in self.environment.items():
-            os.environ.pop(name, None) if value is None else os.environ.update({name: value})
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(torch.autocast("cpu", self.autocast, enabled=self.autocast is not None))
-            if self.mode is not None:
-                stack.enter_context(self.mode())
-            if self.hook is not None:
-                stack.enter_context(_hooked(self.hook))
-            yield
-
-    def on_triton(self, x):
-        """Decide as `wants_triton` does with a GPU."""
-        return self.environment["FASTVIT_BACKEND"] != "aten"
+@contextlib.contextmanager
+def _under(settings, seen):
+    """Apply the settings. seen: a list that a hook of launches appends to."""
+    for name in ("FASTVIT_BACKEND", "FASTVIT_STRICT"):
+        os.environ.pop(name, None)
+        if settings[name] is not None:
+            os.environ[name] = settings[name]
+    torch.set_float32_matmul_precision(settings["precision"])
+    torch.use_deterministic_algorithms(settings["deterministic"], warn_only=True)
+    autocast = torch.autocast("cpu", settings["autocast"], enabled=settings["autocast"] is not None)
+    with autocast, settings["mode"](), _hooked(seen.append) if settings["hook"] else contextlib.nullcontext():
+        yield
 
 
 def _launched(gpu, settings, name, tensors, options):
     """Return a call's launches, forward and backward: kernels, grids, numbers, and for each pointer the tensor and the
     place in it that it points to, if it was given. Also return its error, and how many launches the hook has seen."""
     gpu.launches.clear()
-    settings.seen.clear()
+    seen = []
     call = ROWS[name].call(ops, **more(name), **options)
     ranges = {}
     for key, t in tensors.items():
@@ -191,7 +157,7 @@ def _launched(gpu, settings, name, tensors, options):
 
     def work():
         try:
-            with settings():
+            with _under(settings, seen):
                 outputs = outputs_of(call(**tensors))
                 wanted = [o for o in outputs if o.requires_grad]
                 if wanted:
@@ -200,7 +166,7 @@ def _launched(gpu, settings, name, tensors, options):
             error.append(f"{type(raised).__name__}: {raised}")
 
     thread = threading.Thread(target=work)
-    (thread.start(), thread.join()) if settings.in_thread else work()
+    (thread.start(), thread.join()) if settings["in a thread"] else work()
     launches = []
     for kernel, grid, arguments in gpu.launches:
         signature = [*kernel.src.signature.items()]
@@ -213,21 +179,28 @@ def _launched(gpu, settings, name, tensors, options):
     for t in tensors.values():
         if t is not None and t.is_leaf:
             t.grad = None
-    return launches, error, len(settings.seen)
+    return launches, error, len(seen)
 
 
 def main(calls):
-    draw, settings = random.Random(0), Settings()
+    draw, settings = random.Random(1), {name: choices[0] for name, choices in SETTINGS.items()}
+
+    def on_triton(x):
+        """Decide as `wants_triton` does with a GPU."""
+        return settings["FASTVIT_BACKEND"] != "aten"
+
     names = [*ROWS]
     states = {name: [_fresh(draw, name, 16, dtype) for dtype in (torch.bfloat16, torch.float32)] for name in names}
     launches = remembered = errors = 0
-    with stub_gpu() as gpu, in_library(wants_triton=settings.on_triton), counted() as count:
+    with stub_gpu() as gpu, in_library(wants_triton=on_triton), counted() as count:
         for step in range(calls):
             if step % 40 == 0:  # a few ops at a time, so that calls are alike
                 some = draw.sample(names, 4)
             name = draw.choice(some)
             if draw.random() < 0.3:
-                settings.change(draw)
+                setting = draw.choice([*SETTINGS])
+                settings[setting] = draw.choice(SETTINGS[setting])
+                gc.collect(draw.choice((0, 0, 0, 0, 0, 0, 0, 2)))
             if draw.random() < 0.6:
                 states[name].append(_changed(draw, name, draw.choice(states[name])))
                 del states[name][:-4]

@@ -1,10 +1,10 @@
-"""How the reports read assembly: loops, tensor instructions, spills and loads in flight in SASS; accesses in PTX."""
+"""How the reports read SASS: loops, tensor instructions, spills, loads in flight and wrong addresses."""
 
 from typing import Any
 
 import pytest
 
-from benchmarks.codegen import accesses, sass
+from benchmarks.codegen import sass
 from benchmarks.codegen.wrong_sums import wrong_sums
 
 
@@ -66,44 +66,6 @@ LOADS = "HMMA R3", "LDGSTS.E.BYPASS.128 [R21], desc[UR20][R10.64]", "LDGDEPBAR"
 )
 def test_what_a_loop_does(instructions: tuple[str, ...], attribute: str, expected: object) -> None:
     assert getattr(only_loop(*instructions), attribute) == expected
-
-
-PTX = """
-$L__BB0_0:
-	.loc	1 4 19                          // norm.py:4:19 @[ norm.py:11:52 ]
-	@%p1 ld.global.v4.b32 { %r1, %r2, %r3, %r4 }, [ %rd4 + 0 ];
-	cp.async.cg.shared.global [ %r31 + 0 ], [ %rd4 + 0 ], 0x10, %r32;
-$L__BB0_1:
-	cp.async.cg.shared.global [ %r31 + 0 ], [ %rd4 + 0 ], 0x10, %r32;
-	.loc	1 7 3                           // norm.py:7:3
-	// begin inline asm
-	.loc	1 8 3                           // norm.py:8:3
-	@%p1 st.global.L1::evict_last.b16 [ %rd4 + 0 ], { %rs1 };
-	// end inline asm
-"""
-
-TTIR = """
-#loc = loc("/somewhere/norm.py":4:19)
-    %x = tt.load %at, %mask, %zero : tensor<64x64x!tt.ptr<bf16>> loc(#loc8)
-    tt.store %at, %y, %mask : tensor<64x!tt.ptr<bf16>> loc(#loc3)
-    %seed = tt.load %seed_ptr : !tt.ptr<i64> loc(#loc1)
-#loc1 = loc("/somewhere/norm.py":11:52)
-#loc3 = loc("/somewhere/norm.py":7:3)
-#loc8 = loc(callsite(#loc9 at #loc1))
-#loc9 = loc("x"(#loc))
-"""
-
-
-def test_accesses_have_width_and_place() -> None:
-    every_access = accesses.global_accesses(PTX)
-    assert [str(access) for access in every_access] == [
-        "2 loads of 16 bytes at norm.py:4:19 < norm.py:11:52",
-        "1 store of 2 bytes at norm.py:7:3",
-    ]
-    tiles = accesses.tile_bytes(TTIR)
-    assert tiles == {"norm.py:4:19 < norm.py:11:52": 64 * 64 * 2, "norm.py:7:3": 64 * 2, "norm.py:11:52": 8}
-    assert accesses.narrow(every_access, tiles, threads=128) == []
-    assert accesses.narrow(every_access, tiles, threads=8) == every_access[1:]
 
 
 @pytest.mark.parametrize(("between", "expected"), [("", 1), ("UMOV UR9, URZ", 0)])

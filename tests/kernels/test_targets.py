@@ -202,15 +202,6 @@ def square_kernel(x_ptr, out_ptr, BLOCK: tl.constexpr, PRECISION: tl.constexpr):
     x = tl.load(x_ptr + at)
     tl.store(out_ptr + at, tl.dot(x, x, input_precision=PRECISION))
 
-@triton.jit
-def sum_kernel(x_ptr, out_ptr, K, BLOCK: tl.constexpr):
-    at = tl.arange(0, BLOCK)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    acc = tl.zeros([BLOCK, BLOCK], tl.float32)
-    for k in range(0, K):
-        x = tl.load(x_ptr + k * BLOCK * BLOCK + at)
-        acc = tl.dot(x, x, acc, input_precision="ieee")
-    tl.store(out_ptr + at, acc)
-
 def compile(kernel, target, dtype, *arguments, **options):
     x = torch.empty(64 * 64, dtype=dtype, device="meta")
     with recording(target) as recorder:
@@ -222,11 +213,9 @@ small = {"BLOCK": 64, "PRECISION": "ieee", "maxnreg": 40}
 spilling = compile(square_kernel, "sm_80", torch.bfloat16, **small)
 large = compile(square_kernel, "sm_120", torch.float32, BLOCK=128, PRECISION="tf32", num_warps=8)
 unasked = dataclasses.replace(large, tensor_dots=0)  # as if the source had not asked for tf32
-waiting, ahead = (compile(sum_kernel, "sm_90", torch.bfloat16, 99, BLOCK=64, num_stages=stages) for stages in (2, 3))
-second = [dataclasses.replace(ragged, target="sm_120"), dataclasses.replace(ragged, dtype="fp32")]
-second += [dataclasses.replace(wide, target="sm_120", spill_bytes=n) for n in (64, 72)]
-second += [dataclasses.replace(wide, assembly=wide.assembly.replace("STG", "NOP"))]
-print(json.dumps([c.problems for c in (wide, ragged, spilling, large, unasked, waiting, ahead, *second)]))
+fp32 = dataclasses.replace(ragged, dtype="fp32")
+empty = dataclasses.replace(wide, assembly=wide.assembly.replace("STG", "NOP"))
+print(json.dumps([c.problems for c in (wide, ragged, spilling, large, unasked, fp32, empty)]))
 """
 
 
@@ -235,14 +224,11 @@ print(json.dumps([c.problems for c in (wide, ragged, spilling, large, unasked, w
 def test_bad_kernels_are_seen(tmp_path: Path) -> None:
     script = tmp_path / "bad_kernels.py"
     script.write_text(BAD_KERNELS)
-    wide, ragged, spilling, large, unasked, waiting, ahead, *second = json.loads(python(str(script)))
-    assert wide == []
+    wide, ragged, spilling, large, unasked, fp32, empty = json.loads(python(str(script)))
+    assert wide == fp32 == []
     assert {problem.split(" at ")[0] for problem in ragged} == {"32 loads of 2 bytes", "32 stores of 2 bytes"}
     assert any("spills" in problem for problem in spilling)
     assert any("shared memory" in problem for problem in large)
     assert not any("unasked" in problem for problem in large)
     assert any("unasked" in problem for problem in unasked)
-    assert (waiting, ahead) == (["a loop that waits for the loads which it has just issued"], [])
-    *second, empty = second
-    assert second == [[], [], [], ["72 bytes of spills per thread"]]
     assert any("nothing is stored" in problem for problem in empty)

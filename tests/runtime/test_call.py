@@ -1,7 +1,7 @@
 """fastvit.ops.runtime.call: which calls are alike, and what is kept of them. Launches are recorded and do not run.
 
 Models, refused kernels and modes: test_remembered_calls.py. Tensors at other alignments, and random calls:
-test_random_calls.py.
+test_launches.py.
 """
 
 import weakref
@@ -53,36 +53,31 @@ def test_a_call_with_the_signature_of_an_earlier_one(name, kind, recorder, devic
     assert kind == "strided" or len(count) == 2  # forward and backward
 
 
-@pytest.mark.parametrize("name", ["layer_norm_attention rotary", "mlp gated dropout"])
-def test_the_results_of_a_remembered_call(name, triton_backend, device):
-    op, tensors = function(name), made(name, B, N, device)
-    changed = other(tensors)
-    with uncached():
-        want = results(op, changed)
-    first, got = results(op, tensors), results(op, changed)
-    assert all(map(torch.equal, got, want))
-    assert not torch.equal(got[0], first[0])
-
-
-CHANGES = {
-    "eps": {"eps": 0.5},
-    "activation": {"activation": "relu"},
-    "norm": {"norm": "rms"},
-    "residual": {"residual": None},
-    "another residual": {"residual": torch.ones(B, N, D)},
-    "layer scale": {"layer_scale": torch.full((D,), 0.5)},
-    "row scale": {"row_scale": torch.tensor([0.0, 2.0])},
+CHANGES = {  # options before and after
+    "eps": ({}, {"eps": 0.5}),
+    "activation": ({}, {"activation": "relu"}),
+    "residual": ({}, {"residual": None}),
+    "another residual": ({}, {"residual": torch.ones(B, N, D)}),
+    "layer scale": ({}, {"layer_scale": torch.full((D,), 0.5)}),
+    "row scale": ({}, {"row_scale": torch.tensor([0.0, 2.0])}),
+    "norm": ({}, {"norm": "rms", "norm_bias": None}),
+    "eps of an inner norm": tuple({"inner_norm": ops.Norm(torch.ones(24), None, eps, "rms")} for eps in (1e-6, 0.5)),
+    "kind of an inner norm": tuple({"inner_norm": ops.Norm(torch.ones(24), kind=kind)} for kind in ("layer", "rms")),
 }
 
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_an_option_changes(change, weights, recorder, device):
-    options = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in CHANGES[change].items()}
-    weights = [weights[0], None if change == "norm" else weights[1], *weights[2:]]
+    names = ("norm_weight", "norm_bias", "fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias")
+    before, after = torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.to(device), CHANGES[change])
     x = x_of(device, B, N, D)
-    given = [t for t in (x, *weights, *options.values()) if isinstance(t, torch.Tensor)]
+    given = [t for t in (x, *weights, *after.values()) if isinstance(t, torch.Tensor)]
 
-    check_orders(lambda options: recorder.launched(lambda: call(x, weights, **options), given), {}, options)
+    def launched(options):
+        arguments = {"residual": x, **dict(zip(names, weights, strict=True)), **options}
+        return recorder.launched(lambda: ops.layer_norm_mlp(x, **arguments), given)
+
+    check_orders(launched, before, after)
 
 
 def check_orders(launched, one, two):
@@ -103,21 +98,6 @@ def test_a_tensor_that_is_there_twice(weights, recorder, device):
     x, vector = x_of(device, B, N, D), torch.linspace(0.5, 2.0, D, device=device)
     same, apart = [vector, vector, *weights[2:]], [vector, vector.flip(0), *weights[2:]]
     check_orders(lambda given: recorder.launched(lambda: call(x, given), [x, *apart]), same, apart)
-
-
-def test_what_a_norm_among_the_arguments_changes(weights, heads, recorder, device):
-    x = x_of(device, B, N, D)
-    norms = [ops.Norm(*weights[:2]), ops.Norm(*weights[:2], eps=0.5), ops.Norm(weights[0], kind="rms")]
-
-    def launched():
-        return [recorder.launched(lambda norm=norm: attended(x, weights, heads, scale_norm=norm)) for norm in norms]
-
-    with uncached():
-        want = launched()
-    assert want[0] != want[1] != want[2]
-    with counted() as count:
-        assert launched() == launched() == want
-    assert len(count) == 3
 
 
 def test_precision(weights, recorder, device):

@@ -1,8 +1,7 @@
 """CUDA graphs: every op is captured and replayed, seeds move on from replay to replay, and graphed models train.
 
-Without a GPU a replay runs the step again, which tries these tests but no graph. That nothing here needs the host is
-seen without one as well: launchers and ops run on meta tensors (test_targets.py) and on fake ones (tests/ops/promises),
-which have no values to be read.
+That nothing here needs the host is seen without a GPU as well: launchers and ops run on meta tensors (test_targets.py)
+and on fake ones (tests/ops/promises), which have no values to be read.
 """
 
 from collections.abc import Callable
@@ -14,19 +13,11 @@ from op_cases import ROWS, function, made, outputs_of, wanted
 import fastvit
 
 Tensors = tuple[torch.Tensor, ...]
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
 def captured(step: Callable[[], Tensors]) -> tuple[Callable[[], object], Tensors]:
     """Return a function that runs step() again, and the tensors that it writes."""
-    if not torch.cuda.is_available():
-        outputs = tuple(t.detach().clone() for t in step())
-
-        def again() -> None:
-            for old, new in zip(outputs, step(), strict=True):
-                old.copy_(new.detach())
-
-        return again, outputs
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):  # compiles, and fills what is made once
@@ -51,8 +42,7 @@ def assert_same(got: Tensors, expected: Tensors) -> None:
     torch.testing.assert_close(got, expected)
 
 
-# without a GPU only the test itself is tried
-@pytest.mark.parametrize("name", list(ROWS)[: None if torch.cuda.is_available() else 1])
+@pytest.mark.parametrize("name", ROWS)
 def test_every_op(name: str, triton_backend: None, device: torch.device) -> None:
     """Forward and all gradients: replays see what its tensors hold then, and draw as a call in their place would."""
     tensors = made(name, 2, 18, device)
@@ -79,7 +69,6 @@ def model(device: torch.device) -> fastvit.VisionTransformer:
     ).to(device)  # fmt: skip
 
 
-@needs_gpu
 def test_seeds_move_on_from_replay_to_replay(triton_backend: None, device: torch.device) -> None:
     """Dropout and DropPath in a training step: each replay draws other numbers, and the same ones after the same
     seed."""
@@ -103,7 +92,6 @@ def test_seeds_move_on_from_replay_to_replay(triton_backend: None, device: torch
     assert_same(tuple(again), tuple(first))
 
 
-@needs_gpu
 @pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
 def test_reduce_overhead(training: bool, triton_backend: None, device: torch.device) -> None:
     """torch.compile's own graphs."""

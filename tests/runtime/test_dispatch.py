@@ -1,109 +1,56 @@
 """Calls that nothing observes go to an op's implementation without the dispatcher; every observer still sees the op."""
 
-import sys
 import warnings
 from unittest import mock
 
 import pytest
 import torch
-from entered import PACKAGE, functions_entered
 from models import Calls
-from op_cases import function, made, results
-from remembered import NODES
+from op_cases import ROWS, function, made, more, results
+from remembered import NODES, functions_entered
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-import fastvit
 from fastvit import ops
 from fastvit.ops.runtime import autograd
-from fastvit.ops.runtime import launch as runtime_launch
 
-N, D = 17, 32
-
-
-def parameters(*sizes):
-    return [torch.nn.Parameter(torch.randn(*size)) for size in sizes]
-
-
-def cases():
-    """name -> (a call of the op, the Python functions that it may enter)."""
-    x, branch = torch.randn(1, N, D), torch.randn(1, N, D)
-    q, qkv, image = torch.randn(1, N, 2, 16), torch.randn(1, N, 3, 2, 16), torch.randn(1, 3, 8, 8)
-    heads = parameters((3 * D, D), (3 * D,), (D, D), (D,))
-    (norm, shift, weight, bias), fc = parameters((D,), (D,), (D, D), (D,)), parameters((64, D), (64,), (D, 64), (D,))
-    rotary = ops.Rotary(*torch.randn(2, N, 16))
-    head_norm = ops.Norm(torch.randn(16), torch.randn(16))
-    gated = parameters((128, D), (128,), (D, 64), (D,))
-    patch, pos_embed, prefix = parameters((D, 3, 4, 4), (4, D), (1, D))
-    return {
-        "layer_norm": (lambda: ops.layer_norm(x, norm, shift), 12),
-        "rms_norm": (lambda: ops.rms_norm(x, norm), 15),
-        "add_layer_norm": (lambda: ops.add_layer_norm(x, branch, norm, shift), 17),
-        "linear": (lambda: ops.linear(x, weight, bias), 15),
-        "attention": (lambda: ops.attention(q, q, q), 18),
-        "attention_qkvpacked": (lambda: ops.attention_qkvpacked(qkv), 16),
-        "layer_norm_linear": (lambda: ops.layer_norm_linear(x, norm, shift, weight, bias), 22),
-        "layer_norm_attention": (lambda: ops.layer_norm_attention(x, norm, shift, *heads, 2, residual=x), 45),
-        "layer_norm_attention_rotary": (
-            lambda: ops.layer_norm_attention(x, norm, shift, *heads, 2, residual=x, rotary=rotary),
-            68,
-        ),
-        "qk_norm": (lambda: ops.qk_norm(q, q, head_norm, head_norm, rotary), 64),
-        "mlp": (lambda: ops.mlp(x, *fc), 35),
-        "layer_norm_mlp": (lambda: ops.layer_norm_mlp(x, norm, shift, *fc, residual=x), 39),
-        "gated mlp": (lambda: ops.mlp(x, *gated, activation="swiglu"), 42),
-        "patch_embed": (lambda: ops.patch_embed(image, patch, bias, pos_embed=pos_embed, prefix=prefix), 24),
-        "dropout": (lambda: ops.dropout(x, 0.0), 4),  # checks alone
-    }
+# The Python functions that a call of a row may enter
+MOST = {
+    "layer_norm": 12,
+    "rms_norm": 15,
+    "add_layer_norm": 20,
+    "linear residual": 16,
+    "attention": 18,
+    "attention_qkvpacked": 18,
+    "layer_norm_linear": 21,
+    "layer_norm_attention": 31,
+    "layer_norm_attention rotary": 64,
+    "qk_norm": 56,
+    "mlp gelu": 25,
+    "layer_norm_mlp gelu": 27,
+    "mlp swiglu": 31,
+    "patch_embed": 21,
+}
 
 
-CASES = cases()
+def call_of(name):
+    arguments = ROWS[name].arguments(made(name, 1, 18, torch.device("cpu"), D=32, hidden=64, gated=64), **more(name))
+    op = getattr(ops, ROWS[name].op)
+    return lambda: op(**arguments)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", MOST)
 def test_python_functions_per_call(name):
-    call, limit = CASES[name]
+    call = call_of(name)
     with torch.inference_mode():
         direct = [call() for _ in range(2)][-1]  # after which it is remembered
         entered = functions_entered(call)
         with Calls():
             dispatched = call()
     torch.testing.assert_close(direct, dispatched, rtol=0, atol=0)
-    assert len(entered) <= limit, "\n".join(entered)
+    assert len(entered) <= MOST[name], "\n".join(entered)
     overloads = [f for f in entered if f.endswith("_ops.py:__call__")]
     assert len(overloads) == ("attention" in name)  # ATen's attention, which has no other name
-
-
-@pytest.fixture
-def stacks(triton_backend):
-    """Return, for each later launch, which does not run, the functions of the package on its stack. Those of
-    runtime/launch.py are left out, which do what Triton's own would do, and those of the table of ops."""
-    stacks = []
-
-    def launch(*_):
-        frame, stack = sys._getframe(1), []
-        while frame is not None:
-            file = frame.f_code.co_filename
-            if PACKAGE in file and not file.endswith(("ops/runtime/launch.py", "accuracy/cases.py")):
-                stack.append(frame.f_code.co_name)
-            frame = frame.f_back
-        stacks.append(stack)
-
-    with runtime_launch.launching(launch):
-        yield stacks
-
-
-@pytest.mark.parametrize(
-    "arguments", [{}, {"init_values": 0.1, "drop_path": 0.5, "proj_drop": 0.5}], ids=["plain", "dropout"]
-)
-def test_frames_from_a_block_to_its_kernels(arguments, stacks, device):
-    """Block.forward, half of a block, public function, run, the function in one step, compute, for attention a part of
-    it that the backward pass may run again, registered op, launcher"""
-    fastvit.Block(D, 2, **arguments).to(device)(torch.randn(2, N, D, device=device, requires_grad=True))
-    assert len(stacks) >= 6
-    for stack in stacks:
-        assert stack[-1] == "forward"
-        assert len(stack) <= 8 + ("run_attention_half" in stack), stack
 
 
 @pytest.mark.parametrize("cast", [False, True], ids=["plain", "autocast"])
@@ -169,10 +116,10 @@ def by_selective_checkpoint(call):
 
 @pytest.mark.parametrize("observer", [by_mode, by_function_mode, by_profiler, by_selective_checkpoint])
 def test_observers_see_the_op(observer):
-    for case in CASES.keys() - {"dropout"}:  # dropout(p=0) is no op
+    for name in MOST:
         with torch.no_grad() if observer is not by_selective_checkpoint else torch.enable_grad():
-            names = observer(CASES[case][0])
-        assert any(name.startswith("fastvit::") for name in names), (case, names)
+            seen = observer(call_of(name))
+        assert any(op.startswith("fastvit::") for op in seen), (name, seen)
 
 
 def test_subclasses_see_the_op(device):

@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from entered import PACKAGE, functions_entered
-from remembered import B, D, N, attended, call, counted, uncached, x_of
+from remembered import PACKAGE, B, D, N, attended, call, counted, functions_entered, uncached, x_of
 from torch.utils.flop_counter import FlopCounterMode
 
 pytest.importorskip("triton", reason="triton is not installed")
