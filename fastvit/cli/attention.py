@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
         terminal.check_folder("--out", args.out)
     source = find(args.model)
     size, _ = source.sizes(args.image_size)
-    mean, std = source.normalization()
+    mean, std = source.normalization
     pictures = [study.read_picture(image, size, args.mean or mean, args.std or std) for image in args.images]
     model = source.with_weights(args.weights, args.image_size)
     if args.by_layer:

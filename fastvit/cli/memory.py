@@ -99,22 +99,25 @@ def run(args: argparse.Namespace) -> int:
 
 def _fits(args: argparse.Namespace, sizes: list[tuple[int, int]], common: dict[str, Any]) -> list[dict[str, Any]]:
     """Return for every provider the largest batch at every image size, and the largest image at every batch."""
-    from fastvit.study.memory.search import Search
+    from fastvit import study
     from fastvit.study.sources.model_source import pixels
 
     planned = [p for p in args.providers if p != "compile"]
     rows: list[dict[str, Any]] = []
     with terminal.progress(len(planned) * (len(sizes) + len(args.batch)), "what fits") as progress:
         for provider in planned:
-            search = Search(args.model, provider=provider, **common)
             batch_of, image_of = dict[str, int](), dict[str, int | None]()
             for size in sizes:
                 progress(f"{provider}, batch at {pixels(size)}")
-                batch_of[pixels(size)] = search.largest_batch(args.budget, size)
+                batch_of[pixels(size)] = study.largest_batch(
+                    args.model, args.budget, image_size=size, provider=provider, **common
+                )
             for batch in args.batch:
                 progress(f"{provider}, image at batch {batch}")
                 try:
-                    image_of[str(batch)] = search.largest_image(args.budget, batch)
+                    image_of[str(batch)] = study.largest_image(
+                        args.model, args.budget, batch=batch, provider=provider, **common
+                    )
                 except ValueError as error:  # a model of one size, or patches that are not square
                     image_of[str(batch)] = None
                     print(f"fastvit: no largest image: {terminal.described(error)}", file=sys.stderr)

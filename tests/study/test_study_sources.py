@@ -113,7 +113,7 @@ def test_names_are_normalised_as_timm_does_it():
     for name in names:
         config = timm.get_pretrained_cfg(name)
         assert statistics(name) == (tuple(config.mean), tuple(config.std)), name
-    assert find("vit_base_patch16_224.augreg_in21k").normalization() == HALF
+    assert find("vit_base_patch16_224.augreg_in21k").normalization == HALF
 
 
 def test_weights_are_for_names_of_the_zoo():

@@ -112,7 +112,7 @@ def explore(
     """
     source = find(model)
     size, patch = source.sizes(image_size)
-    pixels, shown = picture(image, size, *source.normalization())
+    pixels, shown = picture(image, size, *source.normalization)
     built = _built(source, size, weights)
     facts = _facts(built, models(model, image_size=size)[0])
     positions = _positions(built, facts["grid"])

@@ -14,7 +14,7 @@ from fastvit.study.memory.allocations import Allocations, as_on
 from fastvit.study.memory.plan import without_data
 from fastvit.study.sources.find import find
 from fastvit.study.sources.hooks import without_hooks
-from fastvit.study.sources.model_source import DTYPES, PROVIDERS, blocks, call, images_for, output_of
+from fastvit.study.sources.model_source import DTYPES, PROVIDERS, blocks, call, images_for, one_line_errors, output_of
 
 
 @dataclass(frozen=True)
@@ -57,20 +57,9 @@ class _Steps(Allocations):
         super().__post_init__()
         self.steps: list[tuple[str, range]] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        outermost, first = not self._inside, len(self.storages)
-        out = super().__torch_dispatch__(func, types, args, kwargs)
-        if outermost and (len(self.storages) > first or func._schema.is_mutable):
-            self._add_step(func, first)
-        return out
-
-    def _run_op(self, op: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        first = len(self.storages)
-        out = super()._run_op(op, args, keywords)
-        self._add_step(op, first)
-        return out
-
-    def _add_step(self, op: Any, first: int) -> None:
+    def ran(self, op: Any, args: tuple[Any, ...], keywords: dict[str, Any], out: Any, first: int) -> None:
+        if len(self.storages) == first and not op._schema.is_mutable:
+            return
         name = op._schema.name.partition("::")[2].removeprefix("native_").removeprefix("_")
         name = name.removesuffix("_for_cpu")  # fake CPU tensors stand for a GPU's
         self.steps.append((name, range(first, len(self.storages))))
@@ -96,7 +85,9 @@ def block(
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     built = source.on_meta(provider, size, patch).to(DTYPES[dtype]).train()
-    one, B = first_block(built), 2
+    if not (listed := blocks(built)):
+        raise ValueError(f"{type(built).__name__} has no list of blocks")
+    one, B = listed[0], 2
     fakes = FakeTensorMode(allow_non_fake_inputs=True)
     without_data(built, fakes)
     with fakes, as_on(gpu=True), torch.enable_grad():
@@ -112,7 +103,7 @@ def block(
             outside.update(seen.see(out))
 
         one.register_forward_hook(leave)
-        with seen, without_hooks(built), source.running():
+        with seen, without_hooks(built), one_line_errors(source.name):
             result = call(built, pixels)
         kept = seen.alive() - given - outside
         del result
@@ -120,14 +111,6 @@ def block(
     steps = seen.steps[marks[0] : marks[1]]
     ops = (BlockOp(name, seen.bytes_of(kept & set(made)) / token) for name, made in steps)
     return BlockCost(provider, seen.tokens, tuple(ops))
-
-
-def first_block(model: nn.Module) -> nn.Module:
-    """Return the first module of the model's list of blocks, or raise ValueError if it has none."""
-    found = blocks(model)
-    if not found:
-        raise ValueError(f"{type(model).__name__} has no list of blocks")
-    return found[0]
 
 
 def draw_blocks(model: str, theme: str, image_size: Pair | None = None, patch_size: Pair | None = None) -> Any:

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 from fastvit.study.memory.allocations import Allocations, as_on
 from fastvit.study.memory.step import DTYPES, Setting, Step, Together, images_of
 from fastvit.study.sources.hooks import without_hooks
-from fastvit.study.sources.model_source import ModelSource, overflows_named
+from fastvit.study.sources.model_source import ModelSource, one_line_errors
 
 _CPU = torch.device("cpu")
 
@@ -126,7 +126,7 @@ def trace_step(
     dtype = DTYPES[setting.dtype]
     model = source.on_meta(provider, image_size, patch_size).to("meta", dtype)
     with torch.device("meta"):
-        with overflows_named(source.name):
+        with one_line_errors(source.name):
             images = images_of(model, batch, image_size, dtype, together)
         step = Step(model, images, setting, gpu)
     seen = Allocations(gpu) if seen is None else seen
@@ -147,7 +147,7 @@ def trace_step(
     with fakes, as_on(gpu), torch.enable_grad(), contextlib.ExitStack() as stack:
         if gpu:
             stack.enter_context(_GpuFunctions())
-        with seen, without_hooks(model), source.running():
+        with seen, without_hooks(model), one_line_errors(source.name):
             loss = step.passes(lambda what: ends.update({what: (len(seen.events), seen.alive())}))
     for p in step.parameters:
         if (grad := fake[p].grad) is not None:

@@ -22,7 +22,7 @@ from fastvit.study.models.parameter_counts import Parameters
 from fastvit.study.sources.baselines import NoFusedForm
 from fastvit.study.sources.find import find
 from fastvit.study.sources.hooks import without_hooks
-from fastvit.study.sources.model_source import ModelSource, call, images_for, overflows_named
+from fastvit.study.sources.model_source import ModelSource, call, images_for, one_line_errors
 
 _DTYPE = torch.bfloat16
 Sizes = Pair | Sequence[tuple[int, int]]
@@ -188,13 +188,18 @@ def _cost(
     except NoFusedForm:
         model, fused = source.on_meta("sdpa", image_size, patch), False
     model = model.to(_DTYPE).train()
-    with torch.device("meta"), overflows_named(source.name):
+    with torch.device("meta"), one_line_errors(source.name):
         pixels = images_for(model, batch, image_size, _DTYPE)
     parameters = parameter_counts.by_part(model)
     has_attention = parameters.attention + parameters.other > 0  # unnamed parameters may be attention
     prefix = source.prefix_tokens(model, image_size, patch) if patch is not None and has_attention else None
     outputs: list[Tensor] = []
-    with without_hooks(model), source.running(), FlopCounterMode(display=False) as counter, torch.enable_grad():
+    with (
+        without_hooks(model),
+        one_line_errors(source.name),
+        FlopCounterMode(display=False) as counter,
+        torch.enable_grad(),
+    ):
         saved = saved_bytes(lambda: outputs.append(call(model, pixels)), list(model.parameters()))
     size = _DTYPE.itemsize
     least = size * (parameters.total + pixels.numel() + outputs[0].numel())
