@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
         terminal.check_picture("--plot", args.plot)
     from fastvit import study
 
-    with terminal.working("fit") as step:
+    with terminal.progress(None, "fit") as step:
         found = study.fit(
             args.model, budget=args.budget, batch=args.batch, image_size=args.image_size, dtype=args.dtype,
             optimizer=args.optimizer, device=args.device, progress=step,

@@ -138,9 +138,10 @@ def wanted(module: str, package: str) -> Any:
 
 
 @contextlib.contextmanager
-def progress(total: int, what: str) -> Iterator[Callable[[str], None]]:
-    """Show a bar on standard error, if that is a terminal. Yields a function to call with what begins next."""
-    if not sys.stderr.isatty() or total < 2:
+def progress(total: int | None, what: str) -> Iterator[Callable[[str], None]]:
+    """Show a bar on standard error, if that is a terminal. Yields a function to call with what begins next. total: None
+    if it is not known."""
+    if not sys.stderr.isatty() or total in (0, 1):
         yield lambda now: None
         return
     bars, rich = wanted("rich.progress", "rich"), wanted("rich.console", "rich")
@@ -160,17 +161,6 @@ def progress(total: int, what: str) -> Iterator[Callable[[str], None]]:
             started = True
 
         yield step
-
-
-@contextlib.contextmanager
-def working(what: str) -> Iterator[Callable[[str], None]]:
-    """Show a spinner like `progress`, if the total is not known."""
-    if not sys.stderr.isatty():
-        yield lambda now: None
-        return
-    status, rich = wanted("rich.status", "rich"), wanted("rich.console", "rich")
-    with status.Status(what, console=rich.Console(stderr=True)) as line:
-        yield lambda now: line.update(f"{what}: {now}")
 
 
 def write(path: str | Path, content: str | bytes) -> None:

@@ -6,7 +6,6 @@ import contextlib
 import math
 import shlex
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,13 +16,12 @@ from torch import Tensor, nn
 
 import fastvit
 from fastvit.modules.arguments import Pair, checked_pair
-from fastvit.study.explore import attention, document, layer_figures, memory
+from fastvit.study.explore import attention, document, memory
+from fastvit.study.explore.document import Progress
 from fastvit.study.explore.picture import picture
 from fastvit.study.models.costs import ModelCost, models
 from fastvit.study.sources.find import find
 from fastvit.study.sources.model_source import ModelSource
-
-Progress = Callable[[int, str], AbstractContextManager[Callable[[str], None]]]
 
 ROOM = 3_400_000  # characters of attention and positions together; a page has at most 4 MB
 _POSITIONS = 1400  # positions at most: the N x N similarities of more would leave no room for attention
@@ -127,7 +125,7 @@ def explore(
             "patch_stops": patch_stops(size, patch),
         },
         "attention": attention.collect(built, pixels, layers, progress, ROOM - len(positions["cosine"] or "")),
-        "layers": layer_figures.collect(built, pixels, progress),
+        "layers": attention.collect_by_layer(built, pixels, progress),
         "positions": positions,
         "memory": memory.collect(source, size, patch, facts["prefix"], progress),
         "models": _model_rows(progress),
@@ -170,12 +168,6 @@ def _provenance(source: ModelSource, image: str | Path | None, weights: str | Pa
     return f"{text} Picture: {Path(image).name if image else 'a computed landscape, since no file was given'}."
 
 
-def position_similarity(positions: Tensor) -> Tensor:
-    """Return the cosine of every two rows: (n, D) -> (n, n)."""
-    unit = F.normalize(positions.float(), dim=-1)
-    return unit @ unit.T
-
-
 def _positions(model: nn.Module, grid: tuple[int, int]) -> dict[str, Any]:
     found, fixed = position_embeddings(model, grid[0] * grid[1])
     if found is None:
@@ -187,7 +179,8 @@ def _positions(model: nn.Module, grid: tuple[int, int]) -> dict[str, Any]:
     if not 1 < len(found) <= _POSITIONS:
         note = f"No similarities of {len(found)} positions: this page has room for those of 2 to {_POSITIONS}."
         return {"cosine": None, "fixed": fixed, "note": note}
-    cosine = (position_similarity(found) * 127).round().clamp(-127, 127).to(torch.int8)
+    unit = F.normalize(found.float(), dim=-1)
+    cosine = (unit @ unit.T * 127).round().clamp(-127, 127).to(torch.int8)
     rows, columns = torch.tril_indices(len(found), len(found))  # row i has its columns up to i
     values = document.encoded(cosine[rows, columns])
     return {"grid": grid, "cosine": values, "fixed": fixed, "note": "Cosines are rounded to 127ths."}
