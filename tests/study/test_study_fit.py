@@ -15,8 +15,8 @@ from fastvit.study.fitting import planning
 from fastvit.study.fitting.choices import BLOCK, NOTHING, Choice, put_on
 from fastvit.study.fitting.costs import FitStep, Trace, blocks_of, costs_of
 from fastvit.study.fitting.planning import fit, plan_fit
+from fastvit.study.fitting.report import in_words
 from fastvit.study.fitting.search import BlockCosts, Gap, StepCosts
-from fastvit.study.fitting.words import in_words
 from fastvit.study.memory.growth import checked_budget, measure
 from fastvit.study.memory.step import Setting
 from fastvit.study.sources.find import find, from_module

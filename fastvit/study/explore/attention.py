@@ -8,8 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fastvit.study.attention.distance import attention_distance
-from fastvit.study.attention.evolution import cls_evolution
+from fastvit.study.attention.layers import attention_distance, cls_evolution
 from fastvit.study.attention.maps import attention_maps, attention_rollout
 from fastvit.study.explore import document
 from fastvit.study.explore.document import Progress

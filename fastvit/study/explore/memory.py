@@ -11,7 +11,7 @@ from typing import Any
 from fastvit.ops.runtime import backend as backends
 from fastvit.study.explore.document import Progress
 from fastvit.study.fitting.costs import FitStep, costs_of
-from fastvit.study.fitting.words import in_words
+from fastvit.study.fitting.report import in_words
 from fastvit.study.memory.plan import Parts, plan
 from fastvit.study.memory.scaled_step import ScaledStep
 from fastvit.study.memory.step import Setting

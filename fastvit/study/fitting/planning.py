@@ -10,8 +10,8 @@ from fastvit._output import wrapped
 from fastvit.modules.arguments import Pair
 from fastvit.study.fitting.choices import BLOCK, BY_DEFAULT, NOTHING, Choice
 from fastvit.study.fitting.costs import FitStep, Trace, costs_of
+from fastvit.study.fitting.report import in_words, lines
 from fastvit.study.fitting.search import StepCosts
-from fastvit.study.fitting.words import in_words, lines
 from fastvit.study.memory.growth import Progress, check_batch, checked_budget, checked_device, silent
 from fastvit.study.memory.step import Setting
 from fastvit.study.sources.find import find

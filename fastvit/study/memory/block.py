@@ -5,16 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fastvit.modules.arguments import Pair
-from fastvit.study.memory.allocations import Allocations, as_on
-from fastvit.study.memory.plan import without_data
+from fastvit.study.memory.allocations import Allocations
+from fastvit.study.memory.plan import trace_step
+from fastvit.study.memory.step import DTYPES, Setting
 from fastvit.study.sources.find import find
-from fastvit.study.sources.hooks import without_hooks
-from fastvit.study.sources.model_source import DTYPES, PROVIDERS, blocks, call, images_for, one_line_errors, output_of
+from fastvit.study.sources.model_source import PROVIDERS, blocks, output_of
 
 
 @dataclass(frozen=True)
@@ -82,34 +80,24 @@ def block(
     """
     source = find(model)
     size, patch = source.sizes(image_size, patch_size)
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
-    built = source.on_meta(provider, size, patch).to(DTYPES[dtype]).train()
-    if not (listed := blocks(built)):
-        raise ValueError(f"{type(built).__name__} has no list of blocks")
-    one, B = listed[0], 2
-    fakes = FakeTensorMode(allow_non_fake_inputs=True)
-    without_data(built, fakes)
-    with fakes, as_on(gpu=True), torch.enable_grad():
-        seen = _Steps(gpu=True)
-        pixels = images_for(built, B, size, DTYPES[dtype])
-        given = set(seen.see([*built.parameters(), *built.buffers(), pixels]))
-        marks, widths, outside = list[int](), list[int](), set[int]()
-        one.register_forward_pre_hook(lambda *_: marks.append(len(seen.steps)))
+    setting, B = Setting(dtype=dtype, optimizer="none"), 2
+    seen, marks, widths, outside = _Steps(gpu=True), list[int](), list[int](), set[int]()
 
-        def leave(module: nn.Module, args: Any, out: Any) -> None:
-            marks.append(len(seen.steps))
-            widths.append(output_of(out).shape[-1])
-            outside.update(seen.see(out))
+    def leave(module: nn.Module, args: Any, out: Any) -> None:
+        marks.append(len(seen.steps))
+        widths.append(output_of(out).shape[-1])
+        outside.update(seen.see(out))
 
-        one.register_forward_hook(leave)
-        with seen, without_hooks(built), one_line_errors(source.name):
-            result = call(built, pixels)
-        kept = seen.alive() - given - outside
-        del result
+    def prepare(built: nn.Module, _: Allocations) -> None:
+        if not (listed := blocks(built)):
+            raise ValueError(f"{type(built).__name__} has no list of blocks")
+        listed[0].register_forward_pre_hook(lambda *_: marks.append(len(seen.steps)))
+        listed[0].register_forward_hook(leave)
+
+    trace = trace_step(source, provider, size, B, setting, gpu=True, patch_size=patch, seen=seen, prepare=prepare)
+    kept = trace.kept - trace.groups["weights"] - trace.groups["inputs"] - outside
     token = B * seen.tokens * widths[0] * DTYPES[dtype].itemsize
-    steps = seen.steps[marks[0] : marks[1]]
-    ops = (BlockOp(name, seen.bytes_of(kept & set(made)) / token) for name, made in steps)
+    ops = (BlockOp(name, seen.bytes_of(kept & set(made)) / token) for name, made in seen.steps[marks[0] : marks[1]])
     return BlockCost(provider, seen.tokens, tuple(ops))
 
 

@@ -77,7 +77,7 @@ def plan(
         gpu: plan for a GPU, where fused ops run Triton kernels; else for a CPU.
         together: sizes of a list of images, with a batch of each, instead of a batch of the model's image_size.
     """
-    seen, begin, last, groups = trace_step(
+    seen, begin, last, _, groups = trace_step(
         source, provider, image_size, batch, setting, gpu=gpu, patch_size=patch_size, together=together
     )
     at_peak, parts = seen.held(begin), {}
@@ -99,12 +99,14 @@ class StepTrace(NamedTuple):
         seen: its allocations and releases.
         begin: the first event of the step itself.
         last: the first event of the optimizer's step.
+        kept: the storages that are alive after the forward pass.
         groups: the storages of each of `Parts` except temporaries. A storage belongs to the first group that has it.
     """
 
     seen: Allocations
     begin: int
     last: int
+    kept: set[int]
     groups: dict[str, set[int]]
 
 
@@ -161,12 +163,13 @@ def trace_step(
     if not seen.tokens:
         raise ValueError(f"no attention is seen in {source.name}: it is no ViT")
     matrices = {n for n, storage in enumerate(seen.storages) if seen.is_attention_matrix(storage)}
-    saved = ends["forward"][1] if setting.mode == "train" else set()
+    kept = ends["forward"][1]
+    saved = kept if setting.mode == "train" else set()
     groups = {
         "weights": weights, "gradients": gradients, "optimizer": optimizer, "inputs": inputs,
         "saved": saved - matrices, "attention": matrices,
     }  # fmt: skip
-    return StepTrace(seen, begin, list(ends.values())[-1][0], groups)
+    return StepTrace(seen, begin, list(ends.values())[-1][0], kept, groups)
 
 
 def without_data(model: nn.Module, fakes: FakeTensorMode) -> dict[Tensor, Tensor]:

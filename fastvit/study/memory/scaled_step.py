@@ -83,7 +83,7 @@ class ScaledStep:
         self.name, self.prefix, traces, products = source.name, prefix, list[_Trace](), list[list[int]]()
         for batch, side, patch in zip(batches, _SIDES, (patches[0], patches[-1]), strict=True):
             size = side * patch, side * patch
-            seen, begin, _, groups = trace_step(
+            seen, begin, *_, groups = trace_step(
                 source, provider, size, batch, setting, gpu=gpu, patch_size=(patch, patch)
             )
             traces.append(_with_joint_scratch(seen, begin, list(groups.values())))
