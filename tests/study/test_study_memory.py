@@ -10,7 +10,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fastvit import ops, study, zoo
 from fastvit.ops.runtime import backend as backends
-from fastvit.ops.runtime import device as devices
 from fastvit.study.memory import growth, search
 from fastvit.study.memory.allocations import Allocations, as_on
 from fastvit.study.memory.plan import plan
@@ -163,20 +162,6 @@ def test_a_cpu_without_memory(monkeypatch):
     message = "another"
     with pytest.raises(RuntimeError, match="another"):
         study.memory(SMALL, **options)
-
-
-def test_planning_leaves_no_trace():
-    """Afterwards launchers launch, and the interpreter interprets."""
-    pytest.importorskip("triton")
-    from fastvit.ops.runtime import launch
-
-    before = launch._instead, backends.INTERPRET, devices.without_gpu
-    study.memory(SMALL, image_sizes=(32,), batches=(1,), device="cuda")
-    assert (launch._instead, backends.INTERPRET, devices.without_gpu) == before
-    x = torch.randn(3, 32)
-    with ops.use_backend("auto"):
-        got = ops.layer_norm(x, torch.ones(32), torch.zeros(32), 1e-6)
-    torch.testing.assert_close(got, torch.nn.functional.layer_norm(x, (32,), eps=1e-6))
 
 
 @pytest.mark.parametrize("power", [1.0, 4.0])

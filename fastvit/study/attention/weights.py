@@ -42,14 +42,6 @@ class QueryTokens:
         self.grid = self.patch_size = (0, 0)
         self._count = 0
 
-    def misfit(self, call: AttentionCall) -> str:
-        """Return why a call has no rows for the queries, or "".
-
-        Raises:
-            ValueError: the model has no such query.
-        """
-        return call.unseen or self.locate(call.q.shape[1], call.patches)
-
     def locate(self, N: int, patches: Patches | None) -> str:
         """Find the queries among N tokens, or return why these are not the tokens seen before, or of the patches.
 
@@ -128,7 +120,7 @@ def by_layer(
 
     def on_call(call: AttentionCall) -> None:
         if layers is None or back or call.layer in layers:
-            if reason := tokens.misfit(call):
+            if reason := call.unseen or tokens.locate(call.q.shape[1], call.patches):
                 reasons[call.layer] = reason
             else:
                 kept[call.layer] = compute(call)
