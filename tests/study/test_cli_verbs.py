@@ -106,9 +106,12 @@ def test_errors_in_words():
 def test_no_number_of_a_table_is_cut(monkeypatch, capsys):
     pytest.importorskip("rich")
     monkeypatch.setenv("COLUMNS", "20")
-    terminal.print_table(["model", "a", "b"], [["a_name_of_a_model", "123,456,789,012", "1"], [], ["x", "2", "34"]])
+    terminal.print_table(
+        ["model", "a", "b"], [["the name of a model", "123,456,789,012", "1.02 0.98"], [], ["x", "2", "34"]]
+    )
     out = capsys.readouterr().out
     assert {"123,456,789,012", "34"} <= set(out.split())
+    assert "1.02 0.98" in out
     assert "…" not in out
 
 

@@ -220,7 +220,7 @@ def test_words():
     )
 
 
-@pytest.mark.parametrize("budget", ["24", "24 apples", "-1GiB", 0, True, 2.5, None])
+@pytest.mark.parametrize("budget", ["24", "24 apples", "-1GiB", 0, True, 2.5, None, 1 << 51])
 def test_budgets(budget):
     assert checked_budget("24GiB") == 24 << 30
     assert checked_budget("1.5 kb") == checked_budget(1500) == 1500

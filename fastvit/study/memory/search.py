@@ -72,7 +72,7 @@ def _planned_peak(
     return lambda size, batch: plan(source, provider, size, batch, setting, gpu=gpu, patch_size=patch).parts.peak
 
 
-def _largest(peak: Callable[[int], int], budget: int | str, most: int, power: int = 1) -> int:
+def _largest(peak: Callable[[int], int], budget: int, most: int, power: int = 1) -> int:
     """Return the largest n from 1 to `most` with peak(n) <= budget, or 0. peak must not decrease; if it is nearly
     linear in n**power, few n are tried."""
     known = {1: peak(1)}

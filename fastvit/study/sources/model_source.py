@@ -95,7 +95,7 @@ class ModelSource:
         Raises:
             ValueError: weights for a model that is not in the zoo, a model of videos, and what `build` refuses.
         """
-        options = {} if weights is None else {"weights": weights, "num_classes": 0, "drop_head": True}
+        options: dict[str, Any] = {} if weights is None else {"weights": weights, "num_classes": 0, "drop_head": True}
         if self.origin == "fastvit":
             return self.build("fastvit", image_size, **options)
         if options:
