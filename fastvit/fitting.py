@@ -11,11 +11,11 @@ from fastvit.blocks.recompute import recompute_as_by_default
 from fastvit.modules.arguments import Pair
 from fastvit.study.fitting.choices import put_on
 from fastvit.study.fitting.costs import blocks_of
-from fastvit.study.fitting.planning import Fit, checked_budget, plan_fit
-from fastvit.study.fitting.words import count_of_images, size_in_words
-from fastvit.study.memory.growth import checked_device
+from fastvit.study.fitting.planning import Fit, plan_fit
+from fastvit.study.fitting.report import count_of_images, size_in_words
+from fastvit.study.memory.growth import checked_budget, checked_device
 from fastvit.study.memory.step import Setting
-from fastvit.study.sources.from_module import ModuleSource
+from fastvit.study.sources.find import from_module
 from fastvit.study.sources.model_source import DTYPES
 
 # By name: to import some of them takes seconds
@@ -62,7 +62,7 @@ def fit(
             of blocks that run once each; and other wrong arguments. The model is unchanged then.
     """
     _check(model)
-    source = ModuleSource(model)
+    source = from_module(model)
     size, _ = source.sizes(image_size)
     parameter = next((p for p in model.parameters() if p.is_floating_point()), None)
     if parameter is None:

@@ -22,8 +22,7 @@ from fastvit import layers, ops, reference, zoo
 from fastvit.study.accuracy import cases
 from fastvit.study.accuracy import formulas as eager
 from fastvit.study.accuracy.cases import Shapes, sizes
-from fastvit.study.sources.baselines import use_sdpa
-from fastvit.study.sources.from_zoo import plain_model
+from fastvit.study.sources.baselines import plain_model, use_sdpa
 
 PROVIDERS = ("eager", "sdpa", "flash", "cudnn", "compile", "graph", "fastvit")
 COMPILED = ("compile", "graph")

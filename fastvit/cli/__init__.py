@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import os
 import sys
 from collections.abc import Sequence
 
+import fastvit
 from fastvit.cli import terminal
 
 # verb -> description; a verb's file has `configure(parser)` and `run(args)`, which returns the exit status
@@ -36,7 +36,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     chosen = next((word for word in argv if word in VERBS), None)
     parser = terminal.Parser("fastvit", "See what a Vision Transformer costs, and what it looks at.", _EXAMPLE)
-    parser.add_argument("--version", action=_Version)
+    parser.add_argument(
+        "--version", action="version", version=f"fastvit {fastvit.__version__}", help="the version of fastvit"
+    )
     parser.add_argument("--traceback", action="store_true", help="show the traceback of an error")
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", dest="verb", required=True)
     for verb, line in VERBS.items():
@@ -48,14 +50,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     args = parser.parse_args(argv)
     return terminal.guarded(lambda: importlib.import_module(f"fastvit.cli.{args.verb}").run(args), args.traceback)
-
-
-class _Version(argparse.Action):
-    def __init__(self, option_strings: Sequence[str], dest: str) -> None:
-        super().__init__(option_strings, dest, nargs=0, help="the version of fastvit")
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        from fastvit import __version__
-
-        print(f"fastvit {__version__}")
-        parser.exit()

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastvit._units import MOST_PIXELS
-from fastvit.cli import attention_by_layer, options, terminal
+from fastvit.cli import options, terminal
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from fastvit.study import AttentionMaps, Picture, TokenWeights
+    from fastvit.study import AttentionDistance, AttentionMaps, ClsEvolution, Picture, TokenWeights
 
 _EXAMPLES = """examples:
   fastvit attention vit_small_patch14_dinov2 cat.jpg \\
@@ -34,6 +34,7 @@ to --image-size. It is normalised with timm's values for the model of that name,
 or with ImageNet's for a configuration or function.
 """
 _TOP = 4  # patches in a row of the table
+_MAPS = {"layer": -1, "head": None, "query": None, "rollout": False, "out": None}  # options of maps, and their defaults
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -51,24 +52,29 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--std", type=_three, metavar="R,G,B", help="their standard deviation (default: the model's)")
     add("--out", type=_png, metavar="FILE.png", help="write a picture of the maps, instead of a table")
     options.add_json(parser, "every value, as JSON")
-    attention_by_layer.configure(parser)
+    text = "mean attention distance of heads, and CLS after each block, instead"
+    add("--by-layer", action="store_true", help=text)
 
 
 def run(args: argparse.Namespace) -> int:
     from fastvit import study
     from fastvit.study.sources.find import find
 
-    attention_by_layer.check(args)
+    if not args.by_layer and len(args.images) > 1:
+        raise ValueError(f"maps are of one IMAGE, got {len(args.images)}; --by-layer takes several")
+    for name, default in _MAPS.items():
+        if args.by_layer and getattr(args, name) != default:
+            raise ValueError(f"--{name} is of maps, which --by-layer does not compute")
     if args.out is not None:
         terminal.wanted("matplotlib", "matplotlib")
         terminal.check_folder("--out", args.out)
     source = find(args.model)
     size, _ = source.sizes(args.image_size)
-    mean, std = source.normalization()
+    mean, std = source.normalization
     pictures = [study.read_picture(image, size, args.mean or mean, args.std or std) for image in args.images]
     model = source.with_weights(args.weights, args.image_size)
     if args.by_layer:
-        attention_by_layer.run(args, model, [picture.pixels for picture in pictures])
+        _run_by_layer(args, model, [picture.pixels for picture in pictures])
     else:
         _run_maps(args, model, pictures[0], size)
     if args.weights is None and source.origin != "function":
@@ -89,6 +95,17 @@ def _run_maps(args: argparse.Namespace, model: nn.Module, picture: Picture, size
         print(json.dumps(_values(args, size, maps, rollout)))
     elif args.out is None:
         _show(args, maps, rollout)
+
+
+def _run_by_layer(args: argparse.Namespace, model: nn.Module, images: list[Tensor]) -> None:
+    """Compute and print figures by layer. images: (3, H, W) each"""
+    from fastvit import study
+
+    distance, evolution = study.attention_distance(model, images), study.cls_evolution(model, images)
+    if args.json:
+        print(json.dumps(_values_by_layer(args, distance, evolution)))
+    else:
+        _show_by_layer(args.model, images, distance, evolution)
 
 
 def _rows(maps: AttentionMaps, rollout: TokenWeights | None) -> dict[str, Tensor]:
@@ -140,6 +157,46 @@ def _show(args: argparse.Namespace, maps: AttentionMaps, rollout: TokenWeights |
     terminal.console().print(
         "\nprefix: weight of the tokens before the patches; top: (row,column) of the patches with most weight"
     )
+
+
+def _values_by_layer(args: argparse.Namespace, distance: AttentionDistance, evolution: ClsEvolution) -> dict[str, Any]:
+    (h, w), (height, width) = distance.grid, distance.patch_size
+    return {
+        "model": args.model,
+        "images": args.images,
+        "weights": args.weights,
+        "image_size": (h * height, w * width),
+        "grid": distance.grid,
+        "patch_size": distance.patch_size,
+        "distance": distance.distance.tolist(),
+        "uniform": distance.uniform,
+        "state": "patches" if evolution.pooled else "cls",
+        "cosine": evolution.cosine.tolist(),
+    }
+
+
+def _show_by_layer(name: str, images: list[Tensor], distance: AttentionDistance, evolution: ClsEvolution) -> None:
+    cosines = [f"{cosine:.3f}" for cosine in evolution.mean.tolist()]
+    if len(cosines) != len(distance.layers):
+        raise ValueError(
+            f"the table needs as many blocks as layers of attention, got {len(cosines)} and {len(distance.layers)}; "
+            "--json does not"
+        )
+    rows = []
+    for layer, each, cosine in zip(distance.layers, distance.distance, cosines, strict=True):
+        pixels = [f"{value:.1f}" for value in (each.mean(), each.min(), each.max())]
+        rows.append([str(layer), *pixels, f"{100 * each.mean() / distance.uniform:.0f}%", cosine])
+    heads = ["layer", "mean px", "least", "most", "of uniform", "cosine"]
+    height, width = images[0].shape[1:]
+    count = "one image" if len(images) == 1 else f"{len(images)} images"
+    what = f"{name}, {count} of {height} x {width} px, {distance.grid[0]} x {distance.grid[1]} patches"
+    terminal.print_table(heads, rows, title=what, words=())
+    notes = [
+        f"mean, least, most: attention distance of the {len(distance.heads)} heads",
+        f"uniform: equal weights, {distance.uniform:.1f} px",
+        f"cosine: {evolution.state} after the block, to after the last, before the last norm",
+    ]
+    terminal.console().print("\n" + "\n".join(notes))
 
 
 def _query_name(maps: AttentionMaps) -> str:

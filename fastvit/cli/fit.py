@@ -49,13 +49,13 @@ def run(args: argparse.Namespace) -> int:
         terminal.check_picture("--plot", args.plot)
     from fastvit import study
 
-    with terminal.working("fit") as step:
+    with terminal.progress(None, "fit") as step:
         found = study.fit(
             args.model, budget=args.budget, batch=args.batch, image_size=args.image_size, dtype=args.dtype,
             optimizer=args.optimizer, device=args.device, progress=step,
         )  # fmt: skip
     if args.plot is not None:
-        from fastvit.study.fitting.plot import draw
+        from fastvit.study.fitting.report import draw
 
         terminal.write_figure(args.plot, draw(found, args.theme), args.theme)
     if args.json:
@@ -72,7 +72,7 @@ def as_json(found: Fit) -> dict[str, Any]:
 
 
 def _print(found: Fit) -> None:
-    from fastvit.study.fitting.words import bound, count_of_images, policy, rows, size_in_words, step_in_words
+    from fastvit.study.fitting.report import bound, count_of_images, policy, rows, size_in_words, step_in_words
 
     console = terminal.console()
     for line in [step_in_words(found), *policy(found), ""]:

@@ -73,13 +73,8 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("--budget searches batches of one image size, and --together has several")
     if args.providers is None:
         args.providers = ["fastvit"] if args.together else ["eager", "sdpa", "fastvit"]
-    setting: dict[str, Any] = {
-        "mode": args.mode,
-        "dtype": args.dtype,
-        "optimizer": args.optimizer,
-        "checkpointing": args.checkpointing,
-    }
-    common: dict[str, Any] = {"patch_size": args.patch_size, "device": args.device, **setting}
+    names = ("patch_size", "device", "mode", "dtype", "optimizer", "checkpointing")
+    common = {name: getattr(args, name) for name in names}
     sizes = args.image_size or [study.image_size(args.model)]
     points = (1 if args.together else len(sizes)) * len(args.batch) * len(args.providers)
     with terminal.progress(points, "planning") as progress:
@@ -99,22 +94,25 @@ def run(args: argparse.Namespace) -> int:
 
 def _fits(args: argparse.Namespace, sizes: list[tuple[int, int]], common: dict[str, Any]) -> list[dict[str, Any]]:
     """Return for every provider the largest batch at every image size, and the largest image at every batch."""
-    from fastvit.study.memory.search import Search
+    from fastvit import study
     from fastvit.study.sources.model_source import pixels
 
     planned = [p for p in args.providers if p != "compile"]
     rows: list[dict[str, Any]] = []
     with terminal.progress(len(planned) * (len(sizes) + len(args.batch)), "what fits") as progress:
         for provider in planned:
-            search = Search(args.model, provider=provider, **common)
             batch_of, image_of = dict[str, int](), dict[str, int | None]()
             for size in sizes:
                 progress(f"{provider}, batch at {pixels(size)}")
-                batch_of[pixels(size)] = search.largest_batch(args.budget, size)
+                batch_of[pixels(size)] = study.largest_batch(
+                    args.model, args.budget, image_size=size, provider=provider, **common
+                )
             for batch in args.batch:
                 progress(f"{provider}, image at batch {batch}")
                 try:
-                    image_of[str(batch)] = search.largest_image(args.budget, batch)
+                    image_of[str(batch)] = study.largest_image(
+                        args.model, args.budget, batch=batch, provider=provider, **common
+                    )
                 except ValueError as error:  # a model of one size, or patches that are not square
                     image_of[str(batch)] = None
                     print(f"fastvit: no largest image: {terminal.described(error)}", file=sys.stderr)
@@ -156,7 +154,7 @@ def _print(found: MemoryStudy, args: argparse.Namespace, fits: list[dict[str, An
         image = f"{pixels(p.image_size)} + {len(found.together) - 1}" if found.together else pixels(p.image_size)
         row = [image, str(p.tokens or ""), str(p.batch)][: keys - 1] if first else [""] * (keys - 1)
         rows.append([*row, NAMES[p.provider], *_cells(p), *([_mib(p.measured)] if args.measured else [])])
-    terminal.print_table(heads, rows, title=title, keys=keys, words=(keys - 1,))
+    terminal.print_table(heads, rows, title=title, words=(keys - 1,))
     console = terminal.console()
     console.print("\neach part is what it holds at the moment of the peak; planned is their sum")
     for provider in dict.fromkeys(p.provider for p in found.points):

@@ -75,12 +75,10 @@ def console() -> Console:
 
 
 def print_table(
-    heads: Sequence[str], rows: Sequence[Sequence[str]], *, title: str = "", keys: int = 1, words: Sequence[int] = (0,)
+    heads: Sequence[str], rows: Sequence[Sequence[str]], *, title: str = "", words: Sequence[int] = (0,)
 ) -> None:
-    """Print a table that is no wider than the console, without cutting or breaking a number or a name.
-
-    If the columns are too wide, cells of words wrap at spaces. If that is not enough, the table is split into several,
-    one below the other, which all repeat the first `keys` columns.
+    """Print a table without cutting or breaking a number or a name. If the columns are too wide, cells of words wrap at
+    spaces; if that is not enough, the terminal wraps the lines itself.
 
     Args:
         heads: one for each column; empty for a table without heads.
@@ -88,41 +86,27 @@ def print_table(
         words: columns of words, aligned left. All others are numbers, aligned right, and may have rich's markup.
     """
     out, text = console(), wanted("rich.text", "rich").Text
-    columns = range(len(next(row for row in [heads, *rows] if row)))
-
-    def cell(value: str, column: int) -> Any:
-        return text(value) if column in words else text.from_markup(value)
-
-    def widest(column: int, split: bool) -> int:
-        values = [cell(row[column], column).plain for row in [heads, *rows] if row]
-        return max(len(part) for value in values for part in (value.split() or [""] if split else [value]))
-
-    natural, least = [widest(c, split=False) for c in columns], [widest(c, split=c in words) for c in columns]
-    gap = 2 if sum(natural) + 2 * len(columns) - 2 <= out.width else 1
-    parts = [list(range(keys))]
-    for c in columns[keys:]:
-        if len(parts[-1]) > keys and sum(least[i] + gap for i in [*parts[-1], c]) - gap > out.width:
-            parts.append(list(range(keys)))
-        parts[-1].append(c)
-    # if the terminal is too narrow for the key columns and one more, it wraps the lines itself
-    out.width = max([out.width, *(sum(least[c] + gap for c in part) - gap for part in parts)])
+    table = wanted("rich.table", "rich").Table(
+        box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold", show_header=bool(heads)
+    )
+    count = len(next(row for row in [heads, *rows] if row))
+    cells = [
+        [text(value) if c in words else text.from_markup(value) for c, value in enumerate(row)]
+        for row in [heads or [""] * count, *rows]
+    ]
+    least = [0] * count
+    for c in range(count):
+        values = [row[c].plain for row in cells if row]
+        least[c] = max(len(part) for value in values for part in ((value.split() or [""]) if c in words else [value]))
+        table.add_column(cells[0][c], min_width=least[c], justify="left" if c in words else "right")
+    for row in cells[1:]:
+        table.add_row(*row)
+    if table.__rich_measure__(out, out.options.update(max_width=1 << 16)).maximum > out.width:
+        table.padding = (0, 1, 0, 0)
+        out.width = max(out.width, sum(least) + count - 1)
     if title:
         out.print(text(title, style="bold"))
-    for n, part in enumerate(parts):
-        widths = {c: natural[c] for c in part}
-        while sum(widths.values()) + gap * (len(part) - 1) > out.width:
-            widths[max((c for c in part if widths[c] > least[c]), key=widths.__getitem__)] -= 1
-        table = wanted("rich.table", "rich").Table(
-            box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="bold", show_header=bool(heads)
-        )
-        for c in part:
-            head = heads[c] if heads else ""
-            table.add_column(head, width=widths[c], justify="left" if c in words else "right")
-        for row in rows:
-            table.add_row(*(cell(row[c], c) for c in part if row))
-        if n:
-            out.print()
-        out.print(table, crop=False)
+    out.print(table, crop=False)
 
 
 def wanted(module: str, package: str) -> Any:
@@ -138,9 +122,10 @@ def wanted(module: str, package: str) -> Any:
 
 
 @contextlib.contextmanager
-def progress(total: int, what: str) -> Iterator[Callable[[str], None]]:
-    """Show a bar on standard error, if that is a terminal. Yields a function to call with what begins next."""
-    if not sys.stderr.isatty() or total < 2:
+def progress(total: int | None, what: str) -> Iterator[Callable[[str], None]]:
+    """Show a bar on standard error, if that is a terminal. Yields a function to call with what begins next. total: None
+    if it is not known."""
+    if not sys.stderr.isatty() or total in (0, 1):
         yield lambda now: None
         return
     bars, rich = wanted("rich.progress", "rich"), wanted("rich.console", "rich")
@@ -160,17 +145,6 @@ def progress(total: int, what: str) -> Iterator[Callable[[str], None]]:
             started = True
 
         yield step
-
-
-@contextlib.contextmanager
-def working(what: str) -> Iterator[Callable[[str], None]]:
-    """Show a spinner like `progress`, if the total is not known."""
-    if not sys.stderr.isatty():
-        yield lambda now: None
-        return
-    status, rich = wanted("rich.status", "rich"), wanted("rich.console", "rich")
-    with status.Status(what, console=rich.Console(stderr=True)) as line:
-        yield lambda now: line.update(f"{what}: {now}")
 
 
 def write(path: str | Path, content: str | bytes) -> None:

@@ -14,7 +14,7 @@ from fastvit.cli import options, terminal
 if TYPE_CHECKING:
     from fastvit.study import Verdict
 
-_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _SECONDS = "one core of a CPU takes 50 s for all ops, and 220 s for a ViT-B with --depth 2"
 _EPILOG = f"""{_SECONDS}
 
@@ -37,7 +37,12 @@ examples:
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
     options.add_model(parser, f"one model and its ops: {options.MODEL}", nargs="?")
-    parser.add_argument("--dtype", type=_dtypes, metavar="T,...", help="fp32,bf16,fp16 (default: all of the device)")
+    parser.add_argument(
+        "--dtype",
+        type=options.words_of(tuple(_DTYPES)),
+        metavar="T,...",
+        help="fp32,bf16,fp16 (default: all of the device)",
+    )
     parser.add_argument("--device", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
     parser.add_argument(
         "--head-dim",
@@ -52,20 +57,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     options.add_json(parser)
 
 
-def _dtypes(text: str) -> list[str]:
-    long = {short: name for name, short in _DTYPES.items()}
-    found = [long.get(word, word) for word in text.split(",")]
-    if unknown := [word for word in found if word not in _DTYPES]:
-        raise argparse.ArgumentTypeError(f"must be of {', '.join(long)}, got {unknown[0]!r}")
-    return found
-
-
 def run(args: argparse.Namespace) -> int:
     from fastvit import study
 
-    with terminal.working("verify") as step:
+    dtypes = args.dtype and [_DTYPES[word] for word in args.dtype]
+    with terminal.progress(None, "verify") as step:
         found = study.verify(
-            args.model, dtypes=args.dtype, device=args.device, head_dims=args.head_dim, names=args.ops,
+            args.model, dtypes=dtypes, device=args.device, head_dims=args.head_dim, names=args.ops,
             depth=args.depth, step=step,
         )  # fmt: skip
         print(f"fastvit verify: {_SECONDS}", file=sys.stderr)
@@ -99,7 +97,7 @@ def failure(verdict: Verdict) -> str:
 
 
 def _table(verdicts: Sequence[Verdict]) -> None:
-    dtypes = list(dict.fromkeys(verdict.dtype for verdict in verdicts))
+    dtypes = {long: short for short, long in _DTYPES.items() if any(v.dtype == long for v in verdicts)}
     found: dict[tuple[str, str, int], dict[str, Verdict]] = {}
     for verdict in verdicts:
         size = f"d {verdict.head_dim}" if verdict.head_dim else f"D {verdict.width}"
@@ -110,7 +108,7 @@ def _table(verdicts: Sequence[Verdict]) -> None:
         paths = ", ".join(dict.fromkeys(verdict.path for verdict in row.values()))
         verdict_cell = "[green]PASS[/]" if passed else "[bold red]FAIL[/]"
         rows.append([name, size, str(tokens), paths, *(_figures(row.get(dtype)) for dtype in dtypes), verdict_cell])
-    heads = ["op", "size", "tokens", "path", *(_DTYPES[dtype] for dtype in dtypes), ""]
+    heads = ["op", "size", "tokens", "path", *dtypes.values(), ""]
     title = "training: error over eager's, of the outputs and of the gradients"
     terminal.print_table(heads, rows, title=title, words=(0, 1, 3))
     console = terminal.console()

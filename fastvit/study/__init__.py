@@ -2,8 +2,7 @@
 their results."""
 
 from fastvit.study.accuracy.verification import Verdict, verify
-from fastvit.study.attention.distance import AttentionDistance, attention_distance
-from fastvit.study.attention.evolution import ClsEvolution, cls_evolution
+from fastvit.study.attention.layers import AttentionDistance, ClsEvolution, attention_distance, cls_evolution
 from fastvit.study.attention.maps import AttentionMaps, TokenWeights, attention_maps, attention_rollout
 from fastvit.study.explore.exploration import Exploration, PatchEmbedding, explore, patch_embedding
 from fastvit.study.fitting.choices import Choice

@@ -31,9 +31,7 @@ def eva_of_timm(**arguments: Any) -> nn.Module:
 
 PAIRS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "vit": (fastvit.VisionTransformer, reference.VisionTransformer, {"reg_tokens": 2}),
-    "map": (fastvit.VisionTransformer, reference.VisionTransformer, {"global_pool": "map"}),
     "eva": (Eva, eva_of_timm, ROPE | {"num_reg_tokens": 1}),
-    "eva unfused": (Eva, eva_of_timm, ROPE | {"qkv_fused": False}),
     "dinov3": (Eva, eva_of_timm, ROPE | {"rope_type": "dinov3", "rope_rotate_half": True, "qkv_bias": False}),
 }
 VISIBLE: Any = {"rtol": 0.0, "atol": 1e-5}

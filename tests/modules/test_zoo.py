@@ -10,7 +10,7 @@ from torch import nn
 import fastvit
 from fastvit import reference, zoo
 from fastvit.study import models
-from fastvit.study.sources.from_zoo import plain_model
+from fastvit.study.sources.baselines import plain_model
 
 # without EVA's blocks and distillation, whose plain form is timm's: every kind of argument
 REFERENCES = ["test_vit4", "vit_base_patch32_siglip_256", "aimv2_large_patch14_224"]

@@ -8,8 +8,7 @@ from study_models import SMALL, known
 
 from fastvit import study, zoo
 from fastvit.cli import fit, main
-from fastvit.study.fitting.plot import draw
-from fastvit.study.fitting.words import in_words
+from fastvit.study.fitting.report import draw, in_words
 from fastvit.study.memory.plot import BACKGROUNDS
 
 MIB = 2**20

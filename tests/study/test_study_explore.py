@@ -20,7 +20,7 @@ import fastvit
 from fastvit import study, zoo
 from fastvit.cli import main
 from fastvit.study.explore import attention as explored_attention
-from fastvit.study.explore import document, exploration, layer_figures, recomputation
+from fastvit.study.explore import document, exploration
 from fastvit.study.explore import memory as explored_memory
 from fastvit.study.sources.find import find
 
@@ -123,7 +123,7 @@ def test_recomputation_of_the_page_is_that_of_the_study(explored):
     assert [*memory["fit"]["float32"]] == [b for b in memory["batches"] if b > 1]
     peak = sum(memory["plan"]["fastvit"]["train"]["bfloat16"]["40x8"][32])
     gib = [share * peak / 2**30 for share in (0.1, 0.9, 1.01)]
-    policies = recomputation.collect(find(NAME), (40, 40), True, {"bfloat16": {2: 0, 32: peak, 256: 0}}, gib)[
+    policies = explored_memory.recomputation(find(NAME), (40, 40), True, {"bfloat16": {2: 0, 32: peak, 256: 0}}, gib)[
         "bfloat16"
     ]
     assert policies[2] == policies[256] == {}
@@ -138,17 +138,17 @@ def test_recomputation_of_the_page_is_that_of_the_study(explored):
     assert policy["recomputed"] > 0
 
 
-def test_the_page_says_what_it_has_not():
-    source, plans = find("study_models:no_list"), dict.fromkeys(explored_memory.BATCHES, (0,))
-    trained = {"fastvit": {"train": {dtype: {"32x8": plans} for dtype in explored_memory.DTYPES}}}
-    nothing, (why,) = explored_memory._fit(source, (32, 32), True, trained, "32x8")
-    assert nothing is None
-    assert why == "what blocks recompute: VisionTransformer has no list of blocks of one class"
+def test_the_page_says_what_it_has_not(monkeypatch):
+    for name, values in (("PROVIDERS", ("fastvit",)), ("MODES", ("train",)), ("DTYPES", ("bfloat16",))):
+        monkeypatch.setattr(explored_memory, name, values)
+    memory = explored_memory.collect(find("study_models:no_list"), (32, 32), (8, 8), 1, exploration._silent)
+    assert memory["fit"] is None
+    assert "Not shown: what blocks recompute: VisionTransformer has no list of blocks of one class" in memory["note"]
     convolution, pixels = nn.Conv2d(3, 8, 4, 4), torch.zeros(3, 16, 16)
     maps = explored_attention.collect(convolution, pixels, None, exploration._silent, 0)
     assert maps["maps"] is None
     assert maps["note"].startswith("No attention is shown: ")
-    layers = layer_figures.collect(convolution, pixels, exploration._silent)
+    layers = explored_attention.collect_by_layer(convolution, pixels, exploration._silent)
     assert layers["distance"] is layers["cosine"] is None
     assert "No attention distances are shown: " in layers["note"]
     assert "No states after blocks are shown: " in layers["note"]

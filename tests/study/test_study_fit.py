@@ -14,13 +14,12 @@ from fastvit import zoo
 from fastvit.study.fitting import planning
 from fastvit.study.fitting.choices import BLOCK, NOTHING, Choice, put_on
 from fastvit.study.fitting.costs import FitStep, Trace, blocks_of, costs_of
-from fastvit.study.fitting.planning import checked_budget, fit, plan_fit
+from fastvit.study.fitting.planning import fit, plan_fit
+from fastvit.study.fitting.report import in_words
 from fastvit.study.fitting.search import BlockCosts, Gap, StepCosts
-from fastvit.study.fitting.words import in_words
-from fastvit.study.memory.measurement import measure
+from fastvit.study.memory.growth import checked_budget, measure
 from fastvit.study.memory.step import Setting
-from fastvit.study.sources.find import find
-from fastvit.study.sources.from_module import ModuleSource
+from fastvit.study.sources.find import find, from_module
 
 TINY = "vit_tiny_patch16_224"
 OPTIONS = [NOTHING, Choice(mlp="all"), Choice("qkv", "all"), BLOCK]
@@ -111,7 +110,7 @@ def test_planned_costs_are_those_of_a_trace(make, gpu, exact):
     if gpu:
         pytest.importorskip("triton")
     size, batch = ((64, 64), 64) if exact else ((96, 96), 16)
-    step = FitStep(ModuleSource(make()), size, batch, Setting(dtype="float32", optimizer="none"), gpu)
+    step = FitStep(from_module(make()), size, batch, Setting(dtype="float32", optimizer="none"), gpu)
     costs = costs_of(step)
     nothing = Trace(step, [NOTHING] * len(costs.blocks))
     assert (nothing.peak, nothing.flops) == (costs.peak(nothing.choices), costs.flops)
@@ -127,7 +126,7 @@ def test_planned_costs_are_those_of_a_trace(make, gpu, exact):
 def test_blocks_that_do_not_run_once_each():
     model = fastvit.create_model(TINY, img_size=32, depth=3)
     model.blocks.append(model.blocks[0])
-    step = FitStep(ModuleSource(model), (32, 32), 2, Setting(dtype="float32"), gpu=False)
+    step = FitStep(from_module(model), (32, 32), 2, Setting(dtype="float32"), gpu=False)
     with pytest.raises(ValueError, match=r"does not run blocks\.0 to blocks\.2 once each, in order"):
         costs_of(step)
 
@@ -135,7 +134,7 @@ def test_blocks_that_do_not_run_once_each():
 def test_a_plan_whose_peaks_are_too_low_gives_way(monkeypatch):
     """The search runs again for a lower budget until the traced peak fits, or says that there is no plan."""
     source, setting = (
-        ModuleSource(fastvit.create_model(TINY, img_size=64, depth=4)),
+        from_module(fastvit.create_model(TINY, img_size=64, depth=4)),
         Setting(dtype="float32", optimizer="none"),
     )
     plan = functools.partial(plan_fit, source, (64, 64), 64, setting, device="cpu")
@@ -165,7 +164,7 @@ def test_budgets_just_below_a_peak_that_the_search_takes_for_lower():
 
     def planned(budget):
         setting = Setting(dtype="float32", optimizer="none")
-        return plan_fit(ModuleSource(model), (32, 32), 16, setting, budget, "cpu")
+        return plan_fit(from_module(model), (32, 32), 16, setting, budget, "cpu")
 
     free = planned(1 << 40)
     assert free.alternatives[0].peak < free.peak
@@ -193,7 +192,7 @@ def test_a_measured_peak_is_the_planned_one(monkeypatch):
 
 
 def test_a_batch_that_does_not_fit_is_accumulated():
-    source = ModuleSource(fastvit.create_model(TINY, img_size=32, depth=2))
+    source = from_module(fastvit.create_model(TINY, img_size=32, depth=2))
     setting = Setting(dtype="float32", optimizer="none")
     plan = functools.partial(plan_fit, source, (32, 32), 256, setting, device="cpu")
 
@@ -221,7 +220,7 @@ def test_words():
     )
 
 
-@pytest.mark.parametrize("budget", ["24", "24 apples", "-1GiB", 0, True, 2.5, None])
+@pytest.mark.parametrize("budget", ["24", "24 apples", "-1GiB", 0, True, 2.5, None, 1 << 51])
 def test_budgets(budget):
     assert checked_budget("24GiB") == 24 << 30
     assert checked_budget("1.5 kb") == checked_budget(1500) == 1500

@@ -1,13 +1,13 @@
 """The meters of studies and benchmarks: memory, exponents, errors."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
-from torch.profiler import profile
 
-from fastvit.ops.runtime.backend import Path, choose_path
 from fastvit.study.accuracy import rule
-from fastvit.study.accuracy.rule import error_ratio
+from fastvit.study.accuracy.rule import Compared, pooled_ratios
 from fastvit.study.memory.peak import peak_bytes, running_peak, saved_bytes
 
 CPU = torch.device("cpu")
@@ -28,15 +28,6 @@ def test_peak_of_a_known_temporary():
     assert 64 * MB <= peak_bytes(work, CPU) < 64.1 * MB
 
 
-def test_peak_is_of_the_path_that_runs_without_a_profiler():
-    """Under the dispatcher, rotary positions are not applied in place, which takes more memory."""
-    paths: list[str] = []
-    peak_bytes(lambda: paths.append(choose_path(torch.ones(1))), CPU)
-    with profile():
-        paths.append(choose_path(torch.ones(1)))
-    assert paths[0] == choose_path(torch.ones(1)) != paths[1] == Path.DISPATCHER
-
-
 def test_saved_bytes_counts_a_storage_once_and_no_parameter():
     x = torch.randn(128, 64, requires_grad=True)
     linear = nn.Linear(64, 64)
@@ -50,15 +41,31 @@ def test_saved_bytes_counts_a_storage_once_and_no_parameter():
     assert saved_bytes(forward, ()) == 2 * x.nbytes + linear.weight.nbytes
 
 
-def test_error_ratio_is_the_rule():
-    exact = torch.full((4,), 1.0, dtype=torch.float64)
-    ulp = 2.0**-23
-    near, far = (torch.tensor([1.0 + k * ulp] * 4) for k in (1, 3))
-    assert error_ratio(near, near, exact, 2.0) == pytest.approx(1 / 1.5)
-    assert error_ratio(far, near, exact, 2.0) == pytest.approx(2.0)  # 3 ulp = 2 * 1 + 1: just allowed
-    assert error_ratio(torch.full((4,), torch.nan), near, exact, 2.0) == float("inf")
+def ratio(got, eager, exact):
+    one = Compared("output", torch.tensor(got), torch.tensor(eager), torch.tensor(exact, dtype=torch.float64))
+    return pooled_ratios(lambda draw: [one])["output"]
+
+
+def test_the_rule():
+    """Against eager's error and an ulp, on the maximum and the RMS, of several draws as of one tensor."""
+    ulp, inf = 2.0**-23, math.inf
+    near, far = ([1 + k * ulp] * 4 for k in (1, 3))
+    assert ratio(near, near, [1.0] * 4) == pytest.approx(1 / 1.5)
+    assert ratio(far, near, [1.0] * 4) == pytest.approx(2.0)  # 3 ulp = 2 * 1 + 1: just allowed
+    assert ratio([1 + 1e-3] * 1000, [1 + 1e-3] + [1.0] * 999, [1.0] * 1000) > 10  # the maximum is the same
+    assert ratio([1 + 1e-3] + [1.0] * 999, [1 + 5e-4] * 1000, [1.0] * 1000) == pytest.approx(2, rel=1e-2)
+    assert ratio([math.nan] * 4, near, [1.0] * 4) == ratio([1.0, 1.0], [1.0, inf], [1.0, inf]) == inf
+    assert ratio([1.0, inf], [1.0, inf], [1.0, inf]) == 0
+    # where eager overflows, its error would allow everything
+    assert ratio([1.0, 1.0], [inf, 1.0], [1.0, 1.0]) == 0 < 2 < ratio([1.0, 1.5], [inf, 1.0], [1.0, 1.0])
     with pytest.raises(ValueError, match="float16"):
-        error_ratio(near.half(), near, exact, 2.0)
+        rule.errors(torch.ones(1).half(), torch.ones(1), torch.ones(1).double())
+    exact = torch.randn(4, 100, dtype=torch.float64)
+    got, eager = (exact + torch.randn_like(exact) * 1e-3).float(), (exact + torch.randn_like(exact) * 1e-3).float()
+    each = [rule.errors(*triple) for triple in zip(got, eager, exact, strict=True)]
+    for whole, parts in zip(rule.errors(got, eager, exact), zip(*each, strict=True), strict=True):
+        assert rule.Error.pooled(parts)[0] == whole[0]
+        assert rule.Error.pooled(parts)[1:] == pytest.approx(whole[1:], rel=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)

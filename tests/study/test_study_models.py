@@ -13,7 +13,6 @@ from fastvit.cli import main
 from fastvit.study import models
 from fastvit.study.memory.peak import saved_bytes
 from fastvit.study.models import costs as model_costs
-from fastvit.study.models import parameter_counts
 from fastvit.study.models.hardware import GPUS
 from fastvit.study.sources import find
 
@@ -52,7 +51,7 @@ def test_flops_and_parameters_are_the_reference_s(name):
         reference(images)
     assert cost.flops == counter.get_total_flops()
     assert cost.parameters.total == sum(p.numel() for p in reference.parameters())
-    assert parameter_counts.by_part(reference) == cost.parameters
+    assert model_costs.parameters_by_part(reference) == cost.parameters
     assert cost.parameters.other == 0
 
 

@@ -74,6 +74,7 @@ def test_models_of_videos(tmp_path):
     assert [p.tokens for p in points] == [2 * 16, 2 * 36], "tubelets times patches"
     (cost,) = study.models([name])
     assert (cost.prefix_tokens, cost.fused) == (None, True)
+    assert find(name).on_meta("fastvit", 48).config.crop_size == 48
     model = find(name).make("fastvit")
     report = fastvit.fit(model, budget="1GiB", batch=1)
     assert len(report.choices) == 2, "not those of the predictor, which does not run without data"
@@ -113,7 +114,7 @@ def test_names_are_normalised_as_timm_does_it():
     for name in names:
         config = timm.get_pretrained_cfg(name)
         assert statistics(name) == (tuple(config.mean), tuple(config.std)), name
-    assert find("vit_base_patch16_224.augreg_in21k").normalization() == HALF
+    assert find("vit_base_patch16_224.augreg_in21k").normalization == HALF
 
 
 def test_weights_are_for_names_of_the_zoo():

@@ -39,8 +39,6 @@ def test_gradients_of_everything_are_compared(monkeypatch):
     list(verify(names=["add_layer_norm"], **QUICK))
     tokens = (2, 197, 192)
     assert seen == [tokens, tokens, tokens, tokens, (192,), (192,), (192,)]  # two outputs, five gradients
-    (verdict,) = verify(dtypes=["float16"], head_dims=[72], names=["rotary_qkvpacked"], device="cpu")
-    assert (verdict.passed, verdict.head_dim, verdict.dtype) == (True, 72, "float16")
     with pytest.raises(ValueError, match="nothing would be verified"):
         verify(names=[])
 
@@ -119,28 +117,6 @@ def test_what_triton_cannot_take_is_noted_and_verified_on_aten(triton_backend, m
     assert (verdict.passed, verdict.path, verdict.note) == (True, "ATen", "rows of more than 65536 elements")
 
 
-def test_errors_of_several_tensors_are_those_of_one():
-    exact = torch.randn(4, 100, dtype=torch.float64)
-    got, eager = (exact + torch.randn_like(exact) * 1e-3).float(), (exact + torch.randn_like(exact) * 1e-3).float()
-    each = [rule.errors(*triple) for triple in zip(got, eager, exact, strict=True)]
-    for whole, parts in zip(rule.errors(got, eager, exact), zip(*each, strict=True), strict=True):
-        pooled = rule.Error.pooled(parts)
-        assert pooled.norm == whole.norm
-        assert pooled[1:] == pytest.approx(whole[1:], rel=1e-12)
-
-
-def test_both_norms_count_and_infinities_have_to_be_in_place():
-    exact = torch.ones(1000, dtype=torch.float64)
-    one, all_of_them = torch.ones(2, 1000).unbind()
-    one[0] += 1e-3
-    all_of_them += 1e-3
-    assert rule.error_ratio(all_of_them, one, exact, 2.0) > 10  # the maximum is the same
-    assert rule.error_ratio(one, all_of_them / 2 + 0.5, exact, 2.0) == pytest.approx(2, rel=1e-2)
-    exact = torch.tensor([1.0, math.inf], dtype=torch.float64)
-    assert rule.error_ratio(exact.float(), exact.float(), exact, 2.0) == 0
-    assert rule.error_ratio(torch.ones(2), exact.float(), exact, 2.0) == math.inf
-
-
 # ---- whole models ----
 
 
@@ -180,11 +156,3 @@ def test_nothing_outside_is_changed():
     list(verify(names=["dropout"], **QUICK))
     assert torch.equal(torch.get_rng_state(), state)
     assert flags() == before
-
-
-def test_where_eager_overflows_it_is_no_measure():
-    """Its infinite error would allow everything."""
-    exact = torch.tensor([60000.0, 1.0], dtype=torch.float64)
-    eager = torch.tensor([float("inf"), 1.0], dtype=torch.float16)
-    right, wrong = torch.tensor([60000.0, 1.0]).half(), torch.tensor([60000.0, 1.5]).half()
-    assert rule.error_ratio(right, eager, exact, 2.0) <= 2.0 < rule.error_ratio(wrong, eager, exact, 2.0)

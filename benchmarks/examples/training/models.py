@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fastvit
 from fastvit import zoo
-from fastvit.study.sources.from_zoo import plain_model
+from fastvit.study.sources.baselines import plain_model
 from fastvit.vit import VisionTransformer
 
 from .data import DIGITS, DOWNLOADED, IMAGENET, Data

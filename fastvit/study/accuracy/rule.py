@@ -4,7 +4,7 @@
 
 `ulp` is the spacing of the output's dtype at the exact result, so that a case that eager happens to get exactly right
 does not fail on a rounding. A NaN or Inf where the exact result is finite breaks the rule, and so does the reverse. As
-one number the rule is `error_ratio <= factor`. Tests, benchmarks and `verify` take it from here.
+one number the rule is `Error.ratio(factor) <= factor`. Tests, benchmarks and `verify` take it from here.
 """
 
 from __future__ import annotations
@@ -74,15 +74,6 @@ def errors(got: Tensor, eager: Tensor, exact: Tensor) -> tuple[Error, ...]:
 def misplaced(got: Tensor, exact: Tensor) -> int:
     """Count the elements that are finite on one side only."""
     return int((got.isfinite() != exact.isfinite()).sum())
-
-
-def error_ratio(got: Tensor, eager: Tensor, exact: Tensor, factor: float) -> float:
-    """Return err(got) / (err(eager) + ulp / factor), the worse of maximum and RMS; infinity if an element is finite in
-    got or in the exact result only. The arguments are those of `errors`."""
-    found = errors(got, eager, exact)
-    if misplaced(got, exact):
-        return float("inf")
-    return max((error.ratio(factor) for error in found), default=0.0)
 
 
 def ulp(exact: Tensor, dtype: torch.dtype) -> Tensor:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from torch import Tensor
 
-from fastvit.study.attention.queries import Query
+from fastvit.study.attention.weights import Query
 
 if TYPE_CHECKING:
     from PIL.Image import Image

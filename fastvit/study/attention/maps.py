@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from fastvit.study.attention import weights
-from fastvit.study.attention.queries import Queries, Query, QueryTokens
 from fastvit.study.attention.recording import AttentionCall
+from fastvit.study.attention.weights import Queries, Query, QueryTokens
 
 _Rows = tuple[tuple[int, ...], Tensor]  # heads, and their rows
 

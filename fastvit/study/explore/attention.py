@@ -1,25 +1,23 @@
-"""Collects attention of one picture for the page: rounded rows of every query, as many as the page has room for."""
+"""Collects attention of one picture for the page, rounded: rows of every query, as many as the page has room for, and
+distances and the evolution of CLS by layer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
+from fastvit.study.attention.layers import attention_distance, cls_evolution
 from fastvit.study.attention.maps import attention_maps, attention_rollout
 from fastvit.study.explore import document
+from fastvit.study.explore.document import Progress
 
 _CHUNK = 1 << 26  # weights computed in one run of the model: 256 MiB
 
 
 def collect(
-    model: nn.Module,
-    pixels: Tensor,
-    layers: Sequence[int] | None,
-    progress: Callable[[int, str], AbstractContextManager[Callable[[str], None]]],
-    room: int,
+    model: nn.Module, pixels: Tensor, layers: Sequence[int] | None, progress: Progress, room: int
 ) -> dict[str, Any]:
     """Collect the rollout, the mean of the heads of every layer, and then all heads, layer by layer, until the room is
     full. If the means alone are too much, only every second (third, ...) row and column of queries is kept.
@@ -126,3 +124,33 @@ def _ranges(layers: list[int]) -> str:
         else:
             runs.append([layer, layer])
     return ", ".join(str(a) if a == b else f"{a}, {b}" if a + 1 == b else f"{a} to {b}" for a, b in runs)
+
+
+def collect_by_layer(model: nn.Module, pixels: Tensor, progress: Progress) -> dict[str, Any]:
+    """Return {"distance": pixels by layer and head, "uniform": pixels, "cosine": by block, "state": of what}. What
+    cannot be computed is None, and "note" says why.
+
+    Args:
+        model: in float32.
+        pixels: (C, H, W).
+    """
+    data: dict[str, Any] = {"distance": None, "uniform": None, "cosine": None, "state": None}
+    notes = []
+    with progress(2, "layers") as step:
+        step("attention distance")
+        try:
+            far = attention_distance(model, pixels)
+            data["distance"] = [[round(value, 2) for value in heads] for heads in far.distance.tolist()]
+            data["uniform"] = round(far.uniform, 2)
+            notes.append("Prefix tokens, such as CLS, are left out of distances.")
+        except ValueError as error:
+            notes.append(f"No attention distances are shown: {error}.")
+        step("CLS")
+        try:
+            evolution = cls_evolution(model, pixels)
+            data["cosine"] = [round(value, 4) for value in evolution.mean.tolist()]
+            data["state"] = evolution.state
+            notes.append("States are those before the last norm.")
+        except ValueError as error:
+            notes.append(f"No states after blocks are shown: {error}.")
+    return {**data, "note": " ".join(notes)}

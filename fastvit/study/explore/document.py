@@ -8,6 +8,8 @@ import io
 import json
 import re
 import zlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +18,8 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+
+Progress = Callable[[int, str], AbstractContextManager[Callable[[str], None]]]  # of `explore`
 
 SCRIPTS = ("base", "header", "patches", "memory", "attention", "layers", "positions", "models")
 

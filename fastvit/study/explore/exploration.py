@@ -6,10 +6,9 @@ import contextlib
 import math
 import shlex
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -17,14 +16,17 @@ from torch import Tensor, nn
 
 import fastvit
 from fastvit.modules.arguments import Pair, checked_pair
-from fastvit.study.explore import attention, document, layer_figures, memory
-from fastvit.study.explore.picture import picture
+from fastvit.study.explore import attention, document, memory
+from fastvit.study.explore.document import Progress
 from fastvit.study.models.costs import ModelCost, models
+from fastvit.study.pictures import check_picture_size, read_picture
 from fastvit.study.sources.find import find
 from fastvit.study.sources.model_source import ModelSource
 
-Progress = Callable[[int, str], AbstractContextManager[Callable[[str], None]]]
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
+_SHOWN = 896  # pixels of the longer side, at most: twice the 448 of the page, for high-resolution screens
 ROOM = 3_400_000  # characters of attention and positions together; a page has at most 4 MB
 _POSITIONS = 1400  # positions at most: the N x N similarities of more would leave no room for attention
 
@@ -112,7 +114,7 @@ def explore(
     """
     source = find(model)
     size, patch = source.sizes(image_size)
-    pixels, shown = picture(image, size, *source.normalization())
+    pixels, shown = _picture(image, size, *source.normalization)
     built = _built(source, size, weights)
     facts = _facts(built, models(model, image_size=size)[0])
     positions = _positions(built, facts["grid"])
@@ -127,7 +129,7 @@ def explore(
             "patch_stops": patch_stops(size, patch),
         },
         "attention": attention.collect(built, pixels, layers, progress, ROOM - len(positions["cosine"] or "")),
-        "layers": layer_figures.collect(built, pixels, progress),
+        "layers": attention.collect_by_layer(built, pixels, progress),
         "positions": positions,
         "memory": memory.collect(source, size, patch, facts["prefix"], progress),
         "models": _model_rows(progress),
@@ -137,6 +139,50 @@ def explore(
             if data[part][values] is not None and not data[part].get("fixed"):
                 data[part]["note"] = f"Of random weights. {data[part]['note']}"
     return Exploration(model, data)
+
+
+def _picture(
+    image: str | Path | None, size: tuple[int, int], mean: Sequence[float], std: Sequence[float]
+) -> tuple[Tensor, Image]:
+    """Return the model's input, (3, H, W) float32, and the same part of the picture to show.
+
+    Raises:
+        ValueError, OSError, ImportError: as `read_picture`.
+    """
+    check_picture_size(*size)
+    if image is not None:
+        read = read_picture(image, size, mean, std)
+        shown = read.shown.copy()
+        shown.thumbnail((_SHOWN, _SHOWN))
+        return read.pixels, shown
+    try:
+        from PIL import Image
+    except ImportError:
+        raise ImportError("the page needs pillow, which is not installed: pip install 'fastvit[study]'") from None
+    scale = 2 * max(1, _SHOWN // max(size))  # twice as fine, for smooth edges
+    drawn = _landscape((scale * size[0], scale * size[1])).permute(1, 2, 0).contiguous()
+    shown = Image.fromarray(drawn.numpy()).reduce(2)
+    by_channel = (torch.tensor(v, dtype=torch.float32, device="cpu").view(3, 1, 1) for v in (mean, std))
+    return (_landscape(size).float() / 255 - next(by_channel)) / next(by_channel), shown
+
+
+def _landscape(size: tuple[int, int]) -> Tensor:
+    """Draw a sun over hills and a tree, (3, height, width) uint8."""
+    y = torch.linspace(0, 1, size[0], device="cpu").view(-1, 1)
+    x = torch.linspace(0, 1, size[1], device="cpu").view(1, -1)
+    sky = (y / 0.6).clamp(max=1).expand(size)
+    image = torch.stack([top + (below - top) * sky for top, below in ((96, 236), (146, 214), (196, 188))])
+
+    def paint(where: Tensor, *colour: int) -> None:
+        image[:, where] = torch.tensor(colour, dtype=image.dtype, device="cpu").view(3, 1)
+
+    paint((x - 0.69).square() + (y - 0.3).square() < 0.0125, 252, 238, 184)
+    for i, colour in enumerate(((128, 152, 166), (84, 122, 116), (46, 82, 70))):
+        ridge = 0.5 + 0.13 * i + 0.06 * torch.sin(5.1 * x + 2.3 * i) + 0.02 * torch.sin(14 * x + i)
+        paint(y > ridge, *colour)
+    paint(((x - 0.24).abs() < 0.012) & (y > 0.5) & (y < 0.84), 62, 46, 38)
+    paint((x - 0.24).square() + 0.55 * (y - 0.47).square() < 0.011, 30, 60, 46)
+    return image.round().to(torch.uint8)
 
 
 def patch_stops(size: tuple[int, int], patch: tuple[int, int]) -> list[int]:
@@ -170,12 +216,6 @@ def _provenance(source: ModelSource, image: str | Path | None, weights: str | Pa
     return f"{text} Picture: {Path(image).name if image else 'a computed landscape, since no file was given'}."
 
 
-def position_similarity(positions: Tensor) -> Tensor:
-    """Return the cosine of every two rows: (n, D) -> (n, n)."""
-    unit = F.normalize(positions.float(), dim=-1)
-    return unit @ unit.T
-
-
 def _positions(model: nn.Module, grid: tuple[int, int]) -> dict[str, Any]:
     found, fixed = position_embeddings(model, grid[0] * grid[1])
     if found is None:
@@ -187,7 +227,8 @@ def _positions(model: nn.Module, grid: tuple[int, int]) -> dict[str, Any]:
     if not 1 < len(found) <= _POSITIONS:
         note = f"No similarities of {len(found)} positions: this page has room for those of 2 to {_POSITIONS}."
         return {"cosine": None, "fixed": fixed, "note": note}
-    cosine = (position_similarity(found) * 127).round().clamp(-127, 127).to(torch.int8)
+    unit = F.normalize(found.float(), dim=-1)
+    cosine = (unit @ unit.T * 127).round().clamp(-127, 127).to(torch.int8)
     rows, columns = torch.tril_indices(len(found), len(found))  # row i has its columns up to i
     values = document.encoded(cosine[rows, columns])
     return {"grid": grid, "cosine": values, "fixed": fixed, "note": "Cosines are rounded to 127ths."}

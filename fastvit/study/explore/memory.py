@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from dataclasses import astuple, fields
 from typing import Any
 
 from fastvit.ops.runtime import backend as backends
-from fastvit.study.explore import recomputation
+from fastvit.study.explore.document import Progress
+from fastvit.study.fitting.costs import FitStep, costs_of
+from fastvit.study.fitting.report import in_words
 from fastvit.study.memory.plan import Parts, plan
 from fastvit.study.memory.scaled_step import ScaledStep
 from fastvit.study.memory.step import Setting
@@ -26,14 +27,11 @@ NAMES = {"eager": "eager attention", "sdpa": "SDPA", "fastvit": "fastvit's ops"}
 
 
 def collect(
-    source: ModelSource,
-    size: tuple[int, int],
-    patch: tuple[int, int],
-    prefix: int,
-    progress: Callable[[int, str], AbstractContextManager[Callable[[str], None]]],
+    source: ModelSource, size: tuple[int, int], patch: tuple[int, int], prefix: int, progress: Progress
 ) -> dict[str, Any]:
-    """Return {"plan": {provider: {mode: {dtype: {"IMAGExPATCH": {batch: bytes of parts}}}}}}, "fit" of `recomputation`
-    and the sliders' stops. If nothing can be planned, "plan" is None, and "note" says why; "fit" is None by itself too.
+    """Return {"plan": {provider: {mode: {dtype: {"IMAGExPATCH": {batch: bytes of parts}}}}}}, "fit" of
+    `recomputation`, and the sliders' stops. If nothing can be planned, "plan" is None, and "note" says why; "fit" is
+    None by itself too.
 
     Memory is planned for a GPU if triton is installed, else for a CPU.
 
@@ -65,10 +63,16 @@ def collect(
                 parts = {b: astuple((one if b == 1 else more).parts(s, p, b)) for b in BATCHES}
                 plans[provider][mode][dtype][f"{s}x{p}"] = parts
         step("recomputation")
-        fit, unplanned = _fit(source, size, gpu, plans, f"{size[0]}x{patch[0]}")
-    refused += unplanned
+        start, fit = f"{size[0]}x{patch[0]}", None
+        if "fastvit" in plans:
+            trained = plans["fastvit"]["train"]
+            peaks = {d: {b: sum(trained[d][start][b]) for b in BATCHES if b > 1} for d in DTYPES}
+            try:
+                fit = recomputation(source, size, gpu, peaks, BUDGETS)
+            except ValueError as error:
+                refused.append(f"what blocks recompute: {error}")
     # check the last provider, usually the fused ops, whose launches depend most on sizes
-    last, start = providers[-1], f"{size[0]}x{patch[0]}"
+    last = providers[-1]
     right = plan(source, last, size, _START, Setting("train", "bfloat16"), gpu=gpu).parts.peak
     off = abs(sum(plans[last]["train"]["bfloat16"][start][_START]) / right - 1)
     return {
@@ -81,18 +85,41 @@ def collect(
     }  # fmt: skip
 
 
-def _fit(
-    source: ModelSource, size: tuple[int, int], gpu: bool, plans: dict[str, Any], start: str
-) -> tuple[dict[str, Any] | None, list[str]]:
-    """Return what the blocks of the fused step recompute, at the model's own sizes, or None and the reason."""
-    if "fastvit" not in plans:
-        return None, []
-    trained = plans["fastvit"]["train"]
-    peaks = {d: {b: sum(trained[d][start][b]) for b in BATCHES if b > 1} for d in DTYPES}
-    try:
-        return recomputation.collect(source, size, gpu, peaks, BUDGETS), []
-    except ValueError as error:
-        return None, [f"what blocks recompute: {error}"]
+def recomputation(
+    source: ModelSource, size: tuple[int, int], gpu: bool, peaks: dict[str, dict[int, int]], budgets: Sequence[float]
+) -> dict[str, Any]:
+    """Return {dtype: {batch: {budget: the cheapest choice that fits, or None}}} for budgets that are below the peak.
+
+    Costs grow with the batch on a straight line: two steps are traced for each dtype, of the least and of the largest
+    batch.
+
+    Args:
+        size: the model's, (height, width).
+        gpu: plan for a GPU; else for a CPU.
+        peaks: {dtype: {batch: bytes of the fused step in training, as blocks are by default}}, for two batches or more,
+            all above 1.
+        budgets: in GiB.
+
+    Raises:
+        ValueError: the model has no list of blocks.
+    """
+    found: dict[str, Any] = {}
+    for dtype, by_batch in peaks.items():
+        least, most = min(by_batch), max(by_batch)
+        first, last = (costs_of(FitStep(source, size, b, Setting("train", dtype), gpu)) for b in (least, most))
+        found[dtype] = {}
+        for batch, peak in by_batch.items():
+            costs = first.towards(last, (batch - least) / (most - least))
+            found[dtype][batch] = {}
+            for gib in budgets:
+                if (budget := int(gib * 2**30)) < peak:
+                    choices = costs.cheapest(budget)
+                    found[dtype][batch][gib] = choices and {
+                        "words": in_words(choices),
+                        "peak": costs.peak(choices),
+                        "recomputed": round(costs.recomputed(choices) / costs.flops, 4),
+                    }
+    return found
 
 
 def patch_stops(source: ModelSource, size: int, patch: int) -> list[int]:

@@ -45,20 +45,8 @@ class _Counted(Allocations):
 
     flops: list[tuple[int, int]] = field(default_factory=list)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = super().__torch_dispatch__(func, types, args, kwargs)
-        self._count(func, args, kwargs or {}, out)
-        return out
-
-    def _run_op(self, op: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        outermost = not self._inside
-        out = super()._run_op(op, args, keywords)
-        if outermost:
-            self._count(op, args, {}, out)
-        return out
-
-    def _count(self, op: Any, args: tuple[Any, ...], keywords: dict[str, Any], out: Any) -> None:
-        formula = None if self._inside else flop_registry.get(getattr(op, "_overloadpacket", None))
+    def ran(self, op: Any, args: tuple[Any, ...], keywords: dict[str, Any], out: Any, first: int) -> None:
+        formula = flop_registry.get(getattr(op, "_overloadpacket", None))
         if formula is not None:
             self.flops.append((len(self.events), int(formula(*args, **keywords, out_val=out))))
 

@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from fastvit._output import wrapped
-from fastvit._units import read_bytes
 from fastvit.modules.arguments import Pair
 from fastvit.study.fitting.choices import BLOCK, BY_DEFAULT, NOTHING, Choice
 from fastvit.study.fitting.costs import FitStep, Trace, costs_of
+from fastvit.study.fitting.report import in_words, lines
 from fastvit.study.fitting.search import StepCosts
-from fastvit.study.fitting.words import in_words, lines
-from fastvit.study.memory.growth import Progress, check_batch, checked_device, silent
+from fastvit.study.memory.growth import Progress, check_batch, checked_budget, checked_device, silent
 from fastvit.study.memory.step import Setting
 from fastvit.study.sources.find import find
 from fastvit.study.sources.model_source import ModelSource
@@ -114,22 +113,6 @@ def fit(
     size, _ = source.sizes(image_size)
     setting = Setting("train", dtype, optimizer)
     return plan_fit(source, size, batch, setting, checked_budget(budget), checked_device(device), progress)
-
-
-def checked_budget(budget: object) -> int:
-    """Return bytes for a number of bytes, or for text such as "24GiB" or "500 MB".
-
-    Raises:
-        ValueError: not an amount of memory, or text without a unit.
-    """
-    if isinstance(budget, str):
-        try:
-            return read_bytes(budget)
-        except ValueError as error:
-            raise ValueError(f"budget {error}") from None
-    if not isinstance(budget, int) or isinstance(budget, bool) or budget < 1:
-        raise ValueError(f"budget must be a number of bytes, or text such as 24GiB, got {budget!r}")
-    return budget
 
 
 def plan_fit(

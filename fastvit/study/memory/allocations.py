@@ -119,6 +119,7 @@ class Allocations(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default:  # half of all calls on fake tensors
             return args[0].fake_device
+        first = len(self.storages)
         self._count_tokens(func, args)
         if self._inside and func in (torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default):
             return 0  # an op reads only seeds; fake tensors have no values
@@ -133,6 +134,8 @@ class Allocations(TorchDispatchMode):
         self._release(held)
         if func in _SOFTMAX:
             self.scores.add(out.numel())
+        if not self._inside:
+            self.ran(func, args, kwargs or {}, out, first)
         return out
 
     def _run_op(self, op: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
@@ -150,7 +153,12 @@ class Allocations(TorchDispatchMode):
             laid = (TensorLayout(tuple(x.shape), x.stride(), x.dtype) if isinstance(x, Tensor) else x for x in leaves)
             came = (events, len(self.events)), (storages, len(self.storages))
             self.ops.append(OpTrace(op, tuple(laid), nested, *came, outputs))
+            self.ran(op, args, {}, out, storages)
         return out
+
+    def ran(self, op: Any, args: tuple[Any, ...], keywords: dict[str, Any], out: Any, first: int) -> None:
+        """Called after each op that runs within no other, with its arguments, its result, and the first storage that it
+        may have allocated. For classes that record more."""
 
     def _count_tokens(self, func: Any, args: tuple[Any, ...]) -> None:
         if (tokens := _TOKENS.get(func)) is not None:

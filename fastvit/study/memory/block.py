@@ -5,16 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fastvit.modules.arguments import Pair
-from fastvit.study.memory.allocations import Allocations, as_on
-from fastvit.study.memory.plan import without_data
+from fastvit.study.memory.allocations import Allocations
+from fastvit.study.memory.plan import trace_step
+from fastvit.study.memory.step import DTYPES, Setting
 from fastvit.study.sources.find import find
-from fastvit.study.sources.hooks import without_hooks
-from fastvit.study.sources.model_source import DTYPES, PROVIDERS, blocks, call, images_for, output_of
+from fastvit.study.sources.model_source import PROVIDERS, blocks, output_of
 
 
 @dataclass(frozen=True)
@@ -57,20 +55,9 @@ class _Steps(Allocations):
         super().__post_init__()
         self.steps: list[tuple[str, range]] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        outermost, first = not self._inside, len(self.storages)
-        out = super().__torch_dispatch__(func, types, args, kwargs)
-        if outermost and (len(self.storages) > first or func._schema.is_mutable):
-            self._add_step(func, first)
-        return out
-
-    def _run_op(self, op: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        first = len(self.storages)
-        out = super()._run_op(op, args, keywords)
-        self._add_step(op, first)
-        return out
-
-    def _add_step(self, op: Any, first: int) -> None:
+    def ran(self, op: Any, args: tuple[Any, ...], keywords: dict[str, Any], out: Any, first: int) -> None:
+        if len(self.storages) == first and not op._schema.is_mutable:
+            return
         name = op._schema.name.partition("::")[2].removeprefix("native_").removeprefix("_")
         name = name.removesuffix("_for_cpu")  # fake CPU tensors stand for a GPU's
         self.steps.append((name, range(first, len(self.storages))))
@@ -93,41 +80,25 @@ def block(
     """
     source = find(model)
     size, patch = source.sizes(image_size, patch_size)
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
-    built = source.on_meta(provider, size, patch).to(DTYPES[dtype]).train()
-    one, B = first_block(built), 2
-    fakes = FakeTensorMode(allow_non_fake_inputs=True)
-    without_data(built, fakes)
-    with fakes, as_on(gpu=True), torch.enable_grad():
-        seen = _Steps(gpu=True)
-        pixels = images_for(built, B, size, DTYPES[dtype])
-        given = set(seen.see([*built.parameters(), *built.buffers(), pixels]))
-        marks, widths, outside = list[int](), list[int](), set[int]()
-        one.register_forward_pre_hook(lambda *_: marks.append(len(seen.steps)))
+    setting, B = Setting(dtype=dtype, optimizer="none"), 2
+    seen, marks, widths, outside = _Steps(gpu=True), list[int](), list[int](), set[int]()
 
-        def leave(module: nn.Module, args: Any, out: Any) -> None:
-            marks.append(len(seen.steps))
-            widths.append(output_of(out).shape[-1])
-            outside.update(seen.see(out))
+    def leave(module: nn.Module, args: Any, out: Any) -> None:
+        marks.append(len(seen.steps))
+        widths.append(output_of(out).shape[-1])
+        outside.update(seen.see(out))
 
-        one.register_forward_hook(leave)
-        with seen, without_hooks(built), source.running():
-            result = call(built, pixels)
-        kept = seen.alive() - given - outside
-        del result
+    def prepare(built: nn.Module, _: Allocations) -> None:
+        if not (listed := blocks(built)):
+            raise ValueError(f"{type(built).__name__} has no list of blocks")
+        listed[0].register_forward_pre_hook(lambda *_: marks.append(len(seen.steps)))
+        listed[0].register_forward_hook(leave)
+
+    trace = trace_step(source, provider, size, B, setting, gpu=True, patch_size=patch, seen=seen, prepare=prepare)
+    kept = trace.kept - trace.groups["weights"] - trace.groups["inputs"] - outside
     token = B * seen.tokens * widths[0] * DTYPES[dtype].itemsize
-    steps = seen.steps[marks[0] : marks[1]]
-    ops = (BlockOp(name, seen.bytes_of(kept & set(made)) / token) for name, made in steps)
+    ops = (BlockOp(name, seen.bytes_of(kept & set(made)) / token) for name, made in seen.steps[marks[0] : marks[1]])
     return BlockCost(provider, seen.tokens, tuple(ops))
-
-
-def first_block(model: nn.Module) -> nn.Module:
-    """Return the first module of the model's list of blocks, or raise ValueError if it has none."""
-    found = blocks(model)
-    if not found:
-        raise ValueError(f"{type(model).__name__} has no list of blocks")
-    return found[0]
 
 
 def draw_blocks(model: str, theme: str, image_size: Pair | None = None, patch_size: Pair | None = None) -> Any:

@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import nn
 
-from fastvit._units import MOST_IMAGES
+from fastvit._units import MOST_BYTES, MOST_IMAGES, read_bytes
 from fastvit.modules.arguments import Pair
-from fastvit.study.memory import measurement
-from fastvit.study.memory.peak import exponent
+from fastvit.study.memory.peak import exponent, peak_bytes
 from fastvit.study.memory.plan import Parts, plan
-from fastvit.study.memory.step import Setting, Together
+from fastvit.study.memory.step import DTYPES, Setting, Step, Together, images_of
 from fastvit.study.sources.find import find
 from fastvit.study.sources.model_source import PROVIDERS, ModelSource
 
@@ -160,6 +160,22 @@ def check_batch(batch: object) -> None:
         raise ValueError(f"batch must be a positive integer, at most {MOST_IMAGES}, got {batch!r}")
 
 
+def checked_budget(budget: object) -> int:
+    """Return bytes for a number of bytes, or for text such as "24GiB" or "500 MB".
+
+    Raises:
+        ValueError: not an amount of memory that is planned, or text without a unit.
+    """
+    if isinstance(budget, str):
+        try:
+            return read_bytes(budget)
+        except ValueError as error:
+            raise ValueError(f"budget {error}") from None
+    if not isinstance(budget, int) or isinstance(budget, bool) or not 1 <= budget <= MOST_BYTES:
+        raise ValueError(f"budget must be bytes from 1 to {MOST_BYTES}, or text such as 24GiB, got {budget!r}")
+    return budget
+
+
 def checked_device(device: str | None) -> str:
     """Return "cpu" or "cuda". None: a GPU if there is one."""
     if device is None:
@@ -181,9 +197,7 @@ def _point(
         )
     if measured:
         try:
-            found = measurement.measure(
-                source, provider, of_model, batch, setting, torch.device(kind), patch, together=together
-            )
+            found = measure(source, provider, of_model, batch, setting, torch.device(kind), patch, together=together)
         except RuntimeError as error:  # a CPU's allocator has no error of its own
             if not (isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)):
                 raise
@@ -194,3 +208,32 @@ def _point(
     return MemoryPoint(
         provider, size, planned.tokens, batch, planned.parts, planned.activations, planned.attention, found
     )
+
+
+def measure(
+    source: ModelSource, provider: str, image_size: tuple[int, int], batch: int, setting: Setting, device: torch.device,
+    patch_size: tuple[int, int] | None = None, together: Together = (),
+    prepare: Callable[[nn.Module], object] = lambda _: None,
+) -> int:  # fmt: skip
+    """Run a step and return its peak in bytes: what exists before the step, and the most that it allocates on top.
+
+    Args:
+        provider: of PROVIDERS, or "compile": SDPA under torch.compile.
+        together: as in `plan`.
+        prepare: called with the model before the step.
+    """
+    dtype = DTYPES[setting.dtype]
+    with device:
+        model = source.build("sdpa" if provider == "compile" else provider, image_size, patch_size).to(dtype)
+        pixels = images_of(model, batch, image_size, dtype, together)
+    prepare(model)
+    if provider == "compile":
+        model.compile()
+    step = Step(model, pixels, setting, gpu=device.type == "cuda")
+    with torch.enable_grad():
+        step.make_state()
+        step.run()  # caches and lazy initialisation do not count
+        for p in step.parameters:
+            p.grad = None
+        held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in step.tensors()}
+        return sum(held.values()) + peak_bytes(step.run, device)

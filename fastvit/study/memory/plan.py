@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 from fastvit.study.memory.allocations import Allocations, as_on
 from fastvit.study.memory.step import DTYPES, Setting, Step, Together, images_of
 from fastvit.study.sources.hooks import without_hooks
-from fastvit.study.sources.model_source import ModelSource, overflows_named
+from fastvit.study.sources.model_source import ModelSource, one_line_errors
 
 _CPU = torch.device("cpu")
 
@@ -77,7 +77,7 @@ def plan(
         gpu: plan for a GPU, where fused ops run Triton kernels; else for a CPU.
         together: sizes of a list of images, with a batch of each, instead of a batch of the model's image_size.
     """
-    seen, begin, last, groups = trace_step(
+    seen, begin, last, _, groups = trace_step(
         source, provider, image_size, batch, setting, gpu=gpu, patch_size=patch_size, together=together
     )
     at_peak, parts = seen.held(begin), {}
@@ -99,12 +99,14 @@ class StepTrace(NamedTuple):
         seen: its allocations and releases.
         begin: the first event of the step itself.
         last: the first event of the optimizer's step.
+        kept: the storages that are alive after the forward pass.
         groups: the storages of each of `Parts` except temporaries. A storage belongs to the first group that has it.
     """
 
     seen: Allocations
     begin: int
     last: int
+    kept: set[int]
     groups: dict[str, set[int]]
 
 
@@ -126,7 +128,7 @@ def trace_step(
     dtype = DTYPES[setting.dtype]
     model = source.on_meta(provider, image_size, patch_size).to("meta", dtype)
     with torch.device("meta"):
-        with overflows_named(source.name):
+        with one_line_errors(source.name):
             images = images_of(model, batch, image_size, dtype, together)
         step = Step(model, images, setting, gpu)
     seen = Allocations(gpu) if seen is None else seen
@@ -147,7 +149,7 @@ def trace_step(
     with fakes, as_on(gpu), torch.enable_grad(), contextlib.ExitStack() as stack:
         if gpu:
             stack.enter_context(_GpuFunctions())
-        with seen, without_hooks(model), source.running():
+        with seen, without_hooks(model), one_line_errors(source.name):
             loss = step.passes(lambda what: ends.update({what: (len(seen.events), seen.alive())}))
     for p in step.parameters:
         if (grad := fake[p].grad) is not None:
@@ -161,12 +163,13 @@ def trace_step(
     if not seen.tokens:
         raise ValueError(f"no attention is seen in {source.name}: it is no ViT")
     matrices = {n for n, storage in enumerate(seen.storages) if seen.is_attention_matrix(storage)}
-    saved = ends["forward"][1] if setting.mode == "train" else set()
+    kept = ends["forward"][1]
+    saved = kept if setting.mode == "train" else set()
     groups = {
         "weights": weights, "gradients": gradients, "optimizer": optimizer, "inputs": inputs,
         "saved": saved - matrices, "attention": matrices,
     }  # fmt: skip
-    return StepTrace(seen, begin, list(ends.values())[-1][0], groups)
+    return StepTrace(seen, begin, list(ends.values())[-1][0], kept, groups)
 
 
 def without_data(model: nn.Module, fakes: FakeTensorMode) -> dict[Tensor, Tensor]:

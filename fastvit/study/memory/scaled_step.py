@@ -36,30 +36,21 @@ _SIDES, _BATCHES = (29, 46), (16, 37)  # of the two traces: no two products grow
 _Arguments = tuple[Any, tuple[Any, ...], tuple[Any, ...], TreeSpec]
 
 
-class StepSizes(NamedTuple):
-    """Sizes of a step. All images and patches are square.
+def _products(batch: int, side: int, prefix: int, patch: int) -> list[int]:
+    """Return what bytes are proportional to, the simplest first, in a step of square images and patches. An extent is
+    the side, the patches, patches + 1 (positions of CLS and patches where registers have none), all tokens, or the
+    relative positions (BEiT's and timm's table).
 
-    Attributes:
+    Args:
         batch: images.
         side: patches down and across.
         prefix: tokens before the patches.
         patch: pixels of a patch down and across.
     """
-
-    batch: int
-    side: int
-    prefix: int
-    patch: int
-
-    def products(self) -> list[int]:
-        """Return what bytes are proportional to, the simplest first. An extent is the side, the patches, patches + 1
-        (positions of CLS and patches where registers have none), all tokens, or the relative positions (BEiT's and
-        timm's table)."""
-        patches, relative = self.side**2, (2 * self.side - 1) ** 2 + 3 * self.prefix
-        extents = (1, self.side, patches, patches + 1, patches + self.prefix, relative)
-        pairs = itertools.combinations_with_replacement(extents, 2)
-        factors = itertools.product((1, self.batch), (1, self.patch, self.patch**2), pairs)
-        return [batch * pixels * a * b for batch, pixels, (a, b) in factors]
+    patches, relative = side**2, (2 * side - 1) ** 2 + 3 * prefix
+    pairs = itertools.combinations_with_replacement((1, side, patches, patches + 1, patches + prefix, relative), 2)
+    factors = itertools.product((1, batch), (1, patch, patch**2), pairs)
+    return [images * pixels * a * b for images, pixels, (a, b) in factors]
 
 
 class ScaledStep:
@@ -83,11 +74,11 @@ class ScaledStep:
         self.name, self.prefix, traces, products = source.name, prefix, list[_Trace](), list[list[int]]()
         for batch, side, patch in zip(batches, _SIDES, (patches[0], patches[-1]), strict=True):
             size = side * patch, side * patch
-            seen, begin, _, groups = trace_step(
+            seen, begin, *_, groups = trace_step(
                 source, provider, size, batch, setting, gpu=gpu, patch_size=(patch, patch)
             )
             traces.append(_with_joint_scratch(seen, begin, list(groups.values())))
-            products.append(StepSizes(batch, side, prefix, patch).products())
+            products.append(_products(batch, side, prefix, patch))
         first, second = traces
         if first.events != second.events:
             raise ValueError(f"{source.name} runs other functions at other sizes")
@@ -108,7 +99,7 @@ class ScaledStep:
 
     def parts(self, image_size: int, patch: int, batch: int) -> Parts:
         """Return what `plan` would. image_size and patch are pixels, image_size a multiple of patch."""
-        products = StepSizes(batch, image_size // patch, self.prefix, patch).products()
+        products = _products(batch, image_size // patch, self.prefix, patch)
         asked = np.array([factor * products[product] for factor, product in self.terms])
         with as_on(self.seen.gpu):
             for op, numbers in self.again.items():

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
-from fastvit._units import MOST_BYTES, MOST_IMAGES, MOST_PIXELS
+from fastvit._units import MOST_IMAGES, MOST_PIXELS
 from fastvit.modules.arguments import Pair
-from fastvit.study.memory.growth import check_batch, checked_device
+from fastvit.study.memory.growth import check_batch, checked_budget, checked_device
 from fastvit.study.memory.plan import plan
 from fastvit.study.memory.step import Setting
 from fastvit.study.sources.find import find
-from fastvit.study.sources.model_source import checked_size
+from fastvit.study.sources.model_source import ModelSource, checked_size
 
 
 def largest_batch(
-    model: str, budget: int, *, image_size: Pair | None = None, patch_size: Pair | None = None,
-    provider: str = "fastvit", device: str | None = None, **setting: object,
+    model: str, budget: int | str, *, image_size: Pair | None = None, patch_size: Pair | None = None,
+    provider: str = "fastvit", device: str | None = None, **setting: Any,
 ) -> int:  # fmt: skip
-    """Return the largest batch whose planned peak is at most `budget` bytes, or 0 if one image does not fit. No batch
-    above 2**20 is tried.
+    """Return the largest batch whose planned peak is at most `budget`, or 0 if one image does not fit. No batch above
+    2**20 is tried.
 
     Args:
         model, patch_size, device: as in `memory`.
+        budget: bytes, or text such as "24GiB".
         image_size: None for the model's default.
         provider: "eager", "sdpa" or "fastvit".
         setting: mode, dtype, optimizer, checkpointing, as in `memory`.
@@ -29,16 +31,18 @@ def largest_batch(
     Raises:
         ValueError, FileNotFoundError, ImportError: as `memory`.
     """
-    search = Search(model, patch_size=patch_size, provider=provider, device=device, **setting)
-    return search.largest_batch(budget, image_size)
+    source = find(model)
+    size, patch = source.sizes(image_size, patch_size)
+    peak = _planned_peak(source, provider, patch, device, setting)
+    return _largest(lambda batch: peak(size, batch), checked_budget(budget), MOST_IMAGES)
 
 
 def largest_image(
-    model: str, budget: int, *, batch: int = 8, patch_size: Pair | None = None, provider: str = "fastvit",
-    device: str | None = None, **setting: object,
+    model: str, budget: int | str, *, batch: int = 8, patch_size: Pair | None = None, provider: str = "fastvit",
+    device: str | None = None, **setting: Any,
 ) -> int:  # fmt: skip
-    """Return the largest side in pixels of square images, at which the planned peak of a batch is at most `budget`
-    bytes, or 0 if images of one patch do not fit. No side above 65536 is tried.
+    """Return the largest side in pixels of square images, at which the planned peak of a batch is at most `budget`,
+    or 0 if images of one patch do not fit. No side above 65536 is tried.
 
     Args:
         model, patch_size, device: as in `memory`; patches must be square.
@@ -46,55 +50,26 @@ def largest_image(
         provider: "eager", "sdpa" or "fastvit".
         setting: mode, dtype, optimizer, checkpointing, as in `memory`.
     """
-    search = Search(model, patch_size=patch_size, provider=provider, device=device, **setting)
-    return search.largest_image(budget, batch)
+    check_batch(batch)
+    source = find(model)
+    patch = source.patch_size if patch_size is None else checked_size("patch_size", patch_size)
+    side = patch[0]
+    if side != patch[1]:
+        raise ValueError(f"the patches of {source.name} must be square, got {patch}")
+    peak = _planned_peak(source, provider, patch, device, setting)
+
+    def peak_of(patches: int) -> int:
+        return peak((patches * side, patches * side), batch)
+
+    return side * _largest(peak_of, checked_budget(budget), MOST_PIXELS // side, power=2)
 
 
-class Search:
-    """`largest_batch` and `largest_image` for one model, provider and setting."""
-
-    def __init__(
-        self, model: str, *, patch_size: Pair | None = None, provider: str = "fastvit", device: str | None = None,
-        **setting: object,
-    ) -> None:  # fmt: skip
-        self.source, self.setting, self.provider = find(model), _setting(**setting), provider
-        self.patch = self.source.patch_size if patch_size is None else checked_size("patch_size", patch_size)
-        self.gpu = checked_device(device) == "cuda"
-
-    def largest_batch(self, budget: int, image_size: Pair | None = None) -> int:
-        """Return what the function `largest_batch` does."""
-        size, _ = self.source.sizes(image_size, self.patch)
-        return _largest(lambda batch: self._peak(size, batch), _checked(budget), MOST_IMAGES)
-
-    def largest_image(self, budget: int, batch: int = 8) -> int:
-        """Return what the function `largest_image` does."""
-        check_batch(batch)
-        side, width = self.patch
-        if side != width:
-            raise ValueError(f"the patches of {self.source.name} must be square, got {self.patch}")
-
-        def peak(patches: int) -> int:
-            return self._peak((patches * side, patches * side), batch)
-
-        return side * _largest(peak, _checked(budget), MOST_PIXELS // side, power=2)
-
-    def _peak(self, size: tuple[int, int], batch: int) -> int:
-        """Return the planned peak of a step in bytes."""
-        planned = plan(self.source, self.provider, size, batch, self.setting, gpu=self.gpu, patch_size=self.patch)
-        return planned.parts.peak
-
-
-def _checked(budget: object) -> int:
-    if not isinstance(budget, int) or not 1 <= budget <= MOST_BYTES:
-        raise ValueError(f"budget must be bytes from 1 to {MOST_BYTES}, got {budget!r}")
-    return budget
-
-
-def _setting(**setting: object) -> Setting:
-    try:
-        return Setting(**setting)  # type: ignore[arg-type]
-    except TypeError as error:
-        raise TypeError(str(error).replace("Setting.__init__()", "the setting")) from None
+def _planned_peak(
+    source: ModelSource, provider: str, patch: tuple[int, int], device: str | None, options: dict[str, Any]
+) -> Callable[[tuple[int, int], int], int]:
+    """Return a function of image size and batch: the planned peak of a step in bytes."""
+    gpu, setting = checked_device(device) == "cuda", Setting(**options)
+    return lambda size, batch: plan(source, provider, size, batch, setting, gpu=gpu, patch_size=patch).parts.peak
 
 
 def _largest(peak: Callable[[int], int], budget: int, most: int, power: int = 1) -> int:

@@ -102,13 +102,6 @@ class Step:
         """Return all tensors that exist before the step."""
         return [*self.model.parameters(), *self.model.buffers(), *self.state(), *tree_iter(self.images)]
 
-    def forward(self) -> Tensor:
-        """Return the loss in training, the model's output in inference."""
-        device, amp = next(iter(tree_iter(self.images))).device.type, self.setting.dtype == "amp"
-        with torch.autocast(device, torch.bfloat16, enabled=amp, cache_enabled=True):
-            out = call(self.model, self.images)
-        return out.float().square().mean() if self.setting.mode == "train" else out
-
     def run(self) -> None:
         """Run the whole step."""
         loss = self.passes()  # lives until the end of the step, as in a training loop
@@ -121,10 +114,14 @@ class Step:
         Args:
             reached: called with "forward" and "backward" after each pass.
         """
-        with torch.set_grad_enabled(self.setting.mode == "train"):
-            out = self.forward()
+        trains, amp = self.setting.mode == "train", self.setting.dtype == "amp"
+        device = next(iter(tree_iter(self.images))).device.type
+        with torch.set_grad_enabled(trains):
+            with torch.autocast(device, torch.bfloat16, enabled=amp, cache_enabled=True):
+                out = call(self.model, self.images)
+            out = out.float().square().mean() if trains else out
         reached("forward")
-        if self.setting.mode == "train":
+        if trains:
             out.backward()
             reached("backward")
         return out

@@ -96,11 +96,10 @@ def gpu(name: str) -> Gpu:
         ValueError: not in the table; names the nearest.
     """
     by_letters = {_letters(known): found for known, found in GPUS.items()}
-    if found := by_letters.get(_letters(name)):
-        return found
     words = set(name.lower().split())
-    if words and len(having := [known for known in GPUS if words <= set(known.lower().split())]) == 1:
-        return GPUS[having[0]]
+    having = [gpu for known, gpu in GPUS.items() if words and words <= set(known.lower().split())]
+    if found := by_letters.get(_letters(name), having[0] if len(having) == 1 else None):
+        return found
     near = [by_letters[n].name for n in difflib.get_close_matches(_letters(name), by_letters, cutoff=0.4)]
     hint = f"nearest: {', '.join(near)}; " if near else ""
     raise ValueError(f"gpu {name!r} is not in the table; {hint}known: {', '.join(GPUS)}")

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
+from functools import partial
 from types import MethodType
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastvit import integrations, reference
+from fastvit import integrations, reference, zoo
+from fastvit.layers import LayerNorm, RMSNorm
+from fastvit.vit import VisionTransformer
+
+# The reference's classes for those that the zoo names
+_NORMS = {LayerNorm: nn.LayerNorm, RMSNorm: reference.RMSNorm}
+_MLPS = {"swiglu": reference.SwiGLU, "swiglupacked": reference.SwiGLUPacked}
 
 
 class NoFusedForm(ValueError):
@@ -66,3 +74,27 @@ def use_eager(model: nn.Module) -> nn.Module:
     if not switched:
         raise ValueError(f"{type(model).__name__} has no switch for eager attention (fused_attn, attn_implementation)")
     return model
+
+
+def plain_model(name: str, provider: str = "eager", **overrides: Any) -> nn.Module:
+    """Make the plain PyTorch model for a name of the zoo, with "eager" attention or "sdpa": the reference. EVA's
+    blocks and the distillation token are not in it; there it is timm's model of the same name and keys.
+
+    Raises:
+        ValueError: a model whose plain form is timm's, without timm.
+    """
+    if zoo.model_class(name) is not VisionTransformer:
+        try:
+            timm = importlib.import_module("timm")
+        except Exception as error:  # for example with a torchvision that was built for another torch
+            raise ValueError(
+                f"the plain PyTorch form of {name} is timm's, and timm cannot be imported: {error}"
+            ) from None
+        return as_provider(provider, timm.create_model(name, **overrides))
+    config = zoo.config(name)
+    for key in ("norm_layer", "embed_norm_layer"):
+        if key in config and not isinstance(config[key], str):
+            config[key] = partial(_NORMS[config[key].func], **config[key].keywords)
+    if "mlp_layer" in config:
+        config["mlp_layer"] = _MLPS[config["mlp_layer"]]
+    return as_provider(provider, reference.VisionTransformer(**{**config, **overrides}))

@@ -1,18 +1,27 @@
-"""Finds the source of a model by its name."""
+"""Finds the source of a model: by a name of the zoo or of timm, a configuration of transformers, or a function."""
 
 from __future__ import annotations
 
+import copy
 import difflib
 import importlib
 import importlib.util
+import inspect
+import json
 from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
 
 from fastvit import zoo
-from fastvit.study.sources.from_function import FunctionSource
-from fastvit.study.sources.from_timm import TimmSource
-from fastvit.study.sources.from_transformers import TransformersSource
-from fastvit.study.sources.from_zoo import ZooSource
-from fastvit.study.sources.model_source import ModelSource
+from fastvit.modules.arguments import Pair, checked_pair
+from fastvit.study.sources.baselines import as_provider, plain_model
+from fastvit.study.sources.hooks import without_hooks
+from fastvit.study.sources.model_source import ModelSource, equal_as_int, one_line_errors, patch_size_of
+from fastvit.study.sources.normalization import IMAGENET, statistics
+
+_ZOO_DEFAULTS = (("img_size", 224), ("patch_size", 16))  # of all constructors of the zoo
 
 
 def find(name: str, *, without_patches: bool = False) -> ModelSource:
@@ -38,11 +47,11 @@ def find(name: str, *, without_patches: bool = False) -> ModelSource:
 
 def _find(name: str) -> ModelSource:
     if name in zoo.CONFIGS:
-        return ZooSource(name)
+        return _from_zoo(name)
     if ":" in name:
-        return FunctionSource(name)
+        return _from_function(name)
     if name.endswith(".json") or "/" in name or Path(name).is_dir():
-        return TransformersSource(name)
+        return _from_transformers(name)
     names, note = list(zoo.CONFIGS), ""
     if importlib.util.find_spec("timm") is not None:
         try:
@@ -51,8 +60,137 @@ def _find(name: str) -> ModelSource:
             note = f" (timm is installed, but its import fails: {error})"
         else:
             if timm.is_model(name):
-                return TimmSource(name)
+                return _from_timm(name, timm)
             names += timm.list_models()
     near = difflib.get_close_matches(name, names)
     hint = f"; nearest: {', '.join(dict.fromkeys(near))}" if near else "; `fastvit models` lists them"
     raise ValueError(f"{name!r} is not a known model{hint}{note}")
+
+
+def _from_zoo(name: str) -> ModelSource:
+    config = zoo.config(name)
+
+    def make(provider: str, image_size: tuple[int, int] | None = None, **options: Any) -> nn.Module:
+        if image_size is not None:
+            options["img_size"] = image_size
+        return zoo.create_model(name, **options) if provider == "fastvit" else plain_model(name, provider, **options)
+
+    size, patch = (checked_pair(key, config.get(key, default)) for key, default in _ZOO_DEFAULTS)
+    return ModelSource(name, "fastvit", make, size, patch, normalization=statistics(name))
+
+
+def _from_timm(name: str, timm: Any) -> ModelSource:
+    config = timm.get_pretrained_cfg(name)
+    # convolutions take any size, and their constructors none
+    any_size = config is not None and not config.fixed_input_size
+
+    def make(provider: str, image_size: tuple[int, int] | None = None, **options: Any) -> nn.Module:
+        if image_size is not None and not any_size:
+            options["img_size"] = image_size
+        with one_line_errors(name):
+            model: nn.Module = timm.create_model(name, **options)
+        return as_provider(provider, model)
+
+    with torch.device("meta"):
+        patch = patch_size_of(timm.create_model(name))
+    size = checked_pair("image_size", tuple(config.input_size[1:]) if config else 224)
+    normalization = (tuple(config.mean), tuple(config.std)) if config else IMAGENET
+    return ModelSource(name, "timm", make, size, patch, normalization)
+
+
+def _from_transformers(name: str) -> ModelSource:
+    """Return the source for a `config.json` of transformers, or the folder that has it.
+
+    Raises:
+        ValueError: not JSON, no configuration of transformers, or none of a ViT.
+    """
+    path = Path(name) / "config.json" if Path(name).is_dir() else Path(name)
+    try:
+        values = json.loads(path.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not a configuration in JSON: {error}") from None
+    if not isinstance(values, dict) or "model_type" not in values:
+        raise ValueError(f"{path} is no configuration of transformers: it has no model_type")
+    transformers = importlib.import_module("transformers")
+    with one_line_errors(path):
+        config = transformers.AutoConfig.for_model(values.pop("model_type"), **values)
+    config = getattr(config, "vision_config", config)
+    names = {"image_size": "crop_size" if config.model_type == "vjepa2" else "image_size", "patch_size": "patch_size"}
+    size, patch = (getattr(config, key, None) for key in names.values())
+    if size is None or patch is None:
+        raise ValueError(f"{path} describes no ViT: {config.model_type} has no image_size and patch_size")
+
+    def make(provider: str, **options: Any) -> nn.Module:
+        with one_line_errors(path):
+            sized = type(config).from_dict(config.to_dict())
+            for key, value in options.items():
+                setattr(sized, names.get(key, key), equal_as_int(value))
+            model = transformers.AutoModel.from_config(sized)
+        return as_provider(provider, model)
+
+    size, patch = (tuple(value) if isinstance(value, list) else value for value in (size, patch))
+    return ModelSource(name, "transformers", make, checked_pair("image_size", size), checked_pair("patch_size", patch))
+
+
+def _from_function(name: str) -> ModelSource:
+    """Return the source for `module:function`, where function([image_size=, patch_size=]) returns the model.
+
+    Raises:
+        ValueError: no such function, or it returns no nn.Module.
+        ImportError: no such module.
+    """
+    module_name, _, function_name = name.partition(":")
+    with one_line_errors(name):
+        module = importlib.import_module(module_name)
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        raise ValueError(f"{module_name} has no function {function_name!r}")
+    takes = inspect.signature(function).parameters
+    size_name = "img_size" if "img_size" in takes and "image_size" not in takes else "image_size"  # timm's
+
+    def make(provider: str, **options: Any) -> nn.Module:
+        if "image_size" in options:
+            options[size_name] = options.pop("image_size")
+        takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in takes.values())
+        if unknown := [key for key in options if key not in takes and not takes_any]:
+            raise ValueError(f"{name} takes no {unknown[0]}: its model has one only")
+        with one_line_errors(name):
+            model = function(**{key: equal_as_int(value) for key, value in options.items()})
+        if not isinstance(model, nn.Module):
+            raise ValueError(f"{name} must return an nn.Module, got {type(model).__name__}")
+        return as_provider(provider, model)
+
+    source = ModelSource(name, "function", make, (1, 1), (1, 1))  # until a model has the function's own sizes
+    model = source.on_meta("sdpa")
+    size = takes[size_name].default if size_name in takes else None
+    size = size if size not in (None, inspect.Parameter.empty) else _image_size_of(model)
+    return ModelSource(name, "function", make, checked_pair("image_size", size), patch_size_of(model))
+
+
+def from_module(model: nn.Module) -> ModelSource:
+    """Return the source for a module as it is, for studies that need no other size or provider. Its copies have no
+    data."""
+
+    def make(provider: str, **options: Any) -> nn.Module:
+        known: dict[int, Any] = {}
+        # weight_norm and pruning set attributes that are results of ops, which cannot be copied
+        attributes = [t for module in model.modules() for t in vars(module).values() if isinstance(t, Tensor)]
+        for t in (*model.parameters(), *model.buffers(), *attributes):
+            empty = torch.empty_like(t, device="meta")
+            known[id(t)] = nn.Parameter(empty, t.requires_grad) if isinstance(t, nn.Parameter) else empty
+        with without_hooks(model):
+            return copy.deepcopy(model, known)
+
+    size = checked_pair("image_size", _image_size_of(model))
+    return ModelSource(type(model).__name__, "module", make, size, patch_size_of(model))
+
+
+def _image_size_of(model: nn.Module) -> Pair:
+    """Return the image size that a module of the model names, or its configuration of transformers, or 224."""
+    for module in model.modules():
+        for key in ("img_size", "image_size"):
+            if isinstance(value := getattr(module, key, None), int | tuple):
+                return value
+        if isinstance(value := getattr(getattr(module, "config", None), "crop_size", None), int):  # V-JEPA 2
+            return value
+    return 224

@@ -6,11 +6,9 @@ import contextlib
 import inspect
 import logging
 import warnings
-from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,32 +23,29 @@ PROVIDERS = ("eager", "sdpa", "fastvit")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-class ModelSource(ABC):
+class ModelSource:
     """Builds one model at any image size, as any provider runs it. `find` returns the source for a name.
 
-    Attributes:
-        origin: "fastvit", "timm", "transformers", or "function".
+    Args:
         name: as the user wrote it.
-        image_size, patch_size: the defaults, (height, width).
-        has_patches: False for a model without a patch embedding, such as a ResNet: its patch_size is (1, 1), and it
-            takes images of any size.
+        origin: "fastvit", "timm", "transformers", "function" or "module".
+        make: function(provider, **options) that builds the model on the default device. options: arguments of its
+            constructor; "image_size" and "patch_size" are (height, width), and there only if they differ from the
+            defaults.
+        image_size, patch_size: the defaults, (height, width). patch_size is None for a model without a patch embedding,
+            such as a ResNet, which takes images of any size; the attribute is (1, 1) then.
+        normalization: mean and std of the images that the model expects.
+
+    Attributes:
+        has_patches: False for a model without a patch embedding.
     """
 
-    origin: ClassVar[str]
-
     def __init__(
-        self, name: str, image_size: tuple[int, int], patch_size: tuple[int, int], has_patches: bool = True
-    ) -> None:
-        self.name, self.image_size, self.patch_size, self.has_patches = name, image_size, patch_size, has_patches
-
-    @abstractmethod
-    def make(self, provider: str, **options: Any) -> nn.Module:
-        """Build the model as `provider` runs it, on the default device.
-
-        Args:
-            options: arguments of the model's constructor. "image_size" and "patch_size" are (height, width), and there
-                only if they differ from the defaults.
-        """
+        self, name: str, origin: str, make: Callable[..., nn.Module], image_size: tuple[int, int],
+        patch_size: tuple[int, int] | None, normalization: Statistics = IMAGENET,
+    ) -> None:  # fmt: skip
+        self.name, self.origin, self.make, self.normalization = name, origin, make, normalization
+        self.image_size, self.patch_size, self.has_patches = image_size, patch_size or (1, 1), patch_size is not None
 
     def build(
         self, provider: str = "fastvit", image_size: Pair | None = None, patch_size: Pair | None = None, **options: Any
@@ -100,7 +95,10 @@ class ModelSource(ABC):
         Raises:
             ValueError: weights for a model that is not in the zoo, a model of videos, and what `build` refuses.
         """
-        if weights is not None:
+        options: dict[str, Any] = {} if weights is None else {"weights": weights, "num_classes": 0, "drop_head": True}
+        if self.origin == "fastvit":
+            return self.build("fastvit", image_size, **options)
+        if options:
             raise ValueError(
                 f"weights are for names of `fastvit models`, and {self.name} is of {self.origin}: for others, name a "
                 "function that returns the model with its weights, as module:function"
@@ -109,15 +107,6 @@ class ModelSource(ABC):
         if frames_of(model):
             raise ValueError(f"{self.name} takes videos, and attention is shown on pictures")
         return model
-
-    def normalization(self) -> Statistics:
-        """Return mean and std of the images that the model expects: ImageNet's, unless its source says more."""
-        return IMAGENET
-
-    def running(self) -> AbstractContextManager[None]:
-        """Return a context for running the model, in which errors of another library's model become one-line
-        ValueErrors: it may refuse an image size, or need another input."""
-        return one_line_errors(self.name)
 
     def sizes(
         self, image_size: Pair | None = None, patch_size: Pair | None = None
@@ -162,46 +151,19 @@ class ModelSource(ABC):
         seen: list[int] = []
         for first in blocks(model)[:1]:
             first.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[1] if args[0].dim() == 3 else 0))
-            with without_hooks(model), self.running(), torch.no_grad():
+            with without_hooks(model), one_line_errors(self.name), torch.no_grad():
                 call(model, pixel_values)
         return seen[0] if seen else 0
 
 
-# What PyTorch says of a tensor whose elements or bytes are no 64-bit integer
-_OVERFLOWS = ("calculation overflowed", "integer multiplication overflow", "Overflow when unpacking")
-
-
 @contextlib.contextmanager
-def _not_logged() -> Iterator[None]:
-    """Keep PyTorch from logging what fails on fake tensors, next to the error that it raises."""
+def one_line_errors(name: object) -> Iterator[None]:
+    """Turn any error within the context, except ImportError, into a ValueError of one line, and keep PyTorch from
+    logging what fails on fake tensors."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     disabled, log.disabled = log.disabled, True
     try:
         yield
-    finally:
-        log.disabled = disabled
-
-
-@contextlib.contextmanager
-def overflows_named(name: object) -> Iterator[None]:
-    """Turn PyTorch's errors about tensors of 2**63 bytes or more into a ValueError."""
-    try:
-        with _not_logged():
-            yield
-    except Exception as error:
-        if not any(text in str(error) for text in _OVERFLOWS):
-            raise
-        raise ValueError(
-            f"{name}: a tensor would have 2**63 bytes or more: batch and image_size are too large together"
-        ) from error
-
-
-@contextlib.contextmanager
-def one_line_errors(name: object) -> Iterator[None]:
-    """Turn any error within the context, except ImportError, into a ValueError of one line."""
-    try:
-        with _not_logged():
-            yield
     except ImportError:
         raise
     except Exception as error:
@@ -209,6 +171,8 @@ def one_line_errors(name: object) -> Iterator[None]:
         if type(error).__name__ in ("DataDependentOutputException", "DynamicOutputShapeException"):
             line = "its forward reads values of tensors, and a study runs it without data"
         raise ValueError(f"{name}: {type(error).__name__}: {line}") from error
+    finally:
+        log.disabled = disabled
 
 
 def call(model: nn.Module, images: Tensor | list[Tensor]) -> Tensor:
