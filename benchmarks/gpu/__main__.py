@@ -63,7 +63,7 @@ def main(arguments: list[str] | None = None) -> int:
     if reason := not_writable(folder):
         print(f"{reason}; --out chooses another folder", file=sys.stderr)
         return 2
-    journal = Journal(folder, device, summary.markdown)
+    journal = Journal(folder, device)
     if chosen.list:
         for command in every:
             print(f"{journal.status(command.name):<10} {command.name:<34} python {' '.join(command.words)}")
@@ -105,8 +105,7 @@ def run(journal: Journal, every: Sequence[commands.Command], seconds: float) -> 
         runner.end()
         keep_tuned(journal)
         records = journal.records()
-        page = summary.markdown(records, summary.Rates(records))
-        write_text(journal.folder / "table.md", page)  # the last of several writers
+        write_text(journal.folder / "table.md", summary.markdown(records))
     counts = Counter(statuses.values()).most_common()
     print(f"{len(statuses)} commands: {', '.join(f'{count} {status}' for status, count in counts)}")
     print(*verdict.lines(records), f"see {journal.folder / 'table.md'}", sep="\n", flush=True)

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from benchmarks.codegen.launches import DTYPES, Launch, recording
-from benchmarks.gpu import process, summary
-from benchmarks.gpu.journal import REHEARSAL
+from benchmarks.gpu import summary
+from benchmarks.gpu.journal import REHEARSAL, device_of, open_journal, parser
 from benchmarks.gpu.runner import SKIPPED
 from benchmarks.gpu.tables import works
 from benchmarks.gpu.tuner import run_candidates
@@ -91,9 +91,9 @@ def _ask() -> Machine:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = process.arguments(__doc__)
-    parser.add_argument("--tune", action="store_true", help="what tuning tries, instead of rows and checks")
-    chosen = parser.parse_args(arguments)
+    options = parser(__doc__)
+    options.add_argument("--tune", action="store_true", help="what tuning tries, instead of rows and checks")
+    chosen = options.parse_args(arguments)
     if torch.version.hip:
         print("SKIPPED: kernels are compiled beforehand for NVIDIA GPUs only")
         return SKIPPED
@@ -115,7 +115,7 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"> compiled in {time.perf_counter() - start:.1f} s, {len(failed)} did not compile", flush=True)
     if chosen.tune:  # some candidates do not fit, and that is no failure
         return 0
-    journal = process.journal(chosen.out, process.device_of(chosen))
+    journal = open_journal(chosen.out, device_of(chosen))
     reason = f"{len(failed)} did not compile: {', '.join(failed)}" if failed else ""
     status = "failed" if failed else "passed"
     journal.add("compile", "kernels", status, kernels=len(launches), failed=failed, reason=reason)

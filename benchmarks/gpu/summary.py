@@ -50,10 +50,10 @@ class Rates:
         return [self._limits.rate(flops, moved, time["median"]), f"{share:.0%}"]
 
 
-def markdown(records: list[Record], rates: Rates | None = None) -> str:
-    """Return the page, without rates unless they are given."""
+def markdown(records: list[Record]) -> str:
+    """Return the page."""
     machine = next((r for r in records if r["name"] == "machine"), {})
-    rates = rates or Rates(())
+    rates = Rates(records)
     lines = [
         f"# {machine.get('device', 'GPU')}",
         "",

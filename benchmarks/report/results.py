@@ -92,8 +92,7 @@ def _folder(folder: Path, every: bool) -> Iterator[str]:
 
 def gpu_page(path: Path) -> str:
     """Return the page of a results.jsonl."""
-    records = journal.last(journal.read(path))
-    return summary.markdown(records, summary.Rates(records))
+    return summary.markdown(journal.last(journal.read(path)))
 
 
 # ---- the table of the main README: op, its case in the result file, what is fused, what is saved ----

@@ -175,23 +175,14 @@ def test_every_verdict_of_a_check_is_kept(tmp_path, monkeypatch):
     assert failed["reason"] == "RuntimeError: no"
 
 
-OUTCOMES = [
-    (0, "========= ERROR SUMMARY: 0 errors", 0, "no findings"),
-    (86, "========= ERROR SUMMARY: 3 errors", 1, "FINDINGS"),
-    (9, "Traceback", 1, "FAILED with exit status 9"),
-    (255, "========= Error: the device is not supported", SKIPPED, "refuses this device: Error: the device"),
-]
-
-
-@pytest.mark.parametrize(("ended", "said", "status", "words"), OUTCOMES)
-def test_what_the_sanitizer_says(ended, said, status, words, monkeypatch, tmp_path, capsys):
+@pytest.mark.parametrize("ended", [0, 86])
+def test_the_sanitizer_says_what_its_tool_says(ended, monkeypatch, tmp_path):
     seen = tmp_path / "arguments"
     tool = tmp_path / "compute-sanitizer"
-    tool.write_text(f'#!/bin/sh\necho "$PYTORCH_NO_CUDA_MEMORY_CACHING" "$@" > {seen}\necho "{said}"\nexit {ended}\n')
+    tool.write_text(f'#!/bin/sh\necho "$PYTORCH_NO_CUDA_MEMORY_CACHING" "$@" > {seen}\nexit {ended}\n')
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    assert sanitize.main(["--tool", "racecheck", "--op", "dropout"]) == status
-    assert words in capsys.readouterr().out.splitlines()[-1]
+    assert sanitize.main(["--tool", "racecheck", "--op", "dropout"]) == ended
     assert seen.read_text().startswith("1 --tool racecheck --error-exitcode 86 ")
 
 
