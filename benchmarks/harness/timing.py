@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import random
 import time
-import timeit
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -67,15 +66,6 @@ def per_call(
         for name in names:
             samples[name].append(loop(name, counts[name]))
     return samples
-
-
-def least_microseconds(steps: Steps, rounds: int, calls: int) -> dict[str, float]:
-    """Return the microseconds of a call of each function, by name: the least of the rounds, in which each is called so
-    many times. Noise only ever adds."""
-    for step in steps.values():
-        step()
-    seconds = [[timeit.timeit(step, number=calls) / calls for step in steps.values()] for _ in range(rounds)]
-    return {name: 1e6 * min(column) for name, column in zip(steps, zip(*seconds, strict=True), strict=True)}
 
 
 def orders(names: Iterable[str], rounds: int, seed: str = "") -> list[list[str]]:

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import host
 from benchmarks.harness import clock as clock_module
 from benchmarks.harness import measure, timing
 from benchmarks.harness.agreement import agreement
@@ -212,9 +211,3 @@ def test_a_run_prints_its_tables(tmp_path):
     medians = [b["stats"]["median"] for b in json.loads((tmp_path / "float32.json").read_text())["benchmarks"]]
     assert medians == pytest.approx([r.providers["fastvit"].time.median for r in records]), "the plugin has the same"
     assert records[1].providers["fastvit"].saved_bytes
-
-
-def test_the_hosts_time_of_small_ops_is_measured():
-    rows = list(host.small_ops(1, ops=("layer_norm", "attention_varlen")))
-    assert {name.split(" ")[0] for name, *_ in rows} == {"layer_norm", "attention_varlen"}
-    assert all(float(fused) > 0 for *_, fused in rows)
