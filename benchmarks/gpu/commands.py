@@ -8,7 +8,7 @@ from pathlib import Path
 
 from benchmarks.gpu import check, compiled, sanitize
 from benchmarks.gpu.summary import MODES, row_name
-from benchmarks.gpu.tables import TABLES
+from benchmarks.gpu.tune import TABLES
 from benchmarks.harness.provenance import ROOT
 from benchmarks.harness.workloads import workloads
 

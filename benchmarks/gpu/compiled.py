@@ -21,8 +21,7 @@ from benchmarks.harness.clock import Clock, Quantiles
 from benchmarks.harness.draw import Draw
 from benchmarks.harness.providers import compiled
 from benchmarks.harness.timing import measured, per_call
-from benchmarks.harness.workload import Step
-from benchmarks.harness.workloads import Workload, workloads
+from benchmarks.harness.workloads import Step, Workload, workloads
 
 MODELS = ("vit_small_patch16_224", "vit_base_patch16_224")
 REHEARSED = "vit_cifar_small"

@@ -23,7 +23,7 @@ from benchmarks.codegen.launches import DTYPES, Launch, recording
 from benchmarks.gpu import summary
 from benchmarks.gpu.journal import REHEARSAL, device_of, open_journal, parser
 from benchmarks.gpu.runner import SKIPPED
-from benchmarks.gpu.tables import works
+from benchmarks.gpu.tune import works
 from benchmarks.gpu.tuner import run_candidates
 from benchmarks.harness.draw import Draw
 from benchmarks.harness.workloads import Workload, workloads

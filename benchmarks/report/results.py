@@ -6,22 +6,22 @@ each GPU. The page has what most readers look for; with folders, it has every ta
     python -m benchmarks.report.results benchmarks/results/cpu --to out/results.md
 
 In each folder: `results.jsonl` of benchmarks/gpu; files of the benchmarks (all of one dtype are one table, with the
-best limits that any measured); the files named in _TABLES, each of the module there; and pictures.
+best limits that any measured); the files named in _TABLES; and pictures.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
+import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.gpu import journal, summary, verdict
-from benchmarks.harness import conditions, table
+from benchmarks.harness import columns, conditions, table
 from benchmarks.harness.provenance import ROOT, write_text
-from benchmarks.report import plot
-from benchmarks.report.read import read
+from benchmarks.report import fitting, graph_tables, peers, plot
+from benchmarks.report.plot import read
 
 RESULTS = ROOT / "benchmarks" / "results"
 GPU = RESULTS / "nvidia_h200" / "results.jsonl"
@@ -36,12 +36,6 @@ the same ops run PyTorch's fused ATen functions: the figures say nothing about t
 {table.LEGEND}
 ```
 """
-_TABLES = {  # by the name of the file: a module with `render`
-    "graphs": "benchmarks.report.graph_tables",
-    "peers": "benchmarks.report.peers",
-    "training": "benchmarks.report.training",
-    "fitting": "benchmarks.report.fitting",
-}
 
 
 def render(paths: Sequence[Path], every: bool = True) -> str:
@@ -53,6 +47,21 @@ def render(paths: Sequence[Path], every: bool = True) -> str:
 
 def _fenced(lines: Sequence[str]) -> str:
     return "\n".join(["```text", *lines, "```", ""])
+
+
+def training(path: Path) -> list[str]:
+    """Return the table of training runs of `train.py compare --json`, and what is below it."""
+    runs = json.loads(path.read_text())
+    notes = [line for note in runs["notes"] for line in textwrap.wrap(note, columns.WIDTH)]
+    return [*columns.make(runs["heads"], runs["rows"], left=2), "", *notes]
+
+
+_TABLES = {  # by the name of the file
+    "graphs": graph_tables.render,
+    "peers": peers.render,
+    "training": training,
+    "fitting": fitting.render,
+}
 
 
 def page(folders: Sequence[Path] = ()) -> str:
@@ -81,11 +90,10 @@ def _folder(folder: Path, every: bool) -> Iterator[str]:
         yield from picture
         yield render(paths, every)
         picture = []
-    for name, module_name in _TABLES.items():
+    for name, lines in _TABLES.items():
         path = folder / f"{name}.json"
         if path.exists():
-            lines = importlib.import_module(module_name).render(path)
-            yield f"## {folder.name}, {name.replace('_', ' ')}\n\n{_fenced(lines)}"
+            yield f"## {folder.name}, {name}\n\n{_fenced(lines(path))}"
             if name == "training":
                 yield plot.picture(folder.name, name, "Accuracy and loss of a ViT and a ResNet")
 

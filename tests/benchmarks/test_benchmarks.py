@@ -15,7 +15,6 @@ import torch
 
 from benchmarks.harness import clock as clock_module
 from benchmarks.harness import measure, timing
-from benchmarks.harness.agreement import agreement
 from benchmarks.harness.clock import Clock, Quantiles
 from benchmarks.harness.draw import Draw, Runner
 from benchmarks.harness.provenance import ROOT
@@ -23,7 +22,7 @@ from benchmarks.harness.providers import OPS, Op
 from benchmarks.harness.sdpa_backend import SdpaBackend
 from benchmarks.harness.table import FIRST
 from benchmarks.harness.workloads import Workload, workloads
-from benchmarks.report import read
+from benchmarks.report import plot
 from fastvit import reference
 from fastvit.study.sources.baselines import use_sdpa
 
@@ -67,9 +66,9 @@ def test_agreement_lets_through_what_is_right_and_stops_what_is_wrong(error, mod
     arguments = toy(monkeypatch, build, M=16), mode, ("eager", "fastvit"), torch.float32, CPU
     if error:
         with pytest.raises(AssertionError, match="fastvit is not timed"):
-            agreement(*arguments)
+            measure.agreement(*arguments)
     else:
-        ratios = agreement(*arguments)
+        ratios = measure.agreement(*arguments)
         assert ratios["fastvit"] == ratios["eager"] < 1.0
 
 
@@ -203,7 +202,7 @@ def test_a_run_prints_its_tables(tmp_path):
     assert run.returncode == 0, run.stdout
     assert "accelerate: neither timm, torchvision nor transformers is installed" in run.stdout
     assert "fastvit against PyTorch" in run.stdout
-    records, *_ = read.read([tmp_path / "float32.json"])
+    records, *_ = plot.read([tmp_path / "float32.json"])
     assert [(r.op, r.mode, [*r.providers]) for r in records] == [
         ("layer_norm", mode, ["eager", "fastvit"]) for mode in ("inference", "training")
     ]

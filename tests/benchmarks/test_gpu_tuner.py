@@ -90,7 +90,7 @@ def test_a_fast_choice_with_other_results_is_unfit(tmp_path):
 
 EVERY_TABLE = """
 from benchmarks.codegen.launches import recording
-from benchmarks.gpu.tables import works
+from benchmarks.gpu.tune import works
 from benchmarks.gpu.tuner import keys_of, using, base_entries
 import torch
 missing = []
