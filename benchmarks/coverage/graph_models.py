@@ -28,7 +28,7 @@ import fastvit
 from benchmarks.coverage import small_timm, small_transformers
 from benchmarks.coverage.graph_checks import Model, infer
 from benchmarks.harness.libraries import load, randomize
-from benchmarks.harness.provenance import write_json
+from benchmarks.harness.provenance import write_text
 from benchmarks.harness.record import environment
 
 LIBRARIES = ("transformers", "timm", "torchvision")
@@ -187,7 +187,7 @@ def main(arguments: list[str] | None = None) -> None:
 def save(path: Path, rows: Mapping[str, Any]) -> None:
     where = environment(torch.device("cpu"), torch.float32)
     where["libraries"] = {name: load(name).__version__ for name in LIBRARIES}
-    write_json(path, {"environment": where, "rows": rows})
+    write_text(path, json.dumps({"environment": where, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.gpu import commands, summary, verdict
+from benchmarks.gpu import commands, summary
 from benchmarks.gpu.journal import DONE, REHEARSAL, Journal, results_folder
 from benchmarks.gpu.runner import Runner
 from benchmarks.harness.provenance import commit, write_text
@@ -108,7 +108,7 @@ def run(journal: Journal, every: Sequence[commands.Command], seconds: float) -> 
         write_text(journal.folder / "table.md", summary.markdown(records))
     counts = Counter(statuses.values()).most_common()
     print(f"{len(statuses)} commands: {', '.join(f'{count} {status}' for status, count in counts)}")
-    print(*verdict.lines(records), f"see {journal.folder / 'table.md'}", sep="\n", flush=True)
+    print(*summary.verdict(records), f"see {journal.folder / 'table.md'}", sep="\n", flush=True)
     return int(any(status not in DONE for status in statuses.values()))
 
 

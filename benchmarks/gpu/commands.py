@@ -66,12 +66,9 @@ def first(folder: Path) -> list[Command]:
 
 def rest(folder: Path) -> list[Command]:
     """Return everything else that needs a GPU, in the order of worth."""
-    out = ("--out", str(folder))
     commands = [_compiled(model, provider, folder, 900.0) for model, provider in compiled.runs(False)]
-    words = ("-m", "benchmarks.gpu.precompile", *out, "--tune")
-    commands.append(Command("compile candidates", words, 600.0, prepares=("tune",)))
     for table in dict.fromkeys(table.name for table in TABLES):
-        commands.append(Command(f"tune {table}", ("-m", "benchmarks.gpu.tune", "--table", table), 1200.0))
+        commands.append(Command(f"tune {table}", ("-m", "benchmarks.gpu.tune", "--table", table)))
     for path in test_files():
         name = path.relative_to(ROOT / "tests").with_suffix("").as_posix()
         commands.append(Command(f"tests {name}", (*_PYTEST, f"tests/{name}.py"), 1800.0))

@@ -1,7 +1,6 @@
 """Compile kernels that are about to be launched, in many processes, into Triton's cache.
 
     python -m benchmarks.gpu.precompile --out FOLDER              # of the rows and of memcheck, then of the checks
-    python -m benchmarks.gpu.precompile --out FOLDER --tune       # of every choice that tuning tries
 
 The launches are recorded on meta tensors (fastvit/warmup.py), so that this process needs no GPU and can be forked.
 """
@@ -23,8 +22,6 @@ from benchmarks.codegen.launches import DTYPES, Launch, recording
 from benchmarks.gpu import summary
 from benchmarks.gpu.journal import REHEARSAL, device_of, open_journal, parser
 from benchmarks.gpu.runner import SKIPPED
-from benchmarks.gpu.tune import works
-from benchmarks.gpu.tuner import run_candidates
 from benchmarks.harness.draw import Draw
 from benchmarks.harness.workloads import Workload, workloads
 from fastvit.kernels import _tuned
@@ -63,14 +60,6 @@ def record_checks(machine: Machine) -> list[Launch]:
     return list(recorder.launches.values())
 
 
-def record_candidates(machine: Machine) -> list[Launch]:
-    """Return every launch that tuning tries."""
-    with _recording(machine) as recorder:
-        for work in works():
-            run_candidates(work)
-    return list(recorder.launches.values())
-
-
 def _recording(machine: Machine) -> Any:
     """Record launches for the GPU and its measured choices: configurations depend on both."""
     (major, minor), multiprocessors, name = machine
@@ -91,17 +80,13 @@ def _ask() -> Machine:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = parser(__doc__)
-    options.add_argument("--tune", action="store_true", help="what tuning tries, instead of rows and checks")
-    chosen = options.parse_args(arguments)
+    chosen = parser(__doc__).parse_args(arguments)
     if torch.version.hip:
         print("SKIPPED: kernels are compiled beforehand for NVIDIA GPUs only")
         return SKIPPED
     start = time.perf_counter()
     if chosen.rehearse:  # it launches nothing
         launches = record_rows(workloads("quick", ops=("layer_norm",)), REHEARSED)
-    elif chosen.tune:
-        launches = record_candidates(_machine())
     else:
         machine = _machine()
         rows = [*workloads("headline"), *workloads("sanitize", ops=("attention",))]
@@ -113,8 +98,6 @@ def main(arguments: list[str] | None = None) -> int:
             failed.append(f"{launch.name} {launch.dtype}")
             print(f"{launch.name} {launch.dtype} {launch.constexprs}: {reason}", flush=True)
     print(f"> compiled in {time.perf_counter() - start:.1f} s, {len(failed)} did not compile", flush=True)
-    if chosen.tune:  # some candidates do not fit, and that is no failure
-        return 0
     journal = open_journal(chosen.out, device_of(chosen))
     reason = f"{len(failed)} did not compile: {', '.join(failed)}" if failed else ""
     status = "failed" if failed else "passed"

@@ -12,6 +12,7 @@ import argparse
 import functools
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,7 @@ import torch
 from benchmarks.gpu.tuner import Run, Tuner, Work
 from benchmarks.harness.clock import HOST_BOUND, Clock
 from benchmarks.harness.draw import Draw
-from benchmarks.harness.provenance import commit, now
+from benchmarks.harness.provenance import commit
 from benchmarks.harness.record import environment
 from benchmarks.harness.workloads import Workload, workloads
 from fastvit.kernels import _tuned
@@ -91,7 +92,11 @@ def _build(workload: Workload, step: str, leaves: tuple[int, ...], device: torch
 
 def measured(device: torch.device) -> dict[str, Any]:
     """Return where and with which versions the table is measured. In a user's folder it counts for these kernels."""
-    return environment(device, torch.bfloat16) | {"when": now(), "commit": commit(), "sources": _tuned.sources()}
+    return environment(device, torch.bfloat16) | {
+        "when": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "commit": commit(),
+        "sources": _tuned.sources(),
+    }
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -17,7 +17,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from benchmarks.gpu import journal, summary, verdict
+from benchmarks.gpu import journal, summary
 from benchmarks.harness import columns, conditions, table
 from benchmarks.harness.provenance import ROOT, write_text
 from benchmarks.report import fitting, graph_tables, peers, plot
@@ -78,7 +78,7 @@ def _folder(folder: Path, every: bool) -> Iterator[str]:
             {path.name for path in folder.iterdir() if path.suffix in (".md", ".txt")} - {"README.md", "log.txt"}
         )
         links = ", ".join(f"[{name}]({folder.name}/{name})" for name in others)
-        yield f"## {folder.name}, first minutes\n\n{_fenced(verdict.lines(records))}\nAll of it: {links}.\n"
+        yield f"## {folder.name}, first minutes\n\n{_fenced(summary.verdict(records))}\nAll of it: {links}.\n"
     runs: dict[str, list[Path]] = {}  # by dtype
     for path in sorted(folder.glob("*.json")):
         text = path.read_text()  # "" of a run that was cut off
@@ -151,8 +151,8 @@ def gpu_table(path: Path = GPU) -> str:
     lines = [_GPU_HEAD]
     for op, name in _ON_A_GPU.items():
         cells, own = [], [r for r in rows if r["op"] == op]
-        for mode in verdict.PASSES:
-            ratios = [verdict.ratios(r, "graph") for r in own if r["mode"] == mode]
+        for mode in summary.PASSES:
+            ratios = [summary.ratios(r, "graph") for r in own if r["mode"] == mode]
             for rival in ("flash", "cudnn"):
                 several = [by_rival[rival] for by_rival in ratios]
                 cells.append(f"{min(several):.2f}-{max(several):.2f}x")

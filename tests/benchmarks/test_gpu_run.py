@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu import check, commands, sanitize, summary, verdict
+from benchmarks.gpu import check, commands, sanitize, summary
 from benchmarks.gpu.commands import Command
 from benchmarks.gpu.journal import BEGUN, Journal, Record, read
 from benchmarks.gpu.runner import SKIPPED, Runner
@@ -171,7 +171,7 @@ def test_every_verdict_of_a_check_is_kept(tmp_path, monkeypatch):
     assert check.main(["--rehearse", "--out", str(tmp_path), "layer_norm"]) == 1
     _, good, wrong, failed = read(tmp_path / "results.jsonl")
     assert (good["name"], good["status"], good["ratios"]) == ("layer_norm D192 N197 bf16", "passed", [0.5, 1.0])
-    assert [verdict.is_wrong(r) for r in (good, wrong, failed)] == [False, True, False]
+    assert [summary.is_wrong(r) for r in (good, wrong, failed)] == [False, True, False]
     assert failed["reason"] == "RuntimeError: no"
 
 
@@ -222,7 +222,7 @@ def test_the_verdict_has_what_is_wrong_first_and_compares_what_was_timed():
         model("sdpa", 3.0),
         model("fastvit", 2.0),
     ]
-    said = verdict.lines(records)
+    said = summary.verdict(records)
     assert said[:6] == [
         "8 results: 2 wrong, 1 failed, 1 missing",
         "WRONG: f: AssertionError: 4.20",
