@@ -92,11 +92,8 @@ def _build(workload: Workload, step: str, leaves: tuple[int, ...], device: torch
 
 def measured(device: torch.device) -> dict[str, Any]:
     """Return where and with which versions the table is measured. In a user's folder it counts for these kernels."""
-    return environment(device, torch.bfloat16) | {
-        "when": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "commit": commit(),
-        "sources": _tuned.sources(),
-    }
+    when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    return environment(device, torch.bfloat16) | {"when": when, "commit": commit(), "sources": _tuned.sources()}
 
 
 def main(arguments: list[str] | None = None) -> int:
