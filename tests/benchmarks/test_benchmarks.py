@@ -5,7 +5,6 @@ import math
 import os
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -37,9 +36,7 @@ def test_rounds_are_interleaved_in_random_order_and_all_recorded():
     samples = measure.interleave(Clock(CPU), steps, 8)
     assert calls == [name for names in timing.orders(steps, 8) for name in names]
     assert [len(values) for values in samples.values()] == [8, 8, 8]
-    orders = Counter(map(tuple, timing.orders("abc", 600)))
-    assert len(orders) == 6
-    assert min(orders.values()) > 70
+    assert len({tuple(names) for names in timing.orders("abc", 100)}) == 6
 
 
 def test_statistics_of_rounds():

@@ -127,20 +127,17 @@ def test_a_command_over_its_limit_is_ended_with_what_it_started(tmp_path):
     begets += f"open({str(pid)!r}, 'w').write(str(child.pid)); {stubborn}"
     every = [Command("slow", ("-c", begets), limit=4.0), counting(tmp_path, "after")]
     assert start(tmp_path).run(every) == {"slow": "timed out", "after": "passed"}
-    assert ends(int(pid.read_text()))
+    start_of_wait = time.perf_counter()
+    while not is_gone(int(pid.read_text())):
+        assert time.perf_counter() < start_of_wait + 20, "long before it would end by itself"
+        time.sleep(0.02)
     assert start(tmp_path, seconds=0.5).run([counting(tmp_path, "late")]) == {"late": "cut"}
     assert not (tmp_path / "late").exists()
 
 
-def ends(pid: int) -> bool:
-    """Wait for a killed process. Return whether it is gone long before it would end by itself."""
-    limit = time.perf_counter() + 20
-    while time.perf_counter() < limit:
-        stat = Path(f"/proc/{pid}/stat")
-        if not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z":  # waits for its parent
-            return True
-        time.sleep(0.02)
-    return False
+def is_gone(pid: int) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"  # waits for its parent
 
 
 def test_the_commands_are_complete():
@@ -161,29 +158,18 @@ def test_the_commands_are_complete():
 
 
 def test_every_verdict_of_a_check_is_kept(tmp_path, monkeypatch):
-    def verify(**options: Any) -> Any:
-        assert options == {"names": ["layer_norm"], "device": torch.device("cpu")}
-        yield Verdict("layer_norm", "bfloat16", None, 192, 197, "Triton", 0.5, 1.0, "dx", True)
-        yield Verdict("layer_norm", "float16", 64, 192, 197, "Triton", 9.0, 1.0, "dx", False)
-        yield Verdict("layer_norm", "float32", None, 192, 197, "Triton", None, None, "", False, "RuntimeError: no")
-
-    monkeypatch.setattr(check.study, "verify", verify)
+    verdicts = [
+        Verdict("layer_norm", "bfloat16", None, 192, 197, "Triton", 0.5, 1.0, "dx", True),
+        Verdict("layer_norm", "float16", 64, 192, 197, "Triton", 9.0, 1.0, "dx", False),
+        Verdict("layer_norm", "float32", None, 192, 197, "Triton", None, None, "", False, "RuntimeError: no"),
+    ]
+    wanted = {"names": ["layer_norm"], "device": torch.device("cpu")}
+    monkeypatch.setattr(check.study, "verify", lambda **options: verdicts if options == wanted else [])
     assert check.main(["--rehearse", "--out", str(tmp_path), "layer_norm"]) == 1
     _, good, wrong, failed = read(tmp_path / "results.jsonl")
     assert (good["name"], good["status"], good["ratios"]) == ("layer_norm D192 N197 bf16", "passed", [0.5, 1.0])
     assert [summary.is_wrong(r) for r in (good, wrong, failed)] == [False, True, False]
     assert failed["reason"] == "RuntimeError: no"
-
-
-@pytest.mark.parametrize("ended", [0, 86])
-def test_the_sanitizer_says_what_its_tool_says(ended, monkeypatch, tmp_path):
-    seen = tmp_path / "arguments"
-    tool = tmp_path / "compute-sanitizer"
-    tool.write_text(f'#!/bin/sh\necho "$PYTORCH_NO_CUDA_MEMORY_CACHING" "$@" > {seen}\nexit {ended}\n')
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    assert sanitize.main(["--tool", "racecheck", "--op", "dropout"]) == ended
-    assert seen.read_text().startswith("1 --tool racecheck --error-exitcode 86 ")
 
 
 @pytest.mark.nightly
@@ -198,11 +184,10 @@ def test_sanitizer_cases_launch_every_kernel():
     assert {kernel for op in sanitize.ops() for kernel in sanitize.rehearse(op)} == kernels
 
 
-def record(kind: str, name: str, status: str = "passed", **about: Any) -> Record:
-    return {"kind": kind, "name": name, "status": status, **about}
-
-
 def test_the_verdict_has_what_is_wrong_first_and_compares_what_was_timed():
+    def record(kind: str, name: str, status: str = "passed", **about: Any) -> Record:
+        return {"kind": kind, "name": name, "status": status, **about}
+
     def row(name: str, op: str, mode: str, **times: float) -> Record:
         return record("row", name, op=op, mode=mode, providers={k: {"graph": {"median": v}} for k, v in times.items()})
 
