@@ -91,7 +91,7 @@ def launches(rounds: int) -> Rows:
             yield name, str(len(kernel.arg_names)), *(f"{1e6 * least:.1f}" for least in seconds)
 
 
-def main(rounds: int = 1000) -> int:
+def main() -> int:
     where = f"torch {torch.__version__}, commit {commit()[:10]}"
     if torch.cuda.is_available():
         columns = ("us of the host, least / median", "eager", "SDPA", "fastvit")
@@ -100,7 +100,7 @@ def main(rounds: int = 1000) -> int:
         return 0
     torch.set_num_threads(1)
     heads = ("kernel", "arguments", "Triton's way\nus", "fastvit's\nus")
-    print(*make(heads, list(launches(rounds))), "", sep="\n")
+    print(*make(heads, list(launches(1000))), "", sep="\n")
     print(f"one thread, the least of the rounds, {where}")
     return 0
 

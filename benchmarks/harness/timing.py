@@ -40,12 +40,12 @@ def warm(work: Callable[[], object], clock: Clock, *, calls: int = 3, seconds: f
 
 
 def per_call(
-    steps: Steps, device: torch.device, *, seconds: float, rounds: int, seed: str = "", within: Within = nullcontext
+    steps: Steps, device: torch.device, *, seconds: float, rounds: int, within: Within = nullcontext
 ) -> dict[str, list[float]]:
     """Return the seconds of a call of each function, host and device together, caches warm: in every round a loop of
     each, in random order. A loop takes about `seconds` and gives one sample.
 
-    seed: of the order. within: the context of a loop, by the function's name; entering it is not timed.
+    within: the context of a loop, by the function's name; entering it is not timed.
     """
 
     def loop(name: str, count: int) -> float:
@@ -62,20 +62,20 @@ def per_call(
         loop(name, 1)
         counts[name] = int(np.clip(seconds / max(loop(name, 2), 1e-9), 1, 2000))
     samples: dict[str, list[float]] = {name: [] for name in steps}
-    for names in orders(steps, rounds, seed):
+    for names in orders(steps, rounds):
         for name in names:
             samples[name].append(loop(name, counts[name]))
     return samples
 
 
-def orders(names: Iterable[str], rounds: int, seed: str = "") -> list[list[str]]:
-    """Return for each round a random order of the names, the same in every run with the same seed.
+def orders(names: Iterable[str], rounds: int) -> list[list[str]]:
+    """Return for each round a random order of the names, the same in every run.
 
     In a fixed order, or in one and its reverse by turns, the same function measured as two providers differed by up to
     6 %: what ran before leaves caches and free memory in a state of its own. A random order favours none, so that the
     sign of a round's difference is a fair coin wherever two providers are the same function.
     """
-    draw, names = random.Random(seed), list(names)
+    draw, names = random.Random(0), list(names)
     return [draw.sample(names, len(names)) for _ in range(rounds)]
 
 

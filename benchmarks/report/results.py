@@ -145,9 +145,9 @@ _GPU_HEAD = """\
 |---|---|---|---|---|"""
 
 
-def gpu_table(path: Path = GPU) -> str:
+def gpu_table() -> str:
     """Return the table of attention, blocks and models on a GPU, by the GPU's time alone: least to most over shapes."""
-    rows = [r for r in journal.last(journal.read(path)) if r["kind"] == "row" and r["status"] == "passed"]
+    rows = [r for r in journal.last(journal.read(GPU)) if r["kind"] == "row" and r["status"] == "passed"]
     lines = [_GPU_HEAD]
     for op, name in _ON_A_GPU.items():
         cells, own = [], [r for r in rows if r["op"] == op]
