@@ -9,7 +9,7 @@
 
 Every command is a process of its own with a time limit. The results folder, benchmarks/results/<gpu>, then has all that
 is to be kept: results.jsonl, every result and what became of every command, a line each, written at once; table.md,
-made of it; log.txt, what the commands printed; tuned_<gpu>.json, the launch choices measured; and the files of the
+made of it; log/, what each command printed; tuned_<gpu>.json, the launch choices measured; and the files of the
 benchmarks. A second call continues with what is missing or has failed, unless code or device have changed. Exit
 status: 0 if all is done and right, 1 if not, 2 if the run could not begin.
 """

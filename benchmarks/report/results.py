@@ -74,9 +74,7 @@ def page(folders: Sequence[Path] = ()) -> str:
 
 def _folder(folder: Path, every: bool) -> Iterator[str]:
     if records := journal.last(journal.read(folder / "results.jsonl")):
-        others = sorted(
-            {path.name for path in folder.iterdir() if path.suffix in (".md", ".txt")} - {"README.md", "log.txt"}
-        )
+        others = sorted({path.name for path in folder.iterdir() if path.suffix in (".md", ".txt")} - {"README.md"})
         links = ", ".join(f"[{name}]({folder.name}/{name})" for name in others)
         yield f"## {folder.name}, first minutes\n\n{_fenced(summary.verdict(records))}\nAll of it: {links}.\n"
     runs: dict[str, list[Path]] = {}  # by dtype
