@@ -54,7 +54,7 @@ def first(folder: Path) -> list[Command]:
     """Return what shows in the first minutes whether all is right, and how fast it is. On an H200 with 16 cores 889
     kernels were compiled in 80 s. folder: of the results."""
     out = ("--out", str(folder))
-    words = ("-m", "benchmarks.gpu.precompile", *out)
+    words = ("-m", "benchmarks.gpu.precompile")
     commands = [Command("compile kernels", words, 120.0, prepares=("check", "rows", "sanitize"))]
     commands += [
         Command(f"check {subject}", ("-m", "benchmarks.gpu.check", *out, subject), 120.0)
@@ -88,7 +88,7 @@ def rehearsal(folder: Path) -> list[Command]:
     page = ("-m", "benchmarks.report.results", str(folder), "--to", str(folder / "README.md"))
     result = ("--benchmark-json", str(folder / "layer_norm.json"))
     commands = [
-        Command("compile kernels", ("-m", "benchmarks.gpu.precompile", *out), prepares=("check", "rows")),
+        Command("compile kernels", ("-m", "benchmarks.gpu.precompile", "--rehearse"), prepares=("check", "rows")),
         *(Command(f"check {op}", ("-m", "benchmarks.gpu.check", *out, op)) for op in ("layer_norm", "dropout")),
         Command("sanitize dropout", ("-m", "benchmarks.gpu.sanitize", "--rehearse", "--op", "dropout")),
         _rows(("block",), folder, REHEARSED, "--quick"),
