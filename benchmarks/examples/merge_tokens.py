@@ -33,7 +33,7 @@ def photographs(size: int) -> Tensor:
     """The squares in the middle of four photographs that scikit-image ships, (4, 3, size, size) uint8."""
     from skimage import data
 
-    images = [ImageOps.fit(Image.fromarray(getattr(data, name)()), (size, size)) for name in PHOTOGRAPHS]
+    images = [np.asarray(ImageOps.fit(Image.fromarray(getattr(data, name)()), (size, size))) for name in PHOTOGRAPHS]
     return torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2)
 
 
