@@ -95,7 +95,7 @@ def test_a_torn_line_and_other_runs_do_not_count(tmp_path):
 def counting(folder: Path, name: str, status: int = 0) -> Command:
     """Return a command that writes one character a run into `folder/name`."""
     path = str(folder / name)
-    code = f"import os, sys; open({path!r}, 'a').write('x'); print(os.getcwd() + '/done'); "
+    code = f"import os, sys; open({path!r}, 'a').write('x'); print('> half'); print(os.getcwd() + '/done'); "
     code += f"print(os.environ['FASTVIT_STRICT'], 'TRITON_INTERPRET' in os.environ); sys.exit({status})"
     return Command(name, ("-c", code))
 
@@ -110,7 +110,9 @@ def test_a_second_call_goes_on_with_what_has_not_passed(tmp_path, monkeypatch, c
     every += [counting(tmp_path, "broken", 3), counting(tmp_path, "last")]
     wanted = {"first": "passed", "no tool": "skipped", "broken": "failed", "last": "passed"}
     assert start(tmp_path).run(every, at_once=2) == wanted
-    assert "broken: failed" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "broken: half" in said
+    assert "broken: failed" in said
     (failed,) = (r for r in read(tmp_path / "results" / "results.jsonl") if r["name"] == "broken")
     assert failed["last"][1:] == ["1 False", "exit status 3"], "no fallback, no interpreter"
     mended = [counting(tmp_path, command.name) for command in every]
