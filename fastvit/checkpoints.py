@@ -1,5 +1,5 @@
-"""Load existing weights into a `VisionTransformer`: files of timm, torchvision, Hugging Face transformers, Meta's
-DINOv2, DINOv3 and Perception Encoder, OpenAI's CLIP, open_clip and Apple's AIMv2.
+"""Load existing weights into a `VisionTransformer`: files of timm, Hugging Face transformers, Meta's DINOv2,
+DINOv3, MAE and Perception Encoder, OpenAI's CLIP and open_clip.
 
 A file is data here, never code: of safetensors, or of torch.save through torch's restricted unpickler. Its content says
 which of them it is, not its name. A compressed file that would inflate to more than 1 GiB and four times its size is

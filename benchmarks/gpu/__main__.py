@@ -114,7 +114,7 @@ def run(journal: Journal, every: Sequence[commands.Command], seconds: float) -> 
 
 def keep_tuned(journal: Journal) -> None:
     """Copy the measured launch choices into the results folder, so that it has all that is to be kept."""
-    tuned = _tuned.FOLDER / _tuned.file_name(journal.device)
+    tuned = _tuned.path_of(journal.device)
     if journal.device != REHEARSAL and tuned.exists():
         write_file(journal.folder / tuned.name, tuned.read_bytes())
 

@@ -27,7 +27,6 @@ from benchmarks.harness.draw import Draw
 from benchmarks.harness.workloads import Workload, workloads
 from fastvit.kernels import _tuned
 from fastvit.ops.runtime.backend import KernelUnsupported
-from fastvit.ops.runtime.device import cache_folder
 from fastvit.study.accuracy import cases
 from fastvit.warmup import compile_all
 
@@ -65,7 +64,7 @@ def _recording(machine: Machine) -> Any:
     """Record launches for the GPU and its measured choices: configurations depend on both."""
     (major, minor), multiprocessors, name = machine
     arch = f"sm_{major}{minor}"
-    _tuned.load(arch, name, cache_folder())
+    _tuned.load(arch, name)
     return recording(arch, multiprocessors)
 
 

@@ -26,7 +26,7 @@ import torch
 from benchmarks.gpu.tuner import Run, Tuner, Work
 from benchmarks.harness.clock import HOST_BOUND, Clock
 from benchmarks.harness.draw import Draw
-from benchmarks.harness.provenance import commit
+from benchmarks.harness.provenance import commit, sources
 from benchmarks.harness.record import environment
 from benchmarks.harness.workloads import Workload, workloads
 from fastvit.kernels import _tuned
@@ -91,9 +91,9 @@ def _build(workload: Workload, step: str, leaves: tuple[int, ...], device: torch
 
 
 def measured(device: torch.device) -> dict[str, Any]:
-    """Return where and with which versions the table is measured. In a user's folder it counts for these kernels."""
+    """Return where, with which versions and with which kernels the table is measured."""
     when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    return environment(device, torch.bfloat16) | {"when": when, "commit": commit(), "sources": _tuned.sources()}
+    return environment(device, torch.bfloat16) | {"when": when, "commit": commit(), "sources": sources("kernels")}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -109,7 +109,7 @@ def main(arguments: list[str] | None = None) -> int:
     torch.manual_seed(0)
     device = torch.device("cpu" if chosen.rehearse else "cuda")
     gpu = "interpreter" if chosen.rehearse else torch.cuda.get_device_name()
-    path = chosen.out / _tuned.file_name(gpu)
+    path = chosen.out / _tuned.path_of(gpu).name
     host_bound = False
     with backends.use_backend("triton", strict=True):
         state = functools.partial(measured, device)

@@ -117,22 +117,18 @@ class Tuner:
         self.device, self.timer, self.path, self.measured, self.most = device, timer, path, measured, most
         self.arch = devices.arch(torch.empty(0, device=device))
         where = measured()
-        self.data: dict[str, Any] = {"format": _tuned.FORMAT, "gpu": gpu, "arch": self.arch, "measured": where}
+        self.data: dict[str, Any] = {"gpu": gpu, "arch": self.arch, "measured": where}
         self.data |= {"tables": {}, "samples": {}}
         if path.exists():  # only results of the same code on the same GPU count
             before = json.loads(path.read_text())
-            _tuned.parse(before, self.arch, gpu)
             if before["measured"]["sources"] == where["sources"]:
                 self.data["tables"], self.data["samples"] = before["tables"], before["samples"]
 
     @property
     def entries(self) -> Entries:
         """The choices in the file."""
-        return {
-            (table, tuple(map(int, key.split(",")))): tuple(fields[name] for name in _tuned.FIELDS[table])
-            for table, choices in self.data["tables"].items()
-            for key, fields in choices.items()
-        }
+        choices = _tuned.parse(self.data["tables"])
+        return {(str(table), tuple(map(int, key))): choice for (table, *key), choice in choices.items()}
 
     def tune(self, work: Work) -> list[str]:
         """Measure the work's keys that are missing. Return a line for each."""
@@ -165,7 +161,6 @@ class Tuner:
         unfit: dict[str, str] = {}
         for choice in candidates(work.table, key)[: self.most]:
             try:
-                _tuned.check(work.table, key, _fields(work.table, choice))
                 with using(with_choice(choice)):
                     apart = difference(run(), expected)
                 if apart > TOLERANCE:
@@ -183,20 +178,15 @@ class Tuner:
         choices = self.data["tables"].setdefault(work.table, {})
         choices.pop(text := ",".join(map(str, key)), None)
         if chosen is not None:
-            choices[text] = _fields(work.table, chosen)
+            choices[text] = dict(zip(_tuned.FIELDS[work.table], chosen, strict=True))
         quantiles = {choice: asdict(Quantiles.of(values)) for choice, values in (samples | final).items()}
         self.data["samples"][name_of(work.table, key)] = {
             "work": work.label, "shipped": quantiles.pop(None), "tried": {str(c): q for c, q in quantiles.items()},
             "unfit": unfit, "chosen": chosen, "gain": gain,
         }  # fmt: skip
         self.data["measured"] |= self.measured()  # the current date and state
-        _tuned.parse(self.data, self.arch, self.data["gpu"])
         self.path.parent.mkdir(parents=True, exist_ok=True)
         write_file(self.path, json.dumps(self.data, indent=1) + "\n")
         shipped = f"{work.label}: shipped {1e6 * float(np.median(final[None])):.1f} us"
         verdict = f"{chosen}, {gain:.3f}x" if chosen else "as shipped"
         return f"{name_of(work.table, key)} {shipped}; {verdict}; {len(tried)} tried, {len(unfit)} unfit"
-
-
-def _fields(table: str, choice: Choice) -> dict[str, int]:
-    return dict(zip(_tuned.FIELDS[table], choice, strict=True))

@@ -6,7 +6,6 @@ import difflib
 import functools
 import inspect
 import math
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any, TypeVar
@@ -137,33 +136,6 @@ def by_name(argument: str, value: str | Callable[..., nn.Module], table: Mapping
     raise ValueError(f"{argument} must be a class or one of {sorted(table)}, got {value!r}{hint}")
 
 
-_SYNONYMS = {  # the name of an argument in transformers, torchvision or timm's create_model -> its name here
-    "attention_dropout": "attn_drop_rate",
-    "attention_probs_dropout_prob": "attn_drop_rate",
-    "checkpoint_path": "weights",
-    "dim": "embed_dim",
-    "drop_path": "drop_path_rate",
-    "dropout": "proj_drop_rate",
-    "hidden_act": "act_layer",
-    "hidden_dim": "embed_dim",
-    "hidden_dropout_prob": "proj_drop_rate",
-    "hidden_size": "embed_dim",
-    "image_size": "img_size",
-    "intermediate_size": "mlp_ratio, its ratio to embed_dim",
-    "layer_norm_eps": "norm_layer=functools.partial(fastvit.LayerNorm, eps=...)",
-    "layerscale_value": "init_values",
-    "mlp_dim": "mlp_ratio, its ratio to embed_dim",
-    "num_attention_heads": "num_heads",
-    "num_channels": "in_chans",
-    "num_hidden_layers": "depth",
-    "num_labels": "num_classes",
-    "num_layers": "depth",
-    "pretrained": "weights=True with a name that has timm's tag, or weights='model.safetensors'",
-    "rms_norm_eps": "norm_layer=functools.partial(fastvit.RMSNorm, eps=...)",
-    "stochastic_depth_prob": "drop_path_rate",
-}
-
-
 @functools.cache
 def _known(kind: type) -> tuple[str, ...]:
     """Return the names of a constructor's arguments; those of its bases too if it passes further ones on."""
@@ -181,10 +153,8 @@ def check_known(given: Iterable[str], kind: type) -> None:
     known = _known(kind)
     for name in given:
         if name not in known:
-            synonym = _SYNONYMS.get(name, "")
-            is_argument = re.split("[ ,=]", synonym)[0] in (*known, "weights")  # which create_model takes
-            use = synonym if is_argument else " or ".join(difflib.get_close_matches(name, known))
-            hint = f"use {use}" if use else f"its arguments are {', '.join(known)}"
+            near = " or ".join(difflib.get_close_matches(name, known))
+            hint = f"use {near}" if near else f"its arguments are {', '.join(known)}"
             raise TypeError(f"{name} is not an argument of {kind.__name__}: {hint}")
 
 

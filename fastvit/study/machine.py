@@ -114,7 +114,6 @@ def why_no_gpu() -> str:
 
 def _gpu(index: int) -> Iterator[Finding]:
     from fastvit.kernels import _tuned
-    from fastvit.ops.runtime.device import cache_folder
 
     gpu = torch.cuda.get_device_properties(index)
     arch = str(gpu.gcnArchName).split(":")[0] if torch.version.hip else f"sm_{gpu.major}{gpu.minor}"
@@ -122,16 +121,8 @@ def _gpu(index: int) -> Iterator[Finding]:
     old = not torch.version.hip and gpu.major < 8
     why = ": older than sm_80, its ops run on ATen" if old else ""
     yield Finding("devices", f"cuda:{index}", f"{gpu.name}, {arch}, {size}{why}", NOTE if old else OK)
-    for name, table in (
-        ("tuned table", _tuned.shipped(arch, gpu.name)),
-        ("your table", _tuned.users(arch, gpu.name, cache_folder())),
-    ):
-        if table is None:
-            yield Finding("devices", name, f"none for {gpu.name}")
-        elif table.ignored:
-            yield Finding("devices", name, f"{table.path} is ignored: {table.ignored}", NOTE)
-        else:
-            yield Finding("devices", name, f"{table.path}, {len(table.choices)} choices")
+    path = _tuned.path_of(gpu.name)
+    yield Finding("devices", "tuned table", str(path) if path.exists() else f"none for {gpu.name}")
 
 
 def _compilers() -> Iterator[Finding]:

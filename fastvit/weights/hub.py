@@ -70,18 +70,10 @@ def fetch(hub_id: str, files: Sequence[str]) -> Path:
                 if path is not None:
                     return path
         reason = f"the Hugging Face Hub's {repo} has none of {', '.join(files)}: download another file by hf download"
-    except errors.GatedRepoError:
-        reason = f"{repo} is gated: ask for access at https://huggingface.co/{repo}, then run: hf auth login"
-    except errors.RepositoryNotFoundError:
-        reason = f"the Hugging Face Hub has no {repo}, or it is private, and you have to run: hf auth login"
-    except errors.RevisionNotFoundError:
-        reason = f"the Hugging Face Hub's {repo} has no revision {revision}"
-    except errors.HFValidationError as error:
-        reason = f"the Hugging Face Hub allows no such name: {error}"
-    except OSError as error:  # no network, offline mode, a server that fails
-        line = (str(error).strip().splitlines() or [""])[0]
+    except (OSError, errors.HFValidationError) as error:  # no network, no access, no such repository, revision or name
+        text = " ".join(str(error).split())
         reason = (
-            f"nor is {repo} in {constants.HF_HUB_CACHE}. Where there is a network, run: {command} --local-dir FOLDER; "
-            f"then pass weights='FOLDER'. The Hub did not give it here: {type(error).__name__}: {line:.120}"
+            f"nor is {repo} in {constants.HF_HUB_CACHE}. The Hub did not give it: {type(error).__name__}: {text:.400}. "
+            f"Where it can be had, run: {command} --local-dir FOLDER; then pass weights='FOLDER'"
         )
     raise FileNotFoundError(printable(f"{what}; {reason}")) from None

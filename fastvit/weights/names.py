@@ -5,8 +5,8 @@ q, k and v as separate layers (`attn.q`, `attn.k`, `attn.v`) or, in attention po
 DINOv3's `mlp.up`, which is fc1_x of a gated MLP and otherwise fc1; CLIP's projection (`head.projection`, or
 `head.projection_t` for its transpose); and DINOv2's `register_tokens`.
 
-Sources: timm 1.0.31, torchvision 0.28, transformers (weights/names_hf.py), facebookresearch/dinov2, dinov3, mae and
-perception_models, openai/CLIP, open_clip 3 and apple/ml-aim.
+Sources: timm 1.0.31, transformers (weights/names_hf.py), facebookresearch/dinov2, dinov3, mae and perception_models,
+openai/CLIP and open_clip 3.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fastvit.weights.names_hf import HUGGING_FACE
-from fastvit.weights.source import Source, align_corners, bilinear, ignored, plain, with_offset
+from fastvit.weights.source import Source, bilinear, ignored, plain, with_offset
 
 _TIMM = (
     "cls_token",
@@ -88,56 +88,9 @@ _PERCEPTION_ENCODER = [
 ]
 
 SOURCES = (
-    Source(
-        name="torchvision",
-        marker="conv_proj.weight",
-        prefixes=("",),
-        block=r"encoder\.layers\.encoder_layer_([0-9]+)\.(.+)",
-        in_model={
-            "class_token": "cls_token",
-            "encoder.pos_embedding": "pos_embed",
-            "conv_proj": "patch_embed.proj",
-            "encoder.ln": "norm",
-            "heads.head": "head",
-        },
-        in_block={
-            "ln_1": "norm1",
-            "ln_2": "norm2",
-            "self_attention.in_proj_weight": "attn.qkv.weight",
-            "self_attention.in_proj_bias": "attn.qkv.bias",
-            "self_attention.out_proj": "attn.proj",
-            "mlp.0": "mlp.fc1",
-            "mlp.3": "mlp.fc2",
-            "mlp.linear_1": "mlp.fc1",
-            "mlp.linear_2": "mlp.fc2",
-        },
-        resize=align_corners,
-    ),
     *HUGGING_FACE,
     *_PERCEPTION_ENCODER,
     _CLIP,
-    Source(
-        name="Apple's AIMv2",
-        marker="preprocessor.patchifier.proj.weight",
-        prefixes=("", "image_encoder."),
-        block=r"trunk\.blocks\.([0-9]+)\.(.+)",
-        in_model={
-            "preprocessor.patchifier": "patch_embed",
-            "preprocessor.pos_embed": "pos_embed",
-            "trunk.post_trunk_norm": "norm",
-            "head": "pooler",
-        },
-        in_block={
-            "norm_1": "norm1",
-            "norm_2": "norm2",
-            "mlp.fc1": "mlp.fc1_g",
-            "mlp.fc3": "mlp.fc1_x",
-        },
-        elsewhere={
-            "image_projector.weight": "head.projection",
-            **ignored("text_encoder", "text_projector", "log_logit_scale"),
-        },
-    ),
     Source(
         name="Meta's MAE with its decoder",
         marker="decoder_embed.weight",

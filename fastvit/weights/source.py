@@ -22,11 +22,6 @@ def bilinear(image: Tensor, grid: tuple[int, int]) -> Tensor:
     return F.interpolate(image, size=grid, mode="bilinear")
 
 
-def align_corners(image: Tensor, grid: tuple[int, int]) -> Tensor:
-    """Interpolate like torchvision."""
-    return F.interpolate(image, size=grid, mode="bicubic", align_corners=True)
-
-
 def with_offset(image: Tensor, grid: tuple[int, int]) -> Tensor:
     """Interpolate like Meta's DINOv2 without registers: with the scale factor of a grid that is 0.1 larger."""
     h, w = image.shape[-2:]

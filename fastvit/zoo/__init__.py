@@ -60,8 +60,8 @@ def create_model(
     Args:
         name: one of `list_models()`, or that with a tag of timm's, for weights=True.
         weights: a file of safetensors or torch.save, a folder as Hugging Face saves it, or a state_dict, of
-            timm, torchvision, Hugging Face transformers, Meta's DINOv2 and DINOv3, OpenAI's CLIP, open_clip or Apple's
-            AIMv2; positions are interpolated to `img_size`. No code from a file is run. If there is no such path, a
+            timm, Hugging Face transformers, Meta's DINOv2, DINOv3, MAE and Perception Encoder, OpenAI's CLIP or
+            open_clip; positions are interpolated to `img_size`. No code from a file is run. If there is no such path, a
             repository of the Hugging Face Hub, "owner/name" or "hf-hub:owner/name@revision", or a timm name with its
             tag, which stands for the repository "timm/<that name>": taken from the Hub's cache, or else downloaded by
             huggingface_hub. True: the weights of the name's tag; num_classes is then the file's, unless it is given.

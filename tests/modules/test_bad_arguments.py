@@ -93,7 +93,7 @@ MESSAGES: list[tuple[Callable[..., nn.Module], type[Exception], str, dict[str, A
     (Eva, TypeError, "Eva takes no qk_norm: EVA's blocks fix it", {"qk_norm": True}),
     (RotaryEmbeddingCat, ValueError, "dim must be a multiple of 4, got 6", {"dim": 6}),
     (create, TypeError, "weights must be a path, a repository of the Hugging Face Hub or a state_dict", {"weights": 5}),
-    (create, TypeError, "pretrained is not an argument of VisionTransformer: use weights=", {"pretrained": True}),
+    (create, TypeError, "pretrained is not an argument of VisionTransformer: its arguments are", {"pretrained": True}),
     (create, ValueError, "drop_head=True needs weights", {"drop_head": True}),
     (fastvit.create_model, TypeError, "name must be the name of a model, got 16", {"name": 16}),
 ]  # fmt: skip

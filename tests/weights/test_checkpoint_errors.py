@@ -150,7 +150,7 @@ NO_STATE_DICTS: list[tuple[Any, str]] = [
     ({"norm.weight": torch.ones(1).expand(1 << 40)}, "not a name with a dense tensor: 'norm.weight'"),
     ({"norm.weight": torch.empty(3, device="meta")}, "dense tensor: 'norm.weight'"),
     ({"norm.weight": ONES.as_subclass(Packed)}, "'norm.weight': Packed"),
-    ({"conv1.weight": ONES}, "no key of a Vision Transformer that is known, but conv1.weight:\n  torchvision: conv_pr"),
+    ({"conv1.weight": ONES}, "no key of a Vision Transformer that is known, but conv1.weight:\n  Hugging Face ViT"),
     ({f"layer{i}": ONES for i in range(400)}, "layer7 and 392 more:\n"),
     ({"blocks.0.a": ONES, "blocks.0._orig_mod.a": ONES}, "the same weight twice"),
     ({"mask_token": ONES, **state_dict(), "blocks.0.0.norm1.weight": ONES}, r"(?s)twice.*blocks.0.0.norm1.weight"),

@@ -85,26 +85,7 @@ def dinov3(state: State) -> list[State]:
     return [{"mask_token": torch.zeros(1, 32), "rope_embed.periods": torch.ones(8), **renamed(state, names)}]
 
 
-# ---- Apple's AIMv2, and DeiT-III ----
-
-POOLING = {"cls_token": (1, 1, 32), "k.weight": (32, 32), "v.weight": (32, 32), "linear.bias": (32,)}
-APPLE_TEXT = {
-    "image_projector.weight": (5, 32), "log_logit_scale": (), "text_encoder.trunk.blocks.0.norm_1.weight": (8,),
-    "text_projector.weight": (5, 8),
-}  # fmt: skip
-
-
-def apple(state: State, text: bool = False) -> list[State]:
-    """text: next to a text tower, with attention pooling, which our model has not."""
-    names = {"norm1.": "norm_1.", "norm2.": "norm_2.", "fc1_g.": "fc1.", "fc1_x.": "fc3."}
-    state = renamed(state, names | {"patch_embed.": "patchifier."})
-    fronts = {"norm": "trunk.post_trunk_", "blocks": "trunk."}
-    state = {fronts.get(key.partition(".")[0], "preprocessor.") + key: value for key, value in state.items()}
-    if not text:
-        return [state]
-    more = {f"image_encoder.head.{name}": torch.ones(shape) for name, shape in POOLING.items()}
-    more |= {name: torch.ones(shape) for name, shape in APPLE_TEXT.items()}
-    return [{**with_prefix(state, "image_encoder."), **more}]
+# ---- DeiT-III ----
 
 
 def deit3(state: State) -> list[Any]:
@@ -127,16 +108,15 @@ bilinear = partial(F.interpolate, mode="bilinear")
 
 class Spelling(NamedTuple):
     """name, options: timm's model, whose weights `spell` writes under other names. resize: how positions are
-    interpolated; None as timm does it. drop_head: for our model."""
+    interpolated; None as timm does it."""
 
     name: str
     options: dict[str, Any]
     spell: Callable[[State], list[Any]]
     resize: Callable[..., Tensor] | None = antialiased
-    drop_head: bool = False
 
 
-CLIP_NAME, AIM = "vit_base_patch16_clip_quickgelu_224", "aimv2_large_patch14_224"
+CLIP_NAME = "vit_base_patch16_clip_quickgelu_224"
 SPELLINGS = {
     "OpenAI": Spelling(CLIP_NAME, {"num_classes": 6}, openai),
     "open_clip, LayerScale": Spelling(CLIP_NAME, {"num_classes": 6, "init_values": 0.5}, openai),
@@ -147,15 +127,13 @@ SPELLINGS = {
     "DINOv2, registers": Spelling("vit_base_patch14_reg4_dinov2", {}, dinov2),
     "DINOv3": Spelling("vit_small_patch16_dinov3_qkvb", {}, dinov3),
     "DINOv3, gated": Spelling("vit_small_plus_patch16_dinov3_qkvb", {}, dinov3),
-    "Apple": Spelling(AIM, {}, apple),
-    "Apple, both towers": Spelling(AIM, {}, partial(apple, text=True), drop_head=True),
     "DeiT-III": Spelling("deit3_base_patch16_224", {}, deit3, None),
 }
 
 
 @pytest.mark.parametrize("kind", SPELLINGS)
 def test_every_tensor_is_timms(kind: str) -> None:
-    name, options, spell, resize, drop_head = SPELLINGS[kind]
+    name, options, spell, resize = SPELLINGS[kind]
     options = {**SMALL, **options}
     written = randomised(import_timm().create_model(name, **options))
     want = dict(written.state_dict())
@@ -164,7 +142,7 @@ def test_every_tensor_is_timms(kind: str) -> None:
     table = want.get("pos_embed") if resize is not None else None
     for weights in spell(dict(want)):
         for size in SQUARE_SIZES.values() if table is not None else [(16, 16)]:
-            got = fastvit.create_model(name, weights, drop_head=drop_head, **{**options, "img_size": size}).state_dict()
+            got = fastvit.create_model(name, weights, **{**options, "img_size": size}).state_dict()
             if resize is not None and table is not None:
                 patches = table[:, -16:].unflatten(1, (4, 4)).permute(0, 3, 1, 2)
                 resized = resize(patches, size=(size[0] // 4, size[1] // 4)).flatten(2).mT

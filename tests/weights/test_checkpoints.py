@@ -1,14 +1,13 @@
-"""Weights as timm and torchvision write them: a small random model of each library is the oracle. Grids and values."""
+"""Weights as timm writes them: a small random model of timm is the oracle. Grids and values."""
 
 import math
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from checkpoint_models import SIZES, SMALL, check, image, renamed, with_prefix
+from checkpoint_models import SIZES, SMALL, check, image, with_prefix
 from library_imports import import_timm
 from models import randomised
 
@@ -46,24 +45,6 @@ def test_timm(name: str, tmp_path: Path) -> None:
         ours = fastvit.create_model(name, weights=tmp_path / "model.safetensors", **arguments).eval()
         check(ours, oracle.forward_features, size)
         torch.testing.assert_close(ours(image(size)), oracle(image(size)), rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize(("side", "old"), [(16, False), (24, True), (12, False)])
-def test_torchvision(side: int, old: bool) -> None:
-    import_timm()
-    from torchvision.models import vision_transformer
-
-    make = partial(
-        vision_transformer.VisionTransformer, patch_size=4, num_layers=2, num_heads=2, hidden_dim=32, mlp_dim=64
-    )
-    written = randomised(make(16, num_classes=5)).state_dict()
-    oracle = make(side, num_classes=5).eval()
-    oracle.load_state_dict(vision_transformer.interpolate_embeddings(side, 4, written.copy()))
-    if old:
-        written = renamed(written, {"mlp.0.": "mlp.linear_1.", "mlp.3.": "mlp.linear_2."})
-    ours = fastvit.create_model("vit_base_patch16_224", written, **{**SMALL, "img_size": side, "num_classes": 5})
-    x = image((side, side))
-    torch.testing.assert_close(ours.eval()(x), oracle(x), rtol=1e-5, atol=1e-5)
 
 
 def test_attention_pooling_of_timm_and_open_clip() -> None:

@@ -265,10 +265,9 @@ def _backward(ctx: Any, node: type[FusedNode], douts: tuple[Any, ...], wants: An
         call = begin(node.__name__, (*douts, *s.values()), (o, wants, sizes), kernels_only=True)
         if sizes:
             s["sizes"] = sizes
-        found = node.gradients(s, douts, o, wants, call)
-        each = tuple([found.pop(name, None) for name in wants._fields])
-        if found:
-            raise KeyError(f"{node.__name__} returns gradients {[*found]} of inputs {wants._fields}")
+        gradients = node.gradients(s, douts, o, wants, call)
+        each = tuple([gradients.pop(name, None) for name in wants._fields])
+        assert not gradients, f"{node.__name__} returns gradients {[*gradients]} of inputs {wants._fields}"
         if call.is_first:
             call.remember()
         return (*each[:-1], *(each[-1] or (None,) * len(wants[-1]))) if node.variadic else each

@@ -6,9 +6,6 @@ The first tensor's device decides for each call, and
     FASTVIT_STRICT    1: what Triton cannot take raises instead of falling back to ATen with one warning (default: 0)
 
 or `use_backend`, which overrides them. Both variables are read in every call: a change of `os.environ` counts.
-
-    FASTVIT_CACHE_DIR the folder of your own tables of launch choices (default: `device.cache_folder`), read when the
-                      first op meets a GPU
 """
 
 from __future__ import annotations
@@ -40,12 +37,7 @@ from fastvit.ops.runtime.torch_private import (
 )
 
 BACKENDS = ("auto", "triton", "aten")
-VARIABLES = {  # and what stands for a variable that is not set
-    "FASTVIT_BACKEND": "auto",
-    "FASTVIT_STRICT": "0",
-    "FASTVIT_CACHE_DIR": "fastvit in $XDG_CACHE_HOME or ~/.cache",
-}
-_SETTINGS = ("FASTVIT_BACKEND", "FASTVIT_STRICT")
+VARIABLES = {"FASTVIT_BACKEND": "auto", "FASTVIT_STRICT": "0"}  # and what stands for a variable that is not set
 INTERPRET = os.environ.get("TRITON_INTERPRET", "0") == "1"
 HAVE_TRITON = _triton.is_installed()
 
@@ -68,14 +60,14 @@ Settings = tuple[str, bool]  # backend, strict
 
 # os.environ's own dict, if it has one: 20 ns for a variable that is not set; os.environ takes 800
 _environ: Mapping[Any, Any] = getattr(os.environ, "_data", os.environ)
-_BACKEND, _STRICT = (os.environ.encodekey(name) if _environ is not os.environ else name for name in _SETTINGS)
+_BACKEND, _STRICT = (os.environ.encodekey(name) if _environ is not os.environ else name for name in VARIABLES)
 _chosen: Settings | None = None  # by use_backend
 
 
 @functools.lru_cache(maxsize=8)
 def _parsed(*_raw: Any) -> Settings:
     """Parse the variables. The arguments, their raw values, are the cache's key."""
-    backend, strict = (os.environ.get(name) or VARIABLES[name] for name in _SETTINGS)
+    backend, strict = (os.environ.get(name) or VARIABLES[name] for name in VARIABLES)
     if backend not in BACKENDS:
         raise ValueError(f"FASTVIT_BACKEND must be one of {BACKENDS}, got {backend!r}")
     if strict not in ("0", "1"):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -12,16 +10,6 @@ from torch import Tensor
 from fastvit.kernels import _tuned
 from fastvit.ops.runtime.backend import KernelUnsupported
 from fastvit.ops.runtime.torch_private import FakeTensor
-
-
-def cache_folder() -> Path | None:
-    """Return the folder of the user's files: $FASTVIT_CACHE_DIR, else fastvit in $XDG_CACHE_HOME, else in ~/.cache. It
-    need not exist. None for a user without a home."""
-    chosen, cache = (os.environ.get(name) for name in ("FASTVIT_CACHE_DIR", "XDG_CACHE_HOME"))
-    try:
-        return Path(chosen).expanduser() if chosen else Path(cache or "~/.cache").expanduser() / "fastvit"
-    except RuntimeError:
-        return None
 
 
 @functools.cache
@@ -32,7 +20,7 @@ def _cuda_arch(index: int) -> str:
         arch = str(properties.gcnArchName).split(":")[0]
     else:
         arch = f"sm_{properties.major}{properties.minor}"
-    _tuned.load(arch, properties.name, cache_folder())
+    _tuned.load(arch, properties.name)
     return arch
 
 
