@@ -95,7 +95,7 @@ gpu-first:  ## its first nine minutes: is all of it right, and how fast; ARGS="-
 	$(MAKE) --no-print-directory gpu ARGS="--first $(ARGS)"
 
 tune:  ## only the launch tables: kernels/tuned_<gpu>.json
-	$(MAKE) --no-print-directory gpu ARGS="--steps 'compile candidates' tune $(ARGS)"
+	$(MAKE) --no-print-directory gpu ARGS="--steps tune $(ARGS)"
 
 lint: $(INSTALLED)
 	$(BIN)/ruff format --check .

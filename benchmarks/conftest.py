@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import os
 import shutil
-from collections.abc import Generator
 from dataclasses import asdict
 
 os.environ["FASTVIT_STRICT"] = "1"  # a fallback raises, so that none is ever timed
@@ -69,13 +68,6 @@ def pytest_configure(config: pytest.Config) -> None:
     if not any(getattr(options, f"benchmark_{name}") for name in asked):
         options.benchmark_quiet = True  # the plugin's table: fastvit alone, in more columns than fit
     options.benchmark_columns = options.benchmark_columns or ["median", "iqr", "min", "rounds"]
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_report_header(config: pytest.Config) -> Generator[None, list[str], list[str]]:
-    """Leave out the defaults of pytest-benchmark: none is used here."""
-    lines = yield
-    return [line for line in lines if not str(line).startswith("benchmark: ")]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -1,5 +1,4 @@
-"""Measure the host's time: until calls are queued on a GPU, next to eager and SDPA; without a GPU, of small ops on the
-CPU and of one launch.
+"""Measure the host's time: until calls are queued on a GPU, next to eager and SDPA; without a GPU, of one launch.
 
     python -m benchmarks.host
 
@@ -12,6 +11,7 @@ from __future__ import annotations
 import statistics
 import sys
 import time
+import timeit
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -22,8 +22,8 @@ import fastvit
 from benchmarks.harness.columns import make
 from benchmarks.harness.draw import Draw
 from benchmarks.harness.provenance import commit
-from benchmarks.harness.timing import Steps, least_microseconds, orders
-from benchmarks.harness.workloads import Workload, workloads
+from benchmarks.harness.timing import Steps, orders
+from benchmarks.harness.workloads import workloads
 
 PROVIDERS = ("eager", "sdpa", "fastvit")
 MODES = {"inference": "forward", "training": "both passes"}
@@ -31,22 +31,7 @@ Rows = Iterator[tuple[str, ...]]
 _ON_A_GPU = {"layer_norm": 20, "attention": 20, "layer_norm_mlp": 20, "block": 60, "model": 800}  # launches, at least
 _ROUNDS = 60
 _QUEUED = 600  # launches, about, between two waits: CUDA's queue holds about 1,000, and then the host waits
-_NOT_OPS = ("block", "model", "accelerate", "memory, attention", "memory, block")
 _CALLS = 10  # a round
-
-
-def _steps(workload: Workload, mode: str, draw: Draw) -> Steps:
-    return {name: workload.step(name, mode, draw)[0] for name in PROVIDERS if name in workload.providers}
-
-
-def small_ops(rounds: int, ops: tuple[str, ...] = ()) -> Rows:
-    """Yield the microseconds of each provider on the CPU. At these sizes most of it is the host's: what an op costs
-    over eager's is Python."""
-    for workload in workloads("quick", ops=ops):
-        for mode, title in MODES.items() if workload.op not in _NOT_OPS else ():
-            measured = least_microseconds(_steps(workload, mode, Draw(torch.float32, "cpu")), rounds, _CALLS)
-            cells = (f"{measured[name]:.1f}" if name in measured else "-" for name in PROVIDERS)
-            yield f"{workload.op} {workload}, {title}", *cells
 
 
 def until_queued(device: torch.device) -> Rows:
@@ -60,7 +45,8 @@ def until_queued(device: torch.device) -> Rows:
         sizes = ((w, w.sizes["B"], w.sizes.get("N", 197)) for w in headline if w.op == op)
         workload = next(w for w, B, N in sizes if (B, N) == (1, 197))
         for mode, title in MODES.items():
-            steps = _steps(workload, mode, Draw(torch.bfloat16, device))
+            providers = [name for name in PROVIDERS if name in workload.providers]
+            steps = {name: workload.step(name, mode, Draw(torch.bfloat16, device))[0] for name in providers}
             microseconds = _queue(steps, max(1, _QUEUED // launches), device)
             cells = (
                 f"{min(each):,.0f} / {statistics.median(each):,.0f}" if (each := microseconds.get(name)) else "-"
@@ -86,7 +72,7 @@ def _queue(steps: Steps, calls: int, device: torch.device) -> dict[str, list[flo
 
 def launches(rounds: int) -> Rows:
     """Yield for every kernel of a block's training step, at a short and at a long sequence, its arguments and the
-    microseconds of one launch by Triton and by fastvit, in turns."""
+    microseconds of one launch by Triton and by fastvit."""
     from benchmarks.codegen.stub_driver import stub_gpu  # here: it needs triton
     from fastvit.ops.runtime.launch import launch, launching
 
@@ -97,15 +83,15 @@ def launches(rounds: int) -> Rows:
             for tokens in (197, 1025):
                 block(torch.randn(1, tokens, 768, dtype=torch.bfloat16)).sum().backward()
         for name, (kernel, programs, tensors, numbers, constants) in calls.items():
-            ways: Steps = {
-                "triton": partial(kernel[(programs,)], *tensors, *numbers, **constants),
-                "fastvit": partial(launch, kernel, programs, tensors, numbers, constants),
-            }
-            microseconds = least_microseconds(ways, rounds, _CALLS)
-            yield name, str(len(kernel.arg_names)), *(f"{us:.1f}" for us in microseconds.values())
+            ways = (
+                partial(kernel[(programs,)], *tensors, *numbers, **constants),
+                partial(launch, kernel, programs, tensors, numbers, constants),
+            )
+            seconds = (min(timeit.repeat(way, number=_CALLS, repeat=rounds)) / _CALLS for way in ways)
+            yield name, str(len(kernel.arg_names)), *(f"{1e6 * least:.1f}" for least in seconds)
 
 
-def main(rounds: int = 1000, ops: tuple[str, ...] = ()) -> int:
+def main() -> int:
     where = f"torch {torch.__version__}, commit {commit()[:10]}"
     if torch.cuda.is_available():
         columns = ("us of the host, least / median", "eager", "SDPA", "fastvit")
@@ -114,9 +100,7 @@ def main(rounds: int = 1000, ops: tuple[str, ...] = ()) -> int:
         return 0
     torch.set_num_threads(1)
     heads = ("kernel", "arguments", "Triton's way\nus", "fastvit's\nus")
-    print(*make(heads, list(launches(rounds))), "", sep="\n")
-    heads = ("small ops on the CPU, float32, us", "eager", "SDPA", "fastvit")
-    print(*make(heads, list(small_ops(rounds // 20 or 1, ops))), "", sep="\n")
+    print(*make(heads, list(launches(1000))), "", sep="\n")
     print(f"one thread, the least of the rounds, {where}")
     return 0
 

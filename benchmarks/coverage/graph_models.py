@@ -28,7 +28,7 @@ import fastvit
 from benchmarks.coverage import small_timm, small_transformers
 from benchmarks.coverage.graph_checks import Model, infer
 from benchmarks.harness.libraries import load, randomize
-from benchmarks.harness.provenance import write_json
+from benchmarks.harness.provenance import write_text
 from benchmarks.harness.record import environment
 
 LIBRARIES = ("transformers", "timm", "torchvision")
@@ -69,7 +69,6 @@ class Row:
         status: "right"; "wrong"; "fails" (the compiled model raises); "Dynamo" (it fails or is wrong without fastvit);
             "eager" (it does not run uncompiled); "running" (it ended the process).
         sites: {kind: {"fused": {op: n}, "left": {reason: n}}} in the graphs of inference.
-        sites_in_training: the same in the graphs of training, if they differ.
         share: the largest error as a share of the allowed one.
         eager_runs: number of eager runs that determine the allowed error.
     """
@@ -79,11 +78,8 @@ class Row:
     family: str
     status: str = "running"
     detail: str = ""
-    same_as: str = ""
     graphs: int = 0
-    breaks: int = 0
     sites: Sites = field(default_factory=dict)
-    sites_in_training: Sites = field(default_factory=dict)
     share: float = 0.0
     eager_runs: int = 1
     seconds: float = 0.0
@@ -149,11 +145,9 @@ def _check(subject: Model, row: Row) -> None:
     except Exception as error:
         row.status, row.detail = "wrong" if isinstance(error, AssertionError) else "fails", _short(error)
     row.eager_runs = len(subject.eager)
-    counters = torch._dynamo.utils.counters
-    row.graphs = len(reports[0]) if reports and reports[0] else counters["stats"]["unique_graphs"]
-    row.breaks = sum(counters["graph_break"].values())
-    inference, training = ([*map(sites, reports), {}, {}])[:2]
-    row.sites, row.sites_in_training = inference, training if training != inference else {}
+    inference = reports[0] if reports else []
+    row.graphs = len(inference) or torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    row.sites = sites(inference)
     if row.status != "right":
         try:
             subject.check(lambda model: torch.compile(model, backend="aot_eager"))
@@ -176,7 +170,6 @@ def main(arguments: list[str] | None = None) -> None:
     warnings.filterwarnings("ignore")
     logging.getLogger("torch._dynamo").setLevel(logging.CRITICAL)  # it logs every graph break
     rows: dict[str, Any] = json.loads(chosen.path.read_text())["rows"] if chosen.path.exists() else {}
-    same: dict[str, str] = {row["fingerprint"]: name for name, row in rows.items() if row.get("fingerprint")}
     for library in LIBRARIES:
         if library == "transformers":
             load("transformers").logging.set_verbosity_error()
@@ -185,32 +178,16 @@ def main(arguments: list[str] | None = None) -> None:
             if chosen.only not in candidate.name if chosen.only else name in rows:
                 continue
             rows[name] = asdict(Row(library, candidate.name, candidate.family))
-            if library != "timm" or not _same(candidate, name, rows, same):
-                save(chosen.path, rows)
-                rows[name] |= asdict(run(candidate))
-                print(f"{name}: {rows[name]['status']} {rows[name]['detail']}", flush=True)
             save(chosen.path, rows)
-
-
-def _same(candidate: Candidate, name: str, rows: dict[str, Any], same: dict[str, str]) -> bool:
-    """Return whether an equal small model has been run, and copy its row."""
-    try:
-        key = small_timm.fingerprint(candidate.makers()[0]()[0])
-    except Exception:
-        return False  # run() says why
-    if same.setdefault(key, name) == name:
-        rows[name]["fingerprint"] = key
-        return False
-    rows[name] |= {key: value for key, value in rows[same[key]].items() if key not in ("name", "family", "fingerprint")}
-    rows[name]["same_as"] = rows[same[key]]["name"]
-    print(f"{name}: as {rows[name]['same_as']}", flush=True)
-    return True
+            rows[name] = asdict(run(candidate))
+            print(f"{name}: {rows[name]['status']} {rows[name]['detail']}", flush=True)
+            save(chosen.path, rows)
 
 
 def save(path: Path, rows: Mapping[str, Any]) -> None:
     where = environment(torch.device("cpu"), torch.float32)
     where["libraries"] = {name: load(name).__version__ for name in LIBRARIES}
-    write_json(path, {"environment": where, "rows": rows})
+    write_text(path, json.dumps({"environment": where, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

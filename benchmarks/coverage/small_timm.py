@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -60,17 +59,6 @@ def inputs(name: str) -> dict[str, Tensor]:
 
 def _images(side: int) -> dict[str, Tensor]:
     return {"x": torch.randn(2, 3, side, side, generator=torch.Generator().manual_seed(1))}
-
-
-def fingerprint(model: nn.Module) -> str:
-    """Return a hash of a model's modules, options and shapes of parameters."""
-    plain = (bool, int, float, str, tuple, type(None))
-    parts = [
-        (name, type(module).__qualname__, sorted((k, str(v)) for k, v in vars(module).items() if isinstance(v, plain)))
-        for name, module in model.named_modules()
-    ]
-    shapes = [(name, tuple(t.shape)) for name, t in [*model.named_parameters(), *model.named_buffers()]]
-    return hashlib.sha256(repr((parts, shapes)).encode()).hexdigest()[:16]
 
 
 # ---- torchvision ----

@@ -13,12 +13,14 @@ in every block and compares keys; here all is done at once and tokens are compar
 
 import argparse
 import sys
-import time
 from collections.abc import Callable
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from PIL import Image, ImageOps
 from torch import Tensor
+from torch.utils.benchmark import Timer
 
 import fastvit
 from fastvit.cli import options, terminal
@@ -28,17 +30,11 @@ PHOTOGRAPHS = ("astronaut", "chelsea", "coffee", "rocket")
 
 
 def photographs(size: int) -> Tensor:
-    """The squares in the middle of four photographs that scikit-image ships, (4, 3, size, size) in [0, 1]."""
+    """The squares in the middle of four photographs that scikit-image ships, (4, 3, size, size) uint8."""
     from skimage import data
 
-    images = []
-    for name in PHOTOGRAPHS:
-        image = torch.from_numpy(getattr(data, name)().copy()).permute(2, 0, 1).float() / 255
-        side = min(image.shape[1:])
-        top, left = ((n - side) // 2 for n in image.shape[1:])
-        square = image[None, :, top : top + side, left : left + side]
-        images.append(F.interpolate(square, (size, size), mode="bilinear", antialias=True))
-    return (torch.cat(images) - torch.tensor(MEAN).view(3, 1, 1)) / torch.tensor(STD).view(3, 1, 1)
+    images = [np.asarray(ImageOps.fit(Image.fromarray(getattr(data, name)()), (size, size))) for name in PHOTOGRAPHS]
+    return torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2)
 
 
 def merged(patches: Tensor) -> tuple[Tensor, Tensor]:
@@ -66,17 +62,9 @@ def forward_merged(model: fastvit.VisionTransformer, images: Tensor, proportiona
     return model.forward_head(model.norm(x))
 
 
-def seconds(calls: list[Callable[[], Tensor]], rounds: int) -> Tensor:
-    """Time the calls in turn: (rounds, calls). What slows the machine down for a while slows all of them."""
-    taken = torch.zeros(rounds + 1, len(calls))
-    for i in range(rounds + 1):
-        for j, call in enumerate(calls):
-            start = time.perf_counter()
-            out = call()
-            if out.is_cuda:
-                torch.cuda.synchronize()
-            taken[i, j] = time.perf_counter() - start
-    return taken[1:]
+def seconds(call: Callable[[], Tensor], rounds: int) -> float:
+    call()
+    return Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads()).timeit(rounds).mean
 
 
 def main() -> int:
@@ -88,9 +76,9 @@ def main() -> int:
     args = parser.parse_args()
     torch.manual_seed(0)
     device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
-    model = fastvit.create_model(args.model, args.weights, num_classes=0, img_size=args.image_size)
-    model = model.to(device, dtype).eval().requires_grad_(False)
-    images = photographs(args.image_size).to(device, dtype)
+    sizes = {"num_classes": 0, "img_size": args.image_size, "mean": MEAN, "std": STD}
+    model = fastvit.create_model(args.model, args.weights, **sizes).to(device, dtype).eval().requires_grad_(False)
+    images = photographs(args.image_size).to(device)
     if args.weights is None:
         print("no --weights: the features are those of random ones")
 
@@ -99,9 +87,10 @@ def main() -> int:
     for name, features in {"with log(size)": proportional, "without it": plain}.items():
         print(f"cosine of features to the full model's {F.cosine_similarity(features, full).mean():.4f}  {name}")
     print(f"cosine of features to another image's  {among.mean():.4f}")
-    times = seconds([lambda: model(images), lambda: forward_merged(model, images)], args.rounds)
-    speed, ms = (times[:, 0] / times[:, 1]).median(), 1e3 * times[:, 0].median()
-    print(f"{speed:.2f}x the speed of the full model, which takes {ms:.1f} ms (medians, {args.rounds} rounds in turn)")
+    own, less = (seconds(call, args.rounds) for call in (lambda: model(images), lambda: forward_merged(model, images)))
+    print(
+        f"{own / less:.2f}x the speed of the full model, which takes {1e3 * own:.1f} ms (means of {args.rounds} calls)"
+    )
     return 0
 
 

@@ -63,8 +63,8 @@ def mean_iou(train: Tensor, labels: Tensor, test: Tensor, test_labels: Tensor, s
         loss.backward()
         optimizer.step()
     with torch.inference_mode():
-        found = F.interpolate(head.eval()(test), test_labels.shape[1:], mode="bilinear").argmax(dim=1)
-    ious = [((found == k) & (test_labels == k)).sum() / ((found == k) | (test_labels == k)).sum() for k in range(3)]
+        classes = F.interpolate(head.eval()(test), test_labels.shape[1:], mode="bilinear").argmax(dim=1)
+    ious = [((classes == k) & (test_labels == k)).sum() / ((classes == k) | (test_labels == k)).sum() for k in range(3)]
     return torch.stack(ious).mean().item()
 
 

@@ -72,8 +72,8 @@ def _run_options(parser: argparse.ArgumentParser) -> None:
     add("--compile", nargs="?", const="inductor", metavar="BACKEND", help="torch.compile the model")
     add("--accumulate", type=options.count, default=1, help="parts of a step's batch, one after another")
     add("--parallel", choices=("ddp", "fsdp"), help="under torchrun; default: ddp")
-    add("--workers", type=_whole, default=_workers(), help="processes that prepare images, for each that trains")
-    add("--seed", type=_whole, default=0, help="of initial values, order, augmentation and dropout")
+    add("--workers", type=int, default=_workers(), help="processes that prepare images, for each that trains")
+    add("--seed", type=int, default=0, help="of initial values, order, augmentation and dropout")
     add("--log-every", type=options.count, default=10, metavar="STEPS", help="steps of a line in log.jsonl")
     add("--save-every", type=options.count, metavar="STEPS", help="steps between checkpoints; default: an epoch")
 
@@ -196,12 +196,6 @@ def _assignment(text: str) -> tuple[str, Any]:
         return name, value
 
 
-def _whole(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"must be an integer from 0 on, got {text!r}")
-    return int(text)
-
-
 def _workers() -> int:
     """Return half of the cores, shared by the processes of this machine that train; at most 8."""
     return min((os.cpu_count() or 1) // (2 * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))), 8)
@@ -225,7 +219,7 @@ def main(arguments: list[str] | None = None) -> int:
     _run_options(train)
     resume = verbs.add_parser("resume", help="continue a run from its last checkpoint")
     resume.add_argument("run", type=Path, help="folder of a run")
-    resume.add_argument("--workers", type=_whole, help="processes that prepare images; default: the run's")
+    resume.add_argument("--workers", type=int, help="processes that prepare images; default: the run's")
     compare = verbs.add_parser("compare", help="compare runs in a table and a picture")
     compare.add_argument("runs", type=Path, nargs="+", help="folders of runs")
     compare.add_argument("--plot", type=Path, help="writes NAME_light.svg and NAME_dark.svg; .png too")

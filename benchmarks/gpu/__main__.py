@@ -9,7 +9,7 @@
 
 Every command is a process of its own with a time limit. The results folder, benchmarks/results/<gpu>, then has all that
 is to be kept: results.jsonl, every result and what became of every command, a line each, written at once; table.md,
-made of it; log.txt, what the commands printed; tuned_<gpu>.json, the launch choices measured; and the files of the
+made of it; log/, what each command printed; tuned_<gpu>.json, the launch choices measured; and the files of the
 benchmarks. A second call continues with what is missing or has failed, unless code or device have changed. Exit
 status: 0 if all is done and right, 1 if not, 2 if the run could not begin.
 """
@@ -28,7 +28,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.gpu import commands, summary, verdict
+from benchmarks.gpu import commands, summary
 from benchmarks.gpu.journal import DONE, REHEARSAL, Journal, results_folder
 from benchmarks.gpu.runner import Runner
 from benchmarks.harness.provenance import commit, write_text
@@ -63,7 +63,7 @@ def main(arguments: list[str] | None = None) -> int:
     if reason := not_writable(folder):
         print(f"{reason}; --out chooses another folder", file=sys.stderr)
         return 2
-    journal = Journal(folder, device, summary.markdown)
+    journal = Journal(folder, device)
     if chosen.list:
         for command in every:
             print(f"{journal.status(command.name):<10} {command.name:<34} python {' '.join(command.words)}")
@@ -105,11 +105,10 @@ def run(journal: Journal, every: Sequence[commands.Command], seconds: float) -> 
         runner.end()
         keep_tuned(journal)
         records = journal.records()
-        page = summary.markdown(records, summary.Rates(records))
-        write_text(journal.folder / "table.md", page)  # the last of several writers
+        write_text(journal.folder / "table.md", summary.markdown(records))
     counts = Counter(statuses.values()).most_common()
     print(f"{len(statuses)} commands: {', '.join(f'{count} {status}' for status, count in counts)}")
-    print(*verdict.lines(records), f"see {journal.folder / 'table.md'}", sep="\n", flush=True)
+    print(*summary.verdict(records), f"see {journal.folder / 'table.md'}", sep="\n", flush=True)
     return int(any(status not in DONE for status in statuses.values()))
 
 

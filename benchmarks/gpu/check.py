@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks.gpu import process, summary
+from benchmarks.gpu import journal, summary
 from fastvit import study
 from fastvit.study.accuracy.verification import OPS
 
@@ -17,11 +17,11 @@ MODEL, DEPTH = "vit_small_patch16_224", 2
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = process.arguments(__doc__)
+    parser = journal.parser(__doc__)
     parser.add_argument("subject", choices=(*OPS, MODEL))
     chosen = parser.parse_args(arguments)
-    device = process.device_of(chosen)
-    journal = process.journal(chosen.out, device)
+    device = journal.device_of(chosen)
+    results = journal.open_journal(chosen.out, device)
     if chosen.subject == MODEL:
         verdicts = study.verify(MODEL, names=["layer_norm"], depth=DEPTH, device=device)
     else:
@@ -34,7 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
         ratios = {} if verdict.output is None else {"ratios": [verdict.output, verdict.gradient]}
         reason = verdict.note if verdict.passed or verdict.note else "inaccurate"
         status = "passed" if verdict.passed else "failed"
-        journal.add("correct", name, status, case=case, dtype=dtype, reason=reason, **ratios)
+        results.add("correct", name, status, case=case, dtype=dtype, reason=reason, **ratios)
         failed += not verdict.passed
         if not verdict.passed:
             print(f"> WRONG {name}: {reason}", flush=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from benchmarks.gpu import check, compiled, sanitize
 from benchmarks.gpu.summary import MODES, row_name
-from benchmarks.gpu.tables import TABLES
+from benchmarks.gpu.tune import TABLES
 from benchmarks.harness.provenance import ROOT
 from benchmarks.harness.workloads import workloads
 
@@ -54,7 +54,7 @@ def first(folder: Path) -> list[Command]:
     """Return what shows in the first minutes whether all is right, and how fast it is. On an H200 with 16 cores 889
     kernels were compiled in 80 s. folder: of the results."""
     out = ("--out", str(folder))
-    words = ("-m", "benchmarks.gpu.precompile", *out)
+    words = ("-m", "benchmarks.gpu.precompile")
     commands = [Command("compile kernels", words, 120.0, prepares=("check", "rows", "sanitize"))]
     commands += [
         Command(f"check {subject}", ("-m", "benchmarks.gpu.check", *out, subject), 120.0)
@@ -66,12 +66,9 @@ def first(folder: Path) -> list[Command]:
 
 def rest(folder: Path) -> list[Command]:
     """Return everything else that needs a GPU, in the order of worth."""
-    out = ("--out", str(folder))
     commands = [_compiled(model, provider, folder, 900.0) for model, provider in compiled.runs(False)]
-    words = ("-m", "benchmarks.gpu.precompile", *out, "--tune")
-    commands.append(Command("compile candidates", words, 600.0, prepares=("tune",)))
     for table in dict.fromkeys(table.name for table in TABLES):
-        commands.append(Command(f"tune {table}", ("-m", "benchmarks.gpu.tune", "--table", table), 1200.0))
+        commands.append(Command(f"tune {table}", ("-m", "benchmarks.gpu.tune", "--table", table)))
     for path in test_files():
         name = path.relative_to(ROOT / "tests").with_suffix("").as_posix()
         commands.append(Command(f"tests {name}", (*_PYTEST, f"tests/{name}.py"), 1800.0))
@@ -91,7 +88,7 @@ def rehearsal(folder: Path) -> list[Command]:
     page = ("-m", "benchmarks.report.results", str(folder), "--to", str(folder / "README.md"))
     result = ("--benchmark-json", str(folder / "layer_norm.json"))
     commands = [
-        Command("compile kernels", ("-m", "benchmarks.gpu.precompile", *out), prepares=("check", "rows")),
+        Command("compile kernels", ("-m", "benchmarks.gpu.precompile", "--rehearse"), prepares=("check", "rows")),
         *(Command(f"check {op}", ("-m", "benchmarks.gpu.check", *out, op)) for op in ("layer_norm", "dropout")),
         Command("sanitize dropout", ("-m", "benchmarks.gpu.sanitize", "--rehearse", "--op", "dropout")),
         _rows(("block",), folder, REHEARSED, "--quick"),

@@ -15,15 +15,13 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu import process
-from benchmarks.gpu.journal import words
+from benchmarks.gpu.journal import device_of, open_journal, parser, words
 from benchmarks.gpu.summary import MODES
 from benchmarks.harness.clock import Clock, Quantiles
 from benchmarks.harness.draw import Draw
 from benchmarks.harness.providers import compiled
 from benchmarks.harness.timing import measured, per_call
-from benchmarks.harness.workload import Step
-from benchmarks.harness.workloads import Workload, workloads
+from benchmarks.harness.workloads import Step, Workload, workloads
 
 MODELS = ("vit_small_patch16_224", "vit_base_patch16_224")
 REHEARSED = "vit_cifar_small"
@@ -67,22 +65,22 @@ def warm(workload: Workload, provider: str, mode: str, device: torch.device, opt
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = process.arguments(__doc__)
-    parser.add_argument("--model", choices=(*MODELS, REHEARSED), required=True)
-    parser.add_argument("--provider", choices=PROVIDERS, required=True)
-    chosen = parser.parse_args(arguments)
-    device = process.device_of(chosen)
-    journal, clock = process.journal(chosen.out, device), Clock(device)
+    options = parser(__doc__)
+    options.add_argument("--model", choices=(*MODELS, REHEARSED), required=True)
+    options.add_argument("--provider", choices=PROVIDERS, required=True)
+    chosen = options.parse_args(arguments)
+    device = device_of(chosen)
+    journal, clock = open_journal(chosen.out, device), Clock(device)
     workload, failed = _workload(chosen.model, chosen.rehearse), 0
     for name, about in results(chosen.model, chosen.provider, chosen.rehearse).items():
         if journal.done("compiled", name):
             continue
-        options: dict[str, Any] = {"mode": about["style"]}
+        compiler: dict[str, Any] = {"mode": about["style"]}
         if chosen.rehearse:
-            options = {"inner" if chosen.provider == "graph" else "backend": "eager"}
+            compiler = {"inner" if chosen.provider == "graph" else "backend": "eager"}
         start = time.time()
         try:
-            step = warm(workload, chosen.provider, about["mode"], device, options)
+            step = warm(workload, chosen.provider, about["mode"], device, compiler)
             seconds = time.time() - start
             called = Quantiles.of(per_call({"": step}, device, seconds=0.1, rounds=3)[""])
             samples = measured([clock.time(step) for _ in range(20)])

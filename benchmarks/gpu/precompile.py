@@ -1,13 +1,13 @@
 """Compile kernels that are about to be launched, in many processes, into Triton's cache.
 
-    python -m benchmarks.gpu.precompile --out FOLDER              # of the rows and of memcheck, then of the checks
-    python -m benchmarks.gpu.precompile --out FOLDER --tune       # of every choice that tuning tries
+    python -m benchmarks.gpu.precompile              # of the rows and of memcheck, then of the checks
 
 The launches are recorded on meta tensors (fastvit/warmup.py), so that this process needs no GPU and can be forked.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import multiprocessing
 import os
@@ -20,11 +20,9 @@ from typing import Any
 import torch
 
 from benchmarks.codegen.launches import DTYPES, Launch, recording
-from benchmarks.gpu import process, summary
+from benchmarks.gpu import summary
 from benchmarks.gpu.journal import REHEARSAL
 from benchmarks.gpu.runner import SKIPPED
-from benchmarks.gpu.tables import works
-from benchmarks.gpu.tuner import run_candidates
 from benchmarks.harness.draw import Draw
 from benchmarks.harness.workloads import Workload, workloads
 from fastvit.kernels import _tuned
@@ -62,14 +60,6 @@ def record_checks(machine: Machine) -> list[Launch]:
     return list(recorder.launches.values())
 
 
-def record_candidates(machine: Machine) -> list[Launch]:
-    """Return every launch that tuning tries."""
-    with _recording(machine) as recorder:
-        for work in works():
-            run_candidates(work)
-    return list(recorder.launches.values())
-
-
 def _recording(machine: Machine) -> Any:
     """Record launches for the GPU and its measured choices: configurations depend on both."""
     (major, minor), multiprocessors, name = machine
@@ -90,8 +80,8 @@ def _ask() -> Machine:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = process.arguments(__doc__)
-    parser.add_argument("--tune", action="store_true", help="what tuning tries, instead of rows and checks")
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rehearse", action="store_true", help="in miniature on a CPU")
     chosen = parser.parse_args(arguments)
     if torch.version.hip:
         print("SKIPPED: kernels are compiled beforehand for NVIDIA GPUs only")
@@ -99,26 +89,18 @@ def main(arguments: list[str] | None = None) -> int:
     start = time.perf_counter()
     if chosen.rehearse:  # it launches nothing
         launches = record_rows(workloads("quick", ops=("layer_norm",)), REHEARSED)
-    elif chosen.tune:
-        launches = record_candidates(_machine())
     else:
         machine = _machine()
         rows = [*workloads("headline"), *workloads("sanitize", ops=("attention",))]
         launches = record_rows(rows, machine) + record_checks(machine)
     print(f"> {len(launches)} kernels recorded in {time.perf_counter() - start:.1f} s", flush=True)
-    failed = []
+    failed = 0
     for launch, reason in compile_all(launches, min(15, max(2, (os.cpu_count() or 2) - 1))):
         if isinstance(reason, str):
-            failed.append(f"{launch.name} {launch.dtype}")
+            failed += 1
             print(f"{launch.name} {launch.dtype} {launch.constexprs}: {reason}", flush=True)
-    print(f"> compiled in {time.perf_counter() - start:.1f} s, {len(failed)} did not compile", flush=True)
-    if chosen.tune:  # some candidates do not fit, and that is no failure
-        return 0
-    journal = process.journal(chosen.out, process.device_of(chosen))
-    reason = f"{len(failed)} did not compile: {', '.join(failed)}" if failed else ""
-    status = "failed" if failed else "passed"
-    journal.add("compile", "kernels", status, kernels=len(launches), failed=failed, reason=reason)
-    return int(bool(failed))
+    print(f"> compiled in {time.perf_counter() - start:.1f} s, {failed} did not compile", flush=True)
+    return int(failed > 0)
 
 
 if __name__ == "__main__":

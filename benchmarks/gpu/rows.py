@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu import process
-from benchmarks.gpu.journal import BEGUN, DONE, Journal, words
+from benchmarks.gpu.journal import BEGUN, DONE, Journal, open_journal, words
 from benchmarks.gpu.summary import row_name
 from benchmarks.harness.workloads import Workload
 
@@ -36,7 +35,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if session.device.type == "cuda" and not rehearse:
         session.grid = "headline"
     device = torch.device("cpu") if rehearse else session.device
-    config.stash[_JOURNAL] = process.journal(config.option.journal, device)
+    config.stash[_JOURNAL] = open_journal(config.option.journal, device)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -1,6 +1,6 @@
 """Run the commands of a run on a GPU, each a process of its own with a limit, and record how they ended.
 
-All output goes into log.txt, each line after the name of its command; lines that begin with "> " are also printed.
+The output of a command goes into a file of the folder log; its lines that begin with "> " are also printed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import sys
 import sysconfig
 import threading
 import time
-from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
@@ -46,9 +45,10 @@ class Runner:
         self.journal, self.seconds = journal, seconds
         self._start = time.monotonic()
         self._lock = threading.Lock()
-        self._running: dict[str, subprocess.Popen[str]] = {}
+        self._running: dict[str, subprocess.Popen[bytes]] = {}
         self._ended: set[str] = set()  # names of the commands that a person has stopped
-        self._log = (journal.folder / "log.txt").open("a")
+        self._logs = journal.folder / "log"
+        self._logs.mkdir(exist_ok=True)
 
     @property
     def elapsed(self) -> float:
@@ -87,41 +87,36 @@ class Runner:
         if limit < 1:
             self._record(command, "cut", time.time(), ["no time was left"])
             return "cut"
-        start, last, timed_out = time.time(), deque[str](maxlen=3), False
+        start, timed_out = time.time(), False
         environment = {name: value for name, value in os.environ.items() if not name.startswith(_OURS)} | VARIABLES
         if command.kind != "tests":
             environment |= STRICT
-        process = subprocess.Popen(
-            [sys.executable, *command.words], cwd=ROOT, env=environment, stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True,
-        )  # fmt: skip
+        log = self._logs / f"{command.name.replace('/', '_')}.txt"
+        with log.open("w") as output:
+            process = subprocess.Popen(
+                [sys.executable, *command.words], cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=output,
+                stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
         with self._lock:
             self._running[command.name] = process
-        reader = threading.Thread(target=self._read, args=(command, process, last))
-        reader.start()
         try:
             process.wait(limit)
         except subprocess.TimeoutExpired:
             timed_out = True
         finally:
             _kill(process)  # and what it has started and not ended
-            reader.join()
             code = process.wait()
             with self._lock:
                 del self._running[command.name]
+        lines = [line.rstrip() for line in log.read_text(errors="replace").splitlines()]
+        for line in lines:
+            if line.startswith("> "):
+                self.say(f"{command.name}: {line[2:]}")
+        last = [_without_folders(line) for line in lines if line and not line.startswith("> ")][-3:]
         status = {0: "passed", SKIPPED: "skipped"}.get(code, "failed")
         status = "timed out" if timed_out else "cut" if command.name in self._ended else status
         self._record(command, status, start, [*last, *[f"exit status {code}"] * (status == "failed")])
         return status
-
-    def _read(self, command: Command, process: subprocess.Popen[str], last: deque[str]) -> None:
-        for line in map(str.rstrip, process.stdout or ()):
-            with self._lock:
-                print(f"[{command.name}] {line}", file=self._log, flush=True)
-            if line.startswith("> "):
-                self.say(f"{command.name}: {line[2:]}")
-            elif line:
-                last.append(_without_folders(line))
 
     def _record(self, command: Command, status: str, start: float, last: list[str]) -> None:
         """Record how a command ended. start: seconds since 1970."""
@@ -138,7 +133,7 @@ def _without_folders(line: str) -> str:
     return line
 
 
-def _kill(process: subprocess.Popen[str]) -> None:
+def _kill(process: subprocess.Popen[bytes]) -> None:
     """End a command with all that it has started, its session."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)

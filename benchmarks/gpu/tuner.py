@@ -25,7 +25,6 @@ from benchmarks.gpu.candidates import FIXED, Choice, candidates
 from benchmarks.harness.clock import HOST_BOUND, Quantiles
 from fastvit._output import write_file
 from fastvit.kernels import _tuned
-from fastvit.ops.runtime import backend as backends
 from fastvit.ops.runtime import device as devices
 
 MARGIN = 1.02
@@ -95,18 +94,6 @@ def keys_of(run: Callable[[], object], table: str, entries: Entries) -> list[Key
     with using(base_entries(table, entries)) as asked:
         run()
     return sorted({key for _, name, key in asked if name == table})
-
-
-def run_candidates(work: Work) -> None:
-    """Run the work on meta tensors with every choice that tuning tries, to record its launches. The tuner reports
-    choices that cannot be launched."""
-    base = base_entries(work.table, {})
-    with using(base):
-        run = work.build(torch.device("meta"))
-    for key in keys_of(run, work.table, {}):
-        for choice in candidates(work.table, key):
-            with using(base | {(work.table, key): choice}), contextlib.suppress(backends.KernelUnsupported):
-                run()
 
 
 def name_of(table: str, key: Key) -> str:

@@ -1,4 +1,5 @@
-"""Measure one case in one mode: agreement, then memory, then time in interleaved rounds. The result is a Record."""
+"""Measure one case in one mode: agreement by the rule of `fastvit.study.accuracy.rule`, then memory, then time in
+interleaved rounds. The result is a Record."""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ from dataclasses import dataclass, field
 
 import torch
 from pytest_benchmark.fixture import BenchmarkFixture
+from torch import Tensor
 
-from benchmarks.harness.agreement import agreement
 from benchmarks.harness.clock import HOST_BOUND, Clock, Quantiles
 from benchmarks.harness.conditions import Conditions, load
 from benchmarks.harness.draw import Draw
@@ -31,6 +32,8 @@ from benchmarks.harness.timing import (
     warm,
 )
 from benchmarks.harness.workloads import Workload
+from fastvit.study.accuracy import rule
+from fastvit.study.accuracy.rule import DRAWS, GRADIENT, OUTPUT, Compared, pooled_ratios
 from fastvit.study.memory.peak import peak_bytes, saved_bytes
 
 Step = Callable[[], object]
@@ -132,6 +135,43 @@ def measure(benchmark: BenchmarkFixture, session: Session, workload: Workload, m
     benchmark.extra_info.update(record.as_dict(environment(session.device, session.dtype), ceilings))
     session.records.append(record)
     return record
+
+
+def agreement(
+    workload: Workload, mode: str, providers: Sequence[str], dtype: torch.dtype, device: torch.device
+) -> dict[str, float]:
+    """Return each provider's error ratio over all outputs or all gradients of one draw. Where fastvit misses the rule
+    on that draw, its ratio is that of several draws together.
+
+    Raises:
+        AssertionError: fastvit misses the rule on several draws, too.
+    """
+    kind, factor = ("output", OUTPUT) if mode == "inference" else ("d", GRADIENT)
+
+    def run(provider: str, number: int, compute: torch.dtype | None = None) -> tuple[Tensor, ...]:
+        draw = Draw(dtype, device, compute, number)
+        runner = workload.runner(provider, draw, check=True).train(False)  # providers draw different masks for dropout
+        if mode == "inference":
+            return runner.infer()
+        outputs = runner.outputs()
+        return torch.autograd.grad(outputs, runner.leaves, draw.cotangents(outputs))
+
+    measures = functools.cache(lambda number: (run("eager", number), run("eager", number, torch.float64)))
+
+    def compared(provider: str, number: int) -> Iterator[Compared]:
+        eager, exact = measures(number)
+        return rule.compared(kind, eager if provider == "eager" else run(provider, number), eager, exact)
+
+    ratios = {}
+    for provider in providers:
+        draws = DRAWS if provider == "fastvit" else 1
+        ratios[provider] = max(pooled_ratios(functools.partial(compared, provider), draws).values())
+    fused = ratios.get("fastvit", 0.0)
+    assert fused <= factor, (
+        f"{workload.op} {workload}, {mode}: fastvit is not timed, its error ratio {fused:.2f} is over {factor}: "
+        "error / (error of eager + ulp), against float64"
+    )
+    return ratios
 
 
 def _first_calls(session: Session, workload: Workload, name: str, record: Record) -> tuple[Step, float]:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import subprocess
-import time
 from pathlib import Path
-from typing import Any
 
 from fastvit._output import write_file
 
@@ -32,14 +29,6 @@ def sources(*folders: str) -> str:
         for path in sorted((ROOT / folder).rglob("*.py")):
             digest.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:16]
-
-
-def now() -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-
-
-def write_json(path: Path, data: Any) -> None:
-    write_text(path, json.dumps(data, indent=1) + "\n")
 
 
 def write_text(path: Path, text: str) -> None:

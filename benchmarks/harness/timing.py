@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import random
 import time
-import timeit
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -41,12 +40,12 @@ def warm(work: Callable[[], object], clock: Clock, *, calls: int = 3, seconds: f
 
 
 def per_call(
-    steps: Steps, device: torch.device, *, seconds: float, rounds: int, seed: str = "", within: Within = nullcontext
+    steps: Steps, device: torch.device, *, seconds: float, rounds: int, within: Within = nullcontext
 ) -> dict[str, list[float]]:
     """Return the seconds of a call of each function, host and device together, caches warm: in every round a loop of
     each, in random order. A loop takes about `seconds` and gives one sample.
 
-    seed: of the order. within: the context of a loop, by the function's name; entering it is not timed.
+    within: the context of a loop, by the function's name; entering it is not timed.
     """
 
     def loop(name: str, count: int) -> float:
@@ -63,29 +62,20 @@ def per_call(
         loop(name, 1)
         counts[name] = int(np.clip(seconds / max(loop(name, 2), 1e-9), 1, 2000))
     samples: dict[str, list[float]] = {name: [] for name in steps}
-    for names in orders(steps, rounds, seed):
+    for names in orders(steps, rounds):
         for name in names:
             samples[name].append(loop(name, counts[name]))
     return samples
 
 
-def least_microseconds(steps: Steps, rounds: int, calls: int) -> dict[str, float]:
-    """Return the microseconds of a call of each function, by name: the least of the rounds, in which each is called so
-    many times. Noise only ever adds."""
-    for step in steps.values():
-        step()
-    seconds = [[timeit.timeit(step, number=calls) / calls for step in steps.values()] for _ in range(rounds)]
-    return {name: 1e6 * min(column) for name, column in zip(steps, zip(*seconds, strict=True), strict=True)}
-
-
-def orders(names: Iterable[str], rounds: int, seed: str = "") -> list[list[str]]:
-    """Return for each round a random order of the names, the same in every run with the same seed.
+def orders(names: Iterable[str], rounds: int) -> list[list[str]]:
+    """Return for each round a random order of the names, the same in every run.
 
     In a fixed order, or in one and its reverse by turns, the same function measured as two providers differed by up to
     6 %: what ran before leaves caches and free memory in a state of its own. A random order favours none, so that the
     sign of a round's difference is a fair coin wherever two providers are the same function.
     """
-    draw, names = random.Random(seed), list(names)
+    draw, names = random.Random(0), list(names)
     return [draw.sample(names, len(names)) for _ in range(rounds)]
 
 

@@ -8,20 +8,46 @@ writes memory_light.svg and memory_dark.svg into the folder.
 from __future__ import annotations
 
 import io
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness import conditions, table
 from benchmarks.harness.record import Record
-from benchmarks.harness.table import growth
-from benchmarks.report.read import read
+from benchmarks.harness.timing import Ceilings
 from fastvit._output import write_file
 from fastvit.study.memory.peak import growth_exponent
 from fastvit.study.memory.plot import Curves, draw
 
 FILES = {"light": "memory_light.svg", "dark": "memory_dark.svg"}
 ALT = "Peak memory of a training step against the number of tokens"
+
+
+def read(paths: Sequence[Path]) -> tuple[list[Record], Ceilings, list[str]]:
+    """Return the records of one run, the limits of its machine, and lines that say where and when it was.
+
+    Raises:
+        ValueError: no benchmark in the files, or several devices or dtypes.
+    """
+    runs = [json.loads(path.read_text()) for path in paths]
+    info = [b["extra_info"] for run in runs for b in run["benchmarks"]]
+    if not info:
+        raise ValueError(f"{', '.join(map(str, paths)) or 'no file'}: no benchmark in it")
+    devices = {(i["environment"]["device"], i["environment"]["dtype"]) for i in info}
+    if len(devices) > 1:
+        raise ValueError(f"one table of several devices or dtypes: {sorted(devices)}")
+    # older files have no conditions
+    during = [conditions.Conditions.read(run["conditions"]) for run in runs if "conditions" in run]
+    ceilings = conditions.best([*(Ceilings(**i["ceilings"]) for i in info), *(state.end for state in during)])
+    records = [Record.read(i) for i in info]
+    commit = runs[0]["commit_info"]
+    dirty = " with local changes" * commit["dirty"]
+    when = f"{runs[0]['datetime'][:10]}, commit {commit['id'][:10]}{dirty}"
+    where = [*table.header(info[0]["environment"], ceilings), when]
+    where += [line for state in during for line in conditions.lines(state, records, ceilings)]
+    return records, ceilings, where
 
 
 def picture(folder: str, name: str = "memory", alt: str = ALT) -> str:
@@ -34,7 +60,7 @@ def picture(folder: str, name: str = "memory", alt: str = ALT) -> str:
 
 def save(records: Sequence[Record], where: str, folder: Path) -> list[Path]:
     """Write both files and return their paths; a ValueError if the memory study is not among the records."""
-    studies = growth(records)
+    studies = table.growth(records)
     if not studies:
         raise ValueError("the memory study did not run: no picture")
     shape = next(r.shape for r in records if r.op in studies)
@@ -64,5 +90,5 @@ def _fitted(studies: dict[str, Curves]) -> str:
 
 
 if __name__ == "__main__":
-    found, _, where = read([Path(sys.argv[1])])
-    print(*save(found, where[0], Path(sys.argv[2])), sep="\n")
+    measured, _, where = read([Path(sys.argv[1])])
+    print(*save(measured, where[0], Path(sys.argv[2])), sep="\n")

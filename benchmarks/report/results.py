@@ -6,22 +6,22 @@ each GPU. The page has what most readers look for; with folders, it has every ta
     python -m benchmarks.report.results benchmarks/results/cpu --to out/results.md
 
 In each folder: `results.jsonl` of benchmarks/gpu; files of the benchmarks (all of one dtype are one table, with the
-best limits that any measured); the files named in _TABLES, each of the module there; and pictures.
+best limits that any measured); the files named in _TABLES; and pictures.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
+import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from benchmarks.gpu import journal, summary, verdict
-from benchmarks.harness import conditions, table
+from benchmarks.gpu import journal, summary
+from benchmarks.harness import columns, conditions, table
 from benchmarks.harness.provenance import ROOT, write_text
-from benchmarks.report import plot
-from benchmarks.report.read import read
+from benchmarks.report import fitting, graph_tables, peers, plot
+from benchmarks.report.plot import read
 
 RESULTS = ROOT / "benchmarks" / "results"
 GPU = RESULTS / "nvidia_h200" / "results.jsonl"
@@ -36,12 +36,6 @@ the same ops run PyTorch's fused ATen functions: the figures say nothing about t
 {table.LEGEND}
 ```
 """
-_TABLES = {  # by the name of the file: a module with `render`
-    "graphs": "benchmarks.report.graph_tables",
-    "peers": "benchmarks.report.peers",
-    "training": "benchmarks.report.training",
-    "fitting": "benchmarks.report.fitting",
-}
 
 
 def render(paths: Sequence[Path], every: bool = True) -> str:
@@ -55,6 +49,21 @@ def _fenced(lines: Sequence[str]) -> str:
     return "\n".join(["```text", *lines, "```", ""])
 
 
+def training(path: Path) -> list[str]:
+    """Return the table of training runs of `train.py compare --json`, and what is below it."""
+    runs = json.loads(path.read_text())
+    notes = [line for note in runs["notes"] for line in textwrap.wrap(note, columns.WIDTH)]
+    return [*columns.make(runs["heads"], runs["rows"], left=2), "", *notes]
+
+
+_TABLES = {  # by the name of the file
+    "graphs": graph_tables.render,
+    "peers": peers.render,
+    "training": training,
+    "fitting": fitting.render,
+}
+
+
 def page(folders: Sequence[Path] = ()) -> str:
     """Return the page, or all tables of the folders."""
     parts = [_INTRODUCTION]
@@ -65,11 +74,9 @@ def page(folders: Sequence[Path] = ()) -> str:
 
 def _folder(folder: Path, every: bool) -> Iterator[str]:
     if records := journal.last(journal.read(folder / "results.jsonl")):
-        others = sorted(
-            {path.name for path in folder.iterdir() if path.suffix in (".md", ".txt")} - {"README.md", "log.txt"}
-        )
+        others = sorted({path.name for path in folder.iterdir() if path.suffix in (".md", ".txt")} - {"README.md"})
         links = ", ".join(f"[{name}]({folder.name}/{name})" for name in others)
-        yield f"## {folder.name}, first minutes\n\n{_fenced(verdict.lines(records))}\nAll of it: {links}.\n"
+        yield f"## {folder.name}, first minutes\n\n{_fenced(summary.verdict(records))}\nAll of it: {links}.\n"
     runs: dict[str, list[Path]] = {}  # by dtype
     for path in sorted(folder.glob("*.json")):
         text = path.read_text()  # "" of a run that was cut off
@@ -81,19 +88,17 @@ def _folder(folder: Path, every: bool) -> Iterator[str]:
         yield from picture
         yield render(paths, every)
         picture = []
-    for name, module_name in _TABLES.items():
+    for name, lines in _TABLES.items():
         path = folder / f"{name}.json"
         if path.exists():
-            lines = importlib.import_module(module_name).render(path)
-            yield f"## {folder.name}, {name.replace('_', ' ')}\n\n{_fenced(lines)}"
+            yield f"## {folder.name}, {name}\n\n{_fenced(lines(path))}"
             if name == "training":
                 yield plot.picture(folder.name, name, "Accuracy and loss of a ViT and a ResNet")
 
 
 def gpu_page(path: Path) -> str:
     """Return the page of a results.jsonl."""
-    records = journal.last(journal.read(path))
-    return summary.markdown(records, summary.Rates(records))
+    return summary.markdown(journal.last(journal.read(path)))
 
 
 # ---- the table of the main README: op, its case in the result file, what is fused, what is saved ----
@@ -138,14 +143,14 @@ _GPU_HEAD = """\
 |---|---|---|---|---|"""
 
 
-def gpu_table(path: Path = GPU) -> str:
+def gpu_table() -> str:
     """Return the table of attention, blocks and models on a GPU, by the GPU's time alone: least to most over shapes."""
-    rows = [r for r in journal.last(journal.read(path)) if r["kind"] == "row" and r["status"] == "passed"]
+    rows = [r for r in journal.last(journal.read(GPU)) if r["kind"] == "row" and r["status"] == "passed"]
     lines = [_GPU_HEAD]
     for op, name in _ON_A_GPU.items():
         cells, own = [], [r for r in rows if r["op"] == op]
-        for mode in verdict.PASSES:
-            ratios = [verdict.ratios(r, "graph") for r in own if r["mode"] == mode]
+        for mode in summary.PASSES:
+            ratios = [summary.ratios(r, "graph") for r in own if r["mode"] == mode]
             for rival in ("flash", "cudnn"):
                 several = [by_rival[rival] for by_rival in ratios]
                 cells.append(f"{min(several):.2f}-{max(several):.2f}x")

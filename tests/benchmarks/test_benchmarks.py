@@ -5,7 +5,6 @@ import math
 import os
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -13,10 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import host
 from benchmarks.harness import clock as clock_module
 from benchmarks.harness import measure, timing
-from benchmarks.harness.agreement import agreement
 from benchmarks.harness.clock import Clock, Quantiles
 from benchmarks.harness.draw import Draw, Runner
 from benchmarks.harness.provenance import ROOT
@@ -24,7 +21,7 @@ from benchmarks.harness.providers import OPS, Op
 from benchmarks.harness.sdpa_backend import SdpaBackend
 from benchmarks.harness.table import FIRST
 from benchmarks.harness.workloads import Workload, workloads
-from benchmarks.report import read
+from benchmarks.report import plot
 from fastvit import reference
 from fastvit.study.sources.baselines import use_sdpa
 
@@ -39,9 +36,7 @@ def test_rounds_are_interleaved_in_random_order_and_all_recorded():
     samples = measure.interleave(Clock(CPU), steps, 8)
     assert calls == [name for names in timing.orders(steps, 8) for name in names]
     assert [len(values) for values in samples.values()] == [8, 8, 8]
-    orders = Counter(map(tuple, timing.orders("abc", 600)))
-    assert len(orders) == 6
-    assert min(orders.values()) > 70
+    assert len({tuple(names) for names in timing.orders("abc", 100)}) == 6
 
 
 def test_statistics_of_rounds():
@@ -68,9 +63,9 @@ def test_agreement_lets_through_what_is_right_and_stops_what_is_wrong(error, mod
     arguments = toy(monkeypatch, build, M=16), mode, ("eager", "fastvit"), torch.float32, CPU
     if error:
         with pytest.raises(AssertionError, match="fastvit is not timed"):
-            agreement(*arguments)
+            measure.agreement(*arguments)
     else:
-        ratios = agreement(*arguments)
+        ratios = measure.agreement(*arguments)
         assert ratios["fastvit"] == ratios["eager"] < 1.0
 
 
@@ -204,7 +199,7 @@ def test_a_run_prints_its_tables(tmp_path):
     assert run.returncode == 0, run.stdout
     assert "accelerate: neither timm, torchvision nor transformers is installed" in run.stdout
     assert "fastvit against PyTorch" in run.stdout
-    records, *_ = read.read([tmp_path / "float32.json"])
+    records, *_ = plot.read([tmp_path / "float32.json"])
     assert [(r.op, r.mode, [*r.providers]) for r in records] == [
         ("layer_norm", mode, ["eager", "fastvit"]) for mode in ("inference", "training")
     ]
@@ -212,9 +207,3 @@ def test_a_run_prints_its_tables(tmp_path):
     medians = [b["stats"]["median"] for b in json.loads((tmp_path / "float32.json").read_text())["benchmarks"]]
     assert medians == pytest.approx([r.providers["fastvit"].time.median for r in records]), "the plugin has the same"
     assert records[1].providers["fastvit"].saved_bytes
-
-
-def test_the_hosts_time_of_small_ops_is_measured():
-    rows = list(host.small_ops(1, ops=("layer_norm", "attention_varlen")))
-    assert {name.split(" ")[0] for name, *_ in rows} == {"layer_norm", "attention_varlen"}
-    assert all(float(fused) > 0 for *_, fused in rows)

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from compiling import needs_triton, python
 
 from benchmarks.gpu import tune
 from benchmarks.gpu.candidates import candidates
@@ -22,19 +21,17 @@ Choice = tuple[int, ...] | None
 pytestmark = pytest.mark.usefixtures("nothing_tuned")
 
 
-@pytest.mark.parametrize(
-    ("tried", "chosen"),
-    [
+def test_a_choice_must_be_two_percent_faster():
+    """By the median of the rounds: one lucky round, or a machine that slows down half-way, is no gain."""
+    for tried, chosen in (
         ({(1,): [0.981] * 3}, None),
-        ({(1,): [0.979] * 3}, (1,)),
         ({}, None),
         ({(1,): [0.979] * 3, (2,): [0.9] * 3, (3,): [1.1] * 3}, (2,)),
-        ({(1,): [0.1, 1.0, 1.0]}, None),  # one lucky round
-    ],
-)
-def test_a_choice_must_be_two_percent_faster(tried, chosen):
-    assert decide([1.0, 1.0, 1.0], tried) == chosen
-    assert decide([1.0, 3.0, 3.0], {(1,): [1.0, 3.0, 3.0]}) is None, "a machine that slows down half-way"
+        ({(1,): [0.1, 1.0, 1.0]}, None),
+    ):
+        assert decide([1.0, 1.0, 1.0], tried) == chosen
+    assert decide([1.0, 3.0, 3.0], {(1,): [1.0, 3.0, 3.0]}) is None
+    assert decide([1.0], {(1,): [0.979]}) == (1,)
 
 
 def test_differences_are_relative_to_the_largest_result():
@@ -64,7 +61,7 @@ def choosing(outcome: Callable[[Choice], float] = lambda choice: 1.0) -> Work:
 
 def test_the_faster_choice_is_written_and_followed(tmp_path, monkeypatch):
     """The shipped choice has 64 query rows; the candidate with 128 takes half the time. Tuning goes on unless the
-    kernels have changed."""
+    kernels have changed. With other results it is unfit."""
     timer = by_rows({64: 1.0, 128: 0.5})
     (line,) = tuner(tmp_path, timer).tune(choosing())
     assert "(128, 64, 8, 3), 2.000x" in line
@@ -78,37 +75,8 @@ def test_the_faster_choice_is_written_and_followed(tmp_path, monkeypatch):
     assert again.tune(choosing()) == []
     assert again.entries == {("attention_fwd", KEY): (128, 64, 8, 3)}
     monkeypatch.setattr(tune, "sources", lambda folder: "other kernels")
-    assert len(tuner(tmp_path, timer).tune(choosing())) == 1
-
-
-def test_a_fast_choice_with_other_results_is_unfit(tmp_path):
-    outcome = choosing(lambda choice: 2.0 if choice and choice[0] == 128 else 1.0)
-    (line,) = tuner(tmp_path, by_rows({64: 1.0, 128: 0.5})).tune(outcome)
+    (line,) = tuner(tmp_path, timer).tune(choosing(lambda choice: 2.0 if choice and choice[0] == 128 else 1.0))
     assert "as shipped; 2 tried, 1 unfit" in line
-    data = json.loads((tmp_path / _tuned.path_of(GPU).name).read_text())
-    assert "differs from" in data["samples"]["attention_fwd[20,16,2,0,0]"]["unfit"]["(128, 64, 8, 3)"]
-
-
-EVERY_TABLE = """
-from benchmarks.codegen.launches import recording
-from benchmarks.gpu.tables import works
-from benchmarks.gpu.tuner import keys_of, using, base_entries
-import torch
-missing = []
-with recording("sm_90"):
-    for work in works():
-        with using(base_entries(work.table, {})):
-            run = work.build(torch.device("meta"))
-        if not keys_of(run, work.table, {}):
-            missing.append(work.label)
-print(missing)
-"""
-
-
-@needs_triton
-@pytest.mark.nightly
-def test_every_work_asks_for_its_table():
-    assert python("-c", EVERY_TABLE) == "[]\n"
 
 
 def test_every_candidate_is_valid_and_new():

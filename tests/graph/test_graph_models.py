@@ -30,7 +30,7 @@ FEW = {  # attention halves, attention by itself, and norms, of which the last i
 }
 
 
-@pytest.mark.parametrize("name", [name for name, row in ROWS.items() if not row["same_as"]] if FULL else FEW)
+@pytest.mark.parametrize("name", [name for name, row in ROWS.items() if not row.get("same_as")] if FULL else FEW)
 def test_as_right_and_as_fused_as_the_results_say(name):
     library, _, model = name.partition("/")
     import_library(library)

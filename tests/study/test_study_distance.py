@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from library_imports import import_library
 from studied_attention import LIBRARIES, VISIBLE, Odd, image, materialised, pair, sdpa
 from torch import Tensor, nn
 
@@ -121,12 +120,11 @@ def test_evolution_is_the_cosine_to_the_last_state(class_token):
     assert not any(m._forward_hooks for m in ours.modules())
 
 
-@pytest.mark.parametrize("architecture", LIBRARIES, ids=str)
+@pytest.mark.parametrize("architecture", LIBRARIES, ids=lambda a: a.name)
 def test_models_of_libraries_accelerated_and_not(architecture, monkeypatch):
     """Maps, distances and states."""
-    import_library(architecture.library)
     model = architecture.model()
-    x = architecture.image(model, 1)[0]
+    x = architecture.image()
     lists = [m for name, m in model.named_modules() if name.endswith(("blocks", "layers", "layer", "model.layer"))]
     (blocks,) = [m for m in lists if isinstance(m, nn.ModuleList | nn.Sequential) and len(m) == 2]
     tokens = after_blocks(model, blocks, x)

@@ -8,7 +8,6 @@ augmented images.
 from __future__ import annotations
 
 import contextlib
-import difflib
 import random
 import signal
 from collections.abc import Callable, Iterator, Sequence
@@ -94,10 +93,8 @@ def read(source: str) -> Data:
         return _downloaded(source)
     if Path(source).is_dir():
         return _folder(Path(source))
-    names = [DIGITS, *DOWNLOADED]
-    near = difflib.get_close_matches(source.lower(), names, n=1)
-    hint = f"; did you mean {near[0]}?" if near else ""
-    raise ValueError(f"--data must be {', '.join(names)}, or a folder that exists, got {source}{hint}")
+    names = ", ".join([DIGITS, *DOWNLOADED])
+    raise ValueError(f"--data must be {names}, or a folder that exists, got {source}")
 
 
 def _of_arrays(name: str, train: Images, test: Images, classes: list[str], **options: Any) -> Data:

@@ -102,7 +102,6 @@ class Trainer:
                 if ended:
                     last = self._epoch(step)
                 if stop or ended or done % every == 0:
-                    self._share_losses()
                     self.run.save(self.model.module, self.optimizer, self.at)
                 if stop and done < self.total:
                     self._settle()
@@ -126,7 +125,7 @@ class Trainer:
         self.at["seconds"] += time.perf_counter() - start
 
     def _step(self, step: int, micro: list[tuple[Tensor, ...]]) -> Tensor:
-        """Take one step of the optimizer. Returns the mean loss of this process's images."""
+        """Take one step of the optimizer. Returns the mean loss of its images, over all processes."""
         self.schedule.step_update(step)
         self.call.train()
         total = torch.zeros((), device=self.device)
@@ -145,7 +144,9 @@ class Trainer:
             nn.utils.clip_grad_norm_(self.model.module.parameters(), self.args.clip)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return total
+        if self.world > 1:
+            dist.all_reduce(total)
+        return total / self.world
 
     def _reduced(self, last: bool) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which gradients are summed over the processes only after the last part of a batch."""
@@ -168,15 +169,7 @@ class Trainer:
         dist.all_reduce(flag, dist.ReduceOp.MAX)
         return bool(flag)
 
-    def _share_losses(self) -> None:
-        """Replace the losses since the last record by their means over the processes."""
-        if self.world > 1 and self.at["losses"]:
-            losses = torch.stack([loss.to(self.device) for loss in self.at["losses"]])
-            dist.all_reduce(losses)
-            self.at["losses"] = list(losses / self.world)
-
     def _log_losses(self, step: int) -> None:
-        self._share_losses()
         losses = torch.stack([loss.to(self.device) for loss in self.at["losses"]])
         self.at["losses"] = []
         loss, rate = losses.mean().item(), max(group["lr"] for group in self.optimizer.param_groups)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -114,9 +113,7 @@ def build(args: argparse.Namespace, device: torch.device, weights: str | None = 
 
 def _of_timm(args: argparse.Namespace, device: torch.device) -> Model:
     if not timm.is_model(args.name):
-        near = difflib.get_close_matches(args.name, [*zoo.CONFIGS, *timm.list_models()])
-        hint = f"; nearest: {', '.join(dict.fromkeys(near))}" if near else ""
-        raise ValueError(f"--model must be vit, resnet, or a model of fastvit or timm, got {args.name}{hint}")
+        raise ValueError(f"--model must be vit, resnet, or a model of fastvit or timm, got {args.name}")
     options: dict[str, Any] = {"num_classes": len(args.classes), "drop_rate": args.dropout or 0.0}
     if (known := timm.get_pretrained_cfg(args.name)) is not None and known.fixed_input_size:
         options["img_size"] = args.image_size
