@@ -20,7 +20,7 @@ from pathlib import Path
 from benchmarks.gpu import journal, summary
 from benchmarks.harness import columns, conditions, table
 from benchmarks.harness.provenance import ROOT, write_text
-from benchmarks.report import fitting, graph_tables, peers, plot
+from benchmarks.report import graph_tables, plot
 from benchmarks.report.plot import read
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -58,9 +58,7 @@ def training(path: Path) -> list[str]:
 
 _TABLES = {  # by the name of the file
     "graphs": graph_tables.render,
-    "peers": peers.render,
     "training": training,
-    "fitting": fitting.render,
 }
 
 
