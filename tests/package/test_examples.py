@@ -6,12 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pretrained
-import pytest
-import torch
 from library_imports import import_timm
-
-import fastvit
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "benchmarks" / "examples"
@@ -26,28 +21,6 @@ def run(name: str, *arguments: str) -> str:
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
-
-
-def numbers(text: str, pattern: str) -> list[float]:
-    return [float(number) for number in re.findall(pattern, text, re.MULTILINE)]
-
-
-@pytest.mark.nightly
-def test_segment_and_merge_tokens(tmp_path: Path) -> None:
-    """When tokens are merged, a trained model's features stay, and less without the sizes of tokens."""
-    file = tmp_path / "dinov2_vits14_pretrain.pth"
-    model = fastvit.create_model("vit_small_patch14_dinov2", num_classes=0)
-    fastvit.checkpoints.load(model, pretrained.state_dict())
-    torch.save({**model.state_dict(), "mask_token": torch.zeros(1, 384)}, file)  # the names of Meta's files
-    trained = "--weights", str(file), "--image-size", "112"
-    text = run("segment.py", *trained, "--images", "16", "--steps", "50")
-    baseline, features = numbers(text, r"mean IoU (\S+)")
-    assert features > 0.6 > baseline + 0.2
-    text = run("merge_tokens.py", *trained, "--rounds", "1")
-    file.unlink()  # 88 MB, which pytest would not delete
-    proportional, without, another = numbers(text, r"^cosine.* (\d\.\d+)")
-    assert proportional > 0.96 > without > another + 0.3
-    assert numbers(text, r"(\S+)x the speed of the full model")[0] > 0
 
 
 def test_serve() -> None:
