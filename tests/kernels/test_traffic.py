@@ -111,7 +111,7 @@ def test_short_attention_loads_queries_once_and_its_backward_pass_moves_the_leas
 
 
 def test_positions_and_norms_within_attention_are_written_in_place() -> None:
-    """Of rotary positions alone q and k move once; gradients of norms replace attention's in the packed tensor."""
+    """With rotary positions alone, q and k move once; gradients of norms replace attention's in the packed tensor."""
     for counted in passes("layer_norm_attention", B=2, N=17, D=64, H=1, rotary="halves"):
         launch = launch_of(counted, "rotary_kernel")
         assert moved(launch, "x", "out") == 2 * (2 * 16 * 2 * 64 * 2), "read once and written once"

@@ -168,7 +168,7 @@ def test_triton_that_is_not_installed_is_named_before_torch_is_imported(words):
 
 
 def test_the_triton_of_a_torch(monkeypatch):
-    """What it requires, or the version that was tested with it."""
+    """The version that torch requires, or the one that was tested with it."""
     for version, requires, package in (
         ("2.13.0+cpu", None, "triton==3.7.1"),
         ("2.12.1+rocm7.2", ["triton-rocm==3.6.5 ; platform_system == 'Linux'"], "triton-rocm==3.6.5"),

@@ -162,8 +162,8 @@ def _picture(
     scale = 2 * max(1, _SHOWN // max(size))  # twice as fine, for smooth edges
     drawn = _landscape((scale * size[0], scale * size[1])).permute(1, 2, 0).contiguous()
     shown = Image.fromarray(drawn.numpy()).reduce(2)
-    by_channel = (torch.tensor(v, dtype=torch.float32, device="cpu").view(3, 1, 1) for v in (mean, std))
-    return (_landscape(size).float() / 255 - next(by_channel)) / next(by_channel), shown
+    means, stds = (torch.tensor(v, dtype=torch.float32, device="cpu").view(3, 1, 1) for v in (mean, std))
+    return (_landscape(size).float() / 255 - means) / stds, shown
 
 
 def _landscape(size: tuple[int, int]) -> Tensor:
