@@ -20,7 +20,6 @@ VERBS = {
     "verify": "compare the fused ops with float64 on this device",
     "warmup": "compile a model's kernels before its first step",
     "doctor": "this machine: devices, versions, and the path of each op",
-    "bench": "run the quickest benchmarks of a checkout",
 }
 _EXAMPLE = """examples:
   fastvit memory vit_large_patch16_224 --image-size 224,512,1024,2048

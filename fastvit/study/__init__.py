@@ -14,7 +14,6 @@ from fastvit.study.memory.plan import Parts
 from fastvit.study.memory.search import largest_batch, largest_image
 from fastvit.study.memory.step import Setting
 from fastvit.study.models.costs import ModelCost, models
-from fastvit.study.models.hardware import gpus
 from fastvit.study.pictures import Picture, read_picture
 
 __all__ = [
@@ -45,7 +44,6 @@ __all__ = [
     "doctor",
     "explore",
     "fit",
-    "gpus",
     "image_size",
     "largest_batch",
     "largest_image",

@@ -21,7 +21,7 @@ OK, NOTE, TROUBLE = "ok", "note", "trouble"
 _PACKAGES = {  # optional packages, and their use
     "timm": "models of timm", "transformers": "models of transformers", "safetensors": "weights in .safetensors",
     "rich": "tables of this command", "matplotlib": "pictures of studies", "Pillow": "pictures read from files",
-    "pytest-benchmark": "fastvit bench",
+    "pytest-benchmark": "the benchmarks of a checkout",
 }  # fmt: skip
 _LEAST_TORCH, _NEWEST_TORCH = (2, 9), (2, 15)  # tested versions
 

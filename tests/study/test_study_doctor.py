@@ -1,4 +1,4 @@
-"""`fastvit doctor` on machines where something is missing, and `fastvit bench` in and outside a checkout."""
+"""`fastvit doctor` on machines where something is missing."""
 
 import json
 import os
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fastvit import ops
-from fastvit.cli import bench, main
+from fastvit.cli import main
 from fastvit.kernels import _tuned
 from fastvit.ops.runtime import backend as backends
 from fastvit.ops.runtime import device as devices
@@ -136,16 +136,3 @@ def test_without_triton_and_rich():
     lines = run.stdout.splitlines()
     assert any(line.split()[:4] == ["-", "triton", "not", "installed:"] for line in lines)
     assert any("18 ops" in line and "ATen: triton is not installed" in line for line in lines)
-
-
-def test_bench_runs_pytest_in_the_checkout(monkeypatch, tmp_path, capsys):
-    calls = []
-    done = SimpleNamespace(returncode=3)
-    monkeypatch.setattr(bench.subprocess, "run", lambda command, cwd: calls.append((command, cwd)) or done)
-    assert main(["bench", "--", "-k", "attention"]) == 3
-    command = [sys.executable, "-m", "pytest", "benchmarks", "--benchmark-only", "--quick", "-k", "attention"]
-    assert calls == [(command, ROOT)]
-    monkeypatch.setattr(bench, "__file__", str(tmp_path / "site/fastvit/cli/bench.py"))
-    monkeypatch.chdir(tmp_path)
-    assert main(["bench"]) == 2
-    assert "clone the repository" in capsys.readouterr().err

@@ -17,8 +17,6 @@ from fastvit import zoo
 from fastvit.modules.arguments import Pair
 from fastvit.study.memory.growth import check_batch
 from fastvit.study.memory.peak import saved_bytes
-from fastvit.study.models import hardware
-from fastvit.study.models.hardware import Bound
 from fastvit.study.sources.baselines import NoFusedForm
 from fastvit.study.sources.find import find
 from fastvit.study.sources.hooks import without_hooks
@@ -69,8 +67,6 @@ class ModelCost:
             matmul or convolution, none for anything else.
         saved_bytes: bytes that autograd keeps for the backward pass of the batch, in bfloat16, without parameters.
         fused: True if that is with fastvit's ops; False if they replace no block, and the library's own model runs.
-        least_bytes: bytes that a forward pass in bfloat16 must move: parameters and images in, the result out.
-        bound: the least time of such a forward pass on the GPU asked for. It is a bound, not a prediction.
     """
 
     name: str
@@ -82,8 +78,6 @@ class ModelCost:
     flops: int
     saved_bytes: int = field(repr=False)
     fused: bool = field(repr=False)
-    least_bytes: int = field(repr=False)
-    bound: Bound | None = field(default=None, repr=False)
 
     @property
     def macs(self) -> int:
@@ -124,20 +118,19 @@ SORTS: dict[str, Callable[[ModelCost], float | str]] = {
     "tokens": lambda cost: cost.tokens or 0,
     "flops": lambda cost: cost.flops,
     "saved": lambda cost: cost.saved_bytes,
-    "bound": lambda cost: cost.bound.seconds if cost.bound else 0.0,
 }
 
 
 def models(
     names: str | Sequence[str] = "*", *,
     image_size: Sizes | None = None, patch_size: Sizes | None = None,
-    batch: int | Sequence[int] = 1, gpu: str | None = None, sort: str = "name",
+    batch: int | Sequence[int] = 1, sort: str = "name",
     step: Callable[[str], None] = lambda name: None, refused: Callable[[str], None] | None = None,
 ) -> tuple[ModelCost, ...]:  # fmt: skip
     """Count what models cost, without computing anything: about 0.1 s each. `fastvit models --help` says why papers
     have other figures for some of them.
 
-        fastvit.study.models("vit_base_patch16_*", image_size=[(224, 224), (384, 384)], gpu="H100 SXM")
+        fastvit.study.models("vit_base_patch16_*", image_size=[(224, 224), (384, 384)])
 
     Args:
         names: a pattern of names of the zoo, or any model that a study takes; or several. Models without attention, of
@@ -145,20 +138,16 @@ def models(
         image_size, patch_size: pixels, or (height, width), or several of these; None for the model's defaults. Every
             combination with `batch` is a row.
         batch: images, or several numbers of images.
-        gpu: for `bound`: the name of one of `fastvit.study.gpus()`.
-        sort: "name", or largest first by "parameters", "tokens", "flops", "saved", "bound".
+        sort: "name", or largest first by "parameters", "tokens", "flops", "saved".
         step: called with the name of each model before it is counted.
         refused: called with the reason if a size does not fit a model that matches a pattern; its row is left out. None
             raises instead. A model that is named in full, and a result without rows, always raise.
 
     Raises:
-        ValueError: an unknown name, with the nearest; a size that the patch size does not divide; an unknown GPU.
+        ValueError: an unknown name, with the nearest; a size that the patch size does not divide.
     """
     if sort not in SORTS:
         raise ValueError(f"sort must be one of {', '.join(SORTS)}, got {sort!r}")
-    if sort == "bound" and gpu is None:
-        raise ValueError("sort='bound' needs a gpu")
-    bound_gpu = None if gpu is None else hardware.gpu(gpu)
     asked = matching(names)
     batches = batch if isinstance(batch, Sequence) else [batch]
     for number in batches:
@@ -175,7 +164,7 @@ def models(
                     raise
                 reasons.append(str(error))
                 continue
-            found += [_cost(source, *sizes, b, bound_gpu) for b in batches]
+            found += [_cost(source, *sizes, b) for b in batches]
     if not found:
         raise ValueError(reasons[0] if reasons else "image_size, patch_size and batch must not be empty")
     for reason in reasons:
@@ -205,9 +194,7 @@ def _several(sizes: Sizes | None) -> Sequence[Pair | None]:
     return list(sizes)
 
 
-def _cost(
-    source: ModelSource, image_size: tuple[int, int], patch_size: tuple[int, int], batch: int, gpu: hardware.Gpu | None
-) -> ModelCost:
+def _cost(source: ModelSource, image_size: tuple[int, int], patch_size: tuple[int, int], batch: int) -> ModelCost:
     patch: tuple[int, int] | None = patch_size if source.has_patches else None  # None: the default of build()
     try:
         model, fused = source.on_meta("fastvit", image_size, patch), True
@@ -219,21 +206,17 @@ def _cost(
     parameters = parameters_by_part(model)
     has_attention = parameters.attention + parameters.other > 0  # unnamed parameters may be attention
     prefix = source.prefix_tokens(model, image_size, patch) if patch is not None and has_attention else None
-    outputs: list[Tensor] = []
     with (
         without_hooks(model),
         one_line_errors(source.name),
         FlopCounterMode(display=False) as counter,
         torch.enable_grad(),
     ):
-        saved = saved_bytes(lambda: outputs.append(call(model, pixels)), list(model.parameters()))
-    size = _DTYPE.itemsize
-    least = size * (parameters.total + pixels.numel() + outputs[0].numel())
+        saved = saved_bytes(lambda: call(model, pixels), list(model.parameters()))
     flops = counter.get_total_flops()
-    bound = None if gpu is None else hardware.bound(gpu, flops, least)
     return ModelCost(
         source.name, image_size, None if prefix is None else patch_size, batch, prefix, parameters, flops, saved,
-        fused, least, bound,
+        fused,
     )  # fmt: skip
 
 
