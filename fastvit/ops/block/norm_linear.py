@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastvit.ops.layer_norm.op import NormTuple, Residual, layer_norm_fwd, norm_backward
+from fastvit.ops.linear import aten
 from fastvit.ops.linear.op import check_linear
 from fastvit.ops.runtime.autograd import Computed, FusedNode, needs_autograd, run, transforming, unviewed
 from fastvit.ops.runtime.backend import is_jit_tracing
@@ -22,18 +23,11 @@ NORM_NAMES = ("x", "norm_weight", "norm_bias")
 
 
 def side_by_side(y: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor:
-    """Apply several layers to y [..., in]; return their outputs next to each other, [..., out]."""
+    """Apply several layers to y as `aten.side_by_side` does."""
     if torch.compiler.is_compiling() or transforming() or is_jit_tracing():
         # none of them takes out=; a compiler plans the buffer itself
         return torch.cat([F.linear(y, *layer) for layer in zip(weights, biases, strict=True)], dim=-1)
-    widths, rows = [len(weight) for weight in weights], as_rows(y)
-    out = y.new_empty(*y.shape[:-1], sum(widths))
-    for columns, weight, bias in zip(as_rows(out).split(widths, dim=1), weights, biases, strict=True):
-        if bias is None:
-            torch.mm(rows, weight.t(), out=columns)
-        else:
-            torch.addmm(bias, rows, weight.t(), out=columns)
-    return out
+    return aten.side_by_side(y, weights, biases)
 
 
 def by_layer(x: Tensor, weights: Sequence[Tensor]) -> Sequence[Tensor]:
