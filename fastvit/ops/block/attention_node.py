@@ -27,8 +27,7 @@ from fastvit.ops.layer_norm.op import Residual, layer_norm_fwd, norm_backward
 from fastvit.ops.linear.op import linear_fwd
 from fastvit.ops.qk_norm.op import qk_norm_bwd, qk_norm_fwd
 from fastvit.ops.rotary.op import rotary_op
-from fastvit.ops.runtime.again import in_backward
-from fastvit.ops.runtime.autograd import Computed, FusedNode
+from fastvit.ops.runtime.autograd import Computed, FusedNode, in_backward
 from fastvit.ops.runtime.call import Call
 from fastvit.ops.runtime.epilogue import LastLayer, scale_samples
 from fastvit.ops.runtime.registry import takes_out
