@@ -145,30 +145,23 @@ class Residual(NamedTuple):
     total_dtype: torch.dtype | None = None
 
 
-class NormGradients(NamedTuple):
-    dx: Tensor
-    dweight: Tensor
-    dbias: Tensor
-    y: Tensor | None
-    total: Tensor
-
-
 _NO_RESIDUAL = Residual()
 
 
 def norm_backward(
     dy: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor, bias: Tensor | None,
     residual: Residual = _NO_RESIDUAL, y: Tensor | None = None, *, want_y: bool, call: Call,
-) -> NormGradients:  # fmt: skip
-    """Compute the backward pass of a norm within an op. Return gradients; the norm's output, which is y, or computed
-    again if wanted, or None; and the residual's total."""
+) -> tuple[Any, ...]:  # fmt: skip
+    """Compute the backward pass of a norm within an op. Return the gradients of x, weight and bias; the norm's output,
+    which is y, or computed again if wanted, or None; and the residual's total."""
     dresidual, row_scale, dtype = residual
     row_scale = None if dtype is None else row_scale
     if want_y and y is None:
-        gradients = layer_norm_bwd_recompute(dy, x, mean, rstd, weight, bias, dresidual, row_scale, dtype, call=call)
-        return NormGradients._make(gradients)
+        norm = mean, rstd, weight, bias
+        found: tuple[Any, ...] = layer_norm_bwd_recompute(dy, x, *norm, dresidual, row_scale, dtype, call=call)
+        return found
     dx, dweight, dbias, total = layer_norm_bwd(dy, x, mean, rstd, weight, dresidual, row_scale, dtype, call=call)
-    return NormGradients(dx, dweight, dbias, y, total)
+    return dx, dweight, dbias, y, total
 
 
 class NormOptions(NamedTuple):
