@@ -149,7 +149,7 @@ class Mlp(FusedNode):
             g = scale_samples(g, s["row_scale"])
         else:
             g = dropout_op(g, s["seeds"][1:], o.dropout_p, None, s["row_scale"], call=call)
-        last, *hidden = _hidden_backward(s, g, fc2, o, wants, found, call)
+        last, hidden = _hidden_backward(s, g, fc2, o, wants, found, call)
         G = fc2.product(g, last)
         # the pass that adds dout to the gradient of x also sums it over rows
         in_norm = o.residual_is_x and s["norm_weight"] is not None and wanted.before and s["seeds"] is None
@@ -188,12 +188,23 @@ def _layers(s: dict[str, Any]) -> tuple[list[Tensor], list[Tensor | None]]:
     return [s["fc1_weight"], s["value_weight"]], [s["fc1_bias"], s["value_bias"]]
 
 
+class _Hidden(NamedTuple):
+    """Between fc1 and its activation.
+
+    dpre, dpre_sum: the gradient of the activation's input, and its sum over rows, if they are wanted.
+    y: fc1's input, if it was computed again.
+    """
+
+    dpre: Any
+    dpre_sum: Any
+    y: Tensor | None
+
+
 def _hidden_backward(
     s: dict[str, Any], g: Tensor, fc2: LastLayer, o: MlpOptions, wants: Any, found: dict[str, Any], call: Call
-) -> tuple[Any, ...]:
+) -> tuple[Any, _Hidden]:
     """Compute the backward pass from g, the gradient of fc2's result, to the activation's input. Put gradients of the
-    inner norm into `found`. Return, if they are wanted, fc2's input, the gradient of the activation's input and its sum
-    over rows; and fc1's input, if it was computed again."""
+    inner norm into `found`. Return fc2's input, if it is wanted, and the rest."""
     pre, h, y, wanted = s.pop("pre"), s.pop("h"), None, _Wanted.of(wants)
     has_inner, seeds = s["inner_weight"] is not None, s["seeds"]
     wants_act = wanted.last or (has_inner and wanted.h)
@@ -209,7 +220,7 @@ def _hidden_backward(
     if wanted.pre and wanted.last and h is None and seeds is None and not has_inner:
         dact = gated_dact if o.gated else linear_dact
         dpre, h, dpre_sum = dact(*fc2.input_operands(g), pre, o.activation, call=call)
-        return h, dpre, dpre_sum, y
+        return h, _Hidden(dpre, dpre_sum, y)
     dh = dpre = dpre_sum = None
     if has_inner:
         h = activated() if wants_act and h is None else h
@@ -229,7 +240,7 @@ def _hidden_backward(
         dpre, dpre_sum = (gated_act_bwd if o.gated else act_bwd)(dh, pre, o.activation, call=call)
     del dh
     h = activated() if wants_act and h is None and not has_inner else h
-    return h, dpre, dpre_sum, y
+    return h, _Hidden(dpre, dpre_sum, y)
 
 
 def _product(parts: Any, weights: list[Tensor], add: Tensor | None = None) -> Tensor:
@@ -241,17 +252,16 @@ def _product(parts: Any, weights: list[Tensor], add: Tensor | None = None) -> Te
 
 
 def _input_backward(
-    s: dict[str, Any], dout: Tensor, hidden: list[Any], total_dtype: torch.dtype | None, o: MlpOptions, wants: Any,
+    s: dict[str, Any], dout: Tensor, hidden: _Hidden, total_dtype: torch.dtype | None, o: MlpOptions, wants: Any,
     found: dict[str, Any], call: Call,
 ) -> Any:  # fmt: skip
     """Put the gradients of x, the norm and fc1 into `found`. Return dout's sum over rows in total_dtype, if the norm
-    computes it. hidden: what `_hidden_backward` returns after fc2's input."""
-    dpre, dpre_sum, y = hidden
-    if dpre is None:
+    computes it."""
+    if hidden.dpre is None:
         return None
     weights, _ = _layers(s)
-    parts = by_layer(as_rows(dpre), weights)
-    x, total = s["x"], None
+    parts = by_layer(as_rows(hidden.dpre), weights)
+    x, y, total = s["x"], hidden.y, None
     wants_weights = wants.fc1_weight or wants.value_weight
     if wants.x or wants.norm_weight or wants.norm_bias:
         dresidual = dout.to(o.dtype if x is None else x.dtype) if o.residual_is_x else None
@@ -267,7 +277,7 @@ def _input_backward(
             found["norm_bias"] = dnorm_bias if wants.norm_bias else None
     if wants_weights and y is None:
         y = _normed(s, o, call)
-    sums = by_layer(dpre_sum, weights)
+    sums = by_layer(hidden.dpre_sum, weights)
     found["fc1_bias"] = sums[0] if wants.fc1_bias else None
     found["value_bias"] = sums[1] if wants.value_bias else None
     if y is not None and wants.fc1_weight:
