@@ -217,12 +217,6 @@ def compiled(launch: Launch) -> bool:
     return not all(hits)
 
 
-def compile_all(launches: Sequence[L], workers: int | None = None) -> Iterator[tuple[L, bool | str]]:
-    """Compile the launches into Triton's cache. Yields each, in order, with the result of `compiled`, or with the error
-    as a string."""
-    return in_processes(compiled, launches, workers)
-
-
 def cores() -> int:
     """Return how many processes compile at a time: one for each core that this process may use, at most 32."""
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)

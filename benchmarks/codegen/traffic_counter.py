@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from triton.runtime import interpreter
 
-from fastvit.ops.runtime.interpreter import warn_of_bfloat16
+from fastvit.ops.runtime.launch import warn_of_bfloat16
 
 Flags = NDArray[np.bool_]
 

@@ -28,7 +28,7 @@ from benchmarks.harness.workloads import Workload, workloads
 from fastvit.kernels import _tuned
 from fastvit.ops.runtime.backend import KernelUnsupported
 from fastvit.study.accuracy import cases
-from fastvit.warmup import compile_all
+from fastvit.warmup import compiled, in_processes
 
 Machine = tuple[tuple[int, int], int, str]  # compute capability, multiprocessors, name
 REHEARSED: Machine = (9, 0), 132, REHEARSAL
@@ -95,7 +95,7 @@ def main(arguments: list[str] | None = None) -> int:
         launches = record_rows(rows, machine) + record_checks(machine)
     print(f"> {len(launches)} kernels recorded in {time.perf_counter() - start:.1f} s", flush=True)
     failed = 0
-    for launch, reason in compile_all(launches, min(15, max(2, (os.cpu_count() or 2) - 1))):
+    for launch, reason in in_processes(compiled, launches, min(15, max(2, (os.cpu_count() or 2) - 1))):
         if isinstance(reason, str):
             failed += 1
             print(f"{launch.name} {launch.dtype} {launch.constexprs}: {reason}", flush=True)

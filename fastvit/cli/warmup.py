@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
     start, compiled_now, failed = time.perf_counter(), 0, 0
     processes = min(args.processes or warmup.cores(), len(launches))
     with terminal.progress(len(launches), "compiling") as progress:
-        for launch, compiled in warmup.compile_all(launches, processes):
+        for launch, compiled in warmup.in_processes(warmup.compiled, launches, processes):
             progress(launch.name.removesuffix("_kernel"))
             compiled_now += compiled is True
             if isinstance(compiled, str):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
@@ -22,6 +22,22 @@ from fastvit.modules.arguments import (
 )
 from fastvit.modules.norms import NormLayer, checked_norm_layer
 from fastvit.modules.parts import ACT_LAYERS, ActLayer
+
+
+def _checked(
+    in_features: int, hidden_features: int | None, out_features: int | None,
+    act_layer: str | ActLayer, norm_layer: str | NormLayer | None, drop: float, device: Device, dtype: Dtype,
+    activations: Mapping[str, ActLayer],
+) -> tuple[int, int, ActLayer, NormLayer | None]:  # fmt: skip
+    """Check the arguments of all classes. Return the widths of the hidden layer and of the output, and the classes of
+    activation and norm."""
+    hidden_features = in_features if hidden_features is None else hidden_features
+    out_features = in_features if out_features is None else out_features
+    check_integers(1, in_features=in_features, hidden_features=hidden_features, out_features=out_features)
+    act, norm = by_name("act_layer", act_layer, activations), checked_norm_layer(norm_layer)
+    check_rates(drop=drop)
+    check_factory(device, dtype)
+    return hidden_features, out_features, act, norm
 
 
 @with_known_arguments
@@ -47,13 +63,9 @@ class Mlp(nn.Module):
         device: Device = None, dtype: Dtype = None, *, norm_layer: str | NormLayer | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
-        hidden_features = in_features if hidden_features is None else hidden_features
-        out_features = in_features if out_features is None else out_features
-        check_integers(1, in_features=in_features, hidden_features=hidden_features, out_features=out_features)
-        check_rates(drop=drop)
-        check_factory(device, dtype)
-        act = by_name("act_layer", act_layer, ACT_LAYERS)
-        norm = checked_norm_layer(norm_layer)
+        hidden_features, out_features, act, norm = _checked(
+            in_features, hidden_features, out_features, act_layer, norm_layer, drop, device, dtype, ACT_LAYERS
+        )
         self.fc1 = nn.Linear(in_features, hidden_features, bias=bias, device=device, dtype=dtype)
         self.act = act()
         self.drop1 = nn.Dropout(drop)
@@ -99,22 +111,6 @@ class _GatedMlp(nn.Module):
         return self.drop2(self.fc2(self.norm(self.drop1(self.act(gate) * value))))
 
 
-def _checked(
-    in_features: int, hidden_features: int | None, out_features: int | None,
-    act_layer: str | Callable[[], nn.Module], norm_layer: str | NormLayer | None,
-    drop: float, device: Device, dtype: Dtype,
-) -> tuple[int, int, Callable[[], nn.Module], NormLayer | None]:  # fmt: skip
-    """Check the arguments of both classes. Return the widths of the hidden layer and of the output, and the classes of
-    activation and norm."""
-    hidden_features = in_features if hidden_features is None else hidden_features
-    out_features = in_features if out_features is None else out_features
-    check_integers(1, in_features=in_features, hidden_features=hidden_features, out_features=out_features)
-    act, norm = by_name("act_layer", act_layer, GATES), checked_norm_layer(norm_layer)
-    check_rates(drop=drop)
-    check_factory(device, dtype)
-    return hidden_features, out_features, act, norm
-
-
 @with_known_arguments
 class SwiGLU(_GatedMlp):
     """fc2(norm(act(fc1_g(x)) * fc1_x(x))), (..., in_features) -> (..., out_features), by `fastvit.ops.mlp` (Shazeer
@@ -139,7 +135,7 @@ class SwiGLU(_GatedMlp):
     ) -> None:  # fmt: skip
         super().__init__()
         hidden, out_features, act, norm = _checked(
-            in_features, hidden_features, out_features, act_layer, norm_layer, drop, device, dtype
+            in_features, hidden_features, out_features, act_layer, norm_layer, drop, device, dtype, GATES
         )
         check_integers(0, align_to=align_to)
         hidden += -hidden % align_to if align_to else 0
@@ -180,7 +176,7 @@ class GluMlp(_GatedMlp):
     ) -> None:  # fmt: skip
         super().__init__()
         both, out_features, act, norm = _checked(
-            in_features, hidden_features, out_features, act_layer, norm_layer, drop, device, dtype
+            in_features, hidden_features, out_features, act_layer, norm_layer, drop, device, dtype, GATES
         )
         check_flags(gate_last=gate_last)
         if both % 2:

@@ -35,6 +35,6 @@ def test_vendor_matmuls(name, dtype, monkeypatch, triton_backend, device):
     from fastvit.ops.linear import gated_launch as launch
 
     monkeypatch.setattr(launch, "is_our_matmul", lambda *_, **__: False)
-    monkeypatch.delattr(launch, "_forward")
+    monkeypatch.delattr(launch, "_forward_launch")
     monkeypatch.delattr(launch, "gemm")
     assert_op_as_accurate(function(name), function(name, formulas), made(name, 3, 7, device, dtype), what=name)

@@ -61,7 +61,7 @@ def test_it_compiles_for_every_batch_and_mode(monkeypatch, capsys):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(warmup, "record_step", record)
     monkeypatch.setattr(
-        warmup, "compile_all", lambda all, processes: zip(all, (True, False, "ptxas says no"), strict=True)
+        warmup, "in_processes", lambda _, all, processes: zip(all, (True, False, "ptxas says no"), strict=True)
     )
     words = ["warmup", SMALL, "--target", "sm_90", "--batch", "1,8", "--multiprocessors", "114", "--dtype", "tf32"]
     assert main([*words, "--processes", "2"]) == 1

@@ -162,7 +162,7 @@ def test_an_interpreter_that_multiplies_bfloat16_wrongly_is_warned_of_once(trito
         pytest.skip("kernels run on the GPU")
     from triton.runtime.interpreter import InterpreterBuilder
 
-    from fastvit.ops.runtime.interpreter import warn_of_bfloat16
+    from fastvit.ops.runtime.launch import warn_of_bfloat16
 
     def run(dtype):
         warn_of_bfloat16.cache_clear()

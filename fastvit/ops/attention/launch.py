@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -110,12 +110,7 @@ def forward(
     return o, lse, launch, (q, k, v, mask, ends, ends_k, seed, o, lse)
 
 
-class Gradients(NamedTuple):
-    """Where the gradients of q, k and v are written, by stride; their last dimensions are contiguous."""
-
-    dq: Tensor
-    dk: Tensor
-    dv: Tensor
+Gradients = Sequence[Tensor]  # dq, dk and dv, written by stride; their last dimensions are contiguous
 
 
 def attention_bwd(
@@ -123,7 +118,7 @@ def attention_bwd(
     scale: float, dropout_p: float, causal: bool = False, *, out: Sequence[Tensor] | None = None, call: Call,
 ) -> Gradients:  # fmt: skip
     """Launch the backward kernels. out: three tensors to write the gradients to, instead of new ones."""
-    gradients = Gradients(*out) if out is not None else Gradients(empty_like(q), empty_like(k), empty_like(v))
+    gradients = out or (empty_like(q), empty_like(k), empty_like(v))
     launch_backward(do, q, k, v, mask, o, lse, seed, scale, dropout_p, causal, gradients, None, call)
     return gradients
 
@@ -134,7 +129,7 @@ def attention_qkvpacked_bwd(
 ) -> Tensor:  # fmt: skip
     dqkv = empty_like(qkv)
     q, k, v = qkv.unbind(2)
-    launch_backward(do, q, k, v, mask, o, lse, seed, scale, dropout_p, causal, Gradients(*dqkv.unbind(2)), None, call)
+    launch_backward(do, q, k, v, mask, o, lse, seed, scale, dropout_p, causal, dqkv.unbind(2), None, call)
     return dqkv
 
 
@@ -144,11 +139,10 @@ def attention_varlen_bwd(
     out: Sequence[Tensor] | None = None, call: Call,
 ) -> Gradients:  # fmt: skip
     sequences = _sequences(cu_seqlens, cu_seqlens_k, max_seqlen, max_seqlen_k, call)
-    gradients = Gradients(*out) if out is not None else Gradients(empty_like(q), empty_like(k), empty_like(v))
-    batch_of_one = Gradients(*[t[None] for t in gradients])
+    gradients = out or (empty_like(q), empty_like(k), empty_like(v))
     launch_backward(
-        do[None], q[None], k[None], v[None], None, o[None], lse, seed, scale, dropout_p, False, batch_of_one,
-        sequences, call,
+        do[None], q[None], k[None], v[None], None, o[None], lse, seed, scale, dropout_p, False,
+        [t[None] for t in gradients], sequences, call,
     )  # fmt: skip
     return gradients
 
@@ -165,24 +159,12 @@ def attention_varlen_qkvpacked_bwd(
     return dqkv
 
 
-class BackwardTensors(NamedTuple):
-    """The inputs of a mask's gradient: tensors as the kernels read them, and the statistics of
-    `attention_bwd_dq_kernel`."""
-
-    do: Tensor
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    mask: Tensor | None
-    statistics: Tensor
-
-
 def launch_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, o: Tensor, lse: Tensor, seed: Tensor | None,
     scale: float, dropout_p: float, causal: bool, gradients: Gradients, within: Within, call: Call,
-) -> BackwardTensors | None:  # fmt: skip
-    """Write the gradients of attention's inputs. Return None if no statistics were computed, as is never so with a
-    mask.
+) -> tuple[Any, ...]:  # fmt: skip
+    """Write the gradients of attention's inputs. Return q, k, v, do and the mask as the kernels read them, and the
+    statistics of `attention_bwd_dq_kernel`; with a mask they are always computed, otherwise this may be empty.
 
     do, q, o, dq: (B, M, H, d); k, v and their gradients (B, N, H or a divisor of it, d); one of float32, bfloat16,
     float16, read and written by stride; the last dimension of all but do must be contiguous. lse: (B, H, M) float32,
@@ -194,7 +176,7 @@ def launch_backward(
             check(q, scale)
             for to, gradient in zip(gradients, gradients_of_one_key(do, q, k, v), strict=True):
                 to.copy_(gradient)
-            return None
+            return ()
         one_token = isinstance(within, Sequences) and within.longest == 1 and within.ends_k is None
         if one_token and q.shape == k.shape:
             check(q, scale)
@@ -202,7 +184,7 @@ def launch_backward(
             dq.copy_(nothing)
             dk.copy_(nothing)
             torch.add(do, nothing, out=dv)
-            return None
+            return ()
     zero_without_queries(q, dk, dv)
     do, q, k, v = call.as_read(readable, do, q, k, v)
     if mask is not None:
@@ -211,12 +193,12 @@ def launch_backward(
     first, second, shape = call.once("attention_bwd", _backward, strided, mask, seed, scale, dropout_p, causal, within)
     if second is None:
         first(q, k, v, o, do, lse, seed, dq, dk, dv)
-        return None
+        return ()
     ends, ends_k = (within.ends, within.ends_k) if isinstance(within, Sequences) else (None, None)
     statistics = q.new_empty(shape, dtype=torch.float32)
     first(q, k, v, o, do, lse, mask, ends, ends_k, seed, dq, statistics)
     second(q, k, v, do, statistics, mask, ends, ends_k, seed, dk, dv)
-    return BackwardTensors(do, q, k, v, mask, statistics)
+    return q, k, v, do, mask, statistics
 
 
 def readable(x: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ def attention_bwd_with_mask(
     scale: float, dropout_p: float, causal: bool = False, *, out: Sequence[Tensor] | None = None, call: Call,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Return dq, dk, dv and the gradient of a float mask, contiguous. out: three tensors for the first three."""
-    gradients = Gradients(*out) if out is not None else Gradients(empty_like(q), empty_like(k), empty_like(v))
+    gradients = out or (empty_like(q), empty_like(k), empty_like(v))
     return *gradients, launch_with_mask(
         do, q, k, v, mask, o, lse, seed, scale, dropout_p, causal, gradients, None, call
     )
@@ -44,7 +44,7 @@ def attention_qkvpacked_bwd_with_mask(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     dqkv = empty_like(qkv)
     q, k, v = qkv.unbind(2)
-    gradients = Gradients(*dqkv.unbind(2))
+    gradients = dqkv.unbind(2)
     return dqkv, launch_with_mask(do, q, k, v, mask, o, lse, seed, scale, dropout_p, causal, gradients, None, call)
 
 
@@ -53,16 +53,17 @@ def launch_with_mask(
     scale: float, dropout_p: float, causal: bool, gradients: Gradients, within: Within, call: Call,
 ) -> Tensor:  # fmt: skip
     """Write dq, dk and dv; return the mask's gradient."""
-    read = launch_backward(do, q, k, v, mask, o, lse, seed, scale, dropout_p, causal, gradients, within, call)
-    assert read is not None
+    q, k, v, do, read_mask, statistics = launch_backward(
+        do, q, k, v, mask, o, lse, seed, scale, dropout_p, causal, gradients, within, call
+    )
     if q.numel() == 0:
         return torch.zeros_like(mask, memory_format=torch.contiguous_format)
-    strided = read.q, read.k, read.v, read.do
+    strided = q, k, v, do
     launch, shape, dtype, sums = call.once(
-        "attention_bwd_mask", _mask_launch, strided, mask, read.mask, seed, scale, dropout_p, causal, within
+        "attention_bwd_mask", _mask_launch, strided, mask, read_mask, seed, scale, dropout_p, causal, within
     )
     parts = mask.new_empty(shape, dtype=dtype if sums is None else torch.float32)
-    launch(*strided, read.statistics, read.mask, seed, parts)
+    launch(*strided, statistics, read_mask, seed, parts)
     if sums is not None:
         (parts,) = sums(parts.view(1, shape[0], -1))
     dmask = parts.view(*mask.shape[:2], *shape[2:])[..., : mask.shape[3]]

@@ -17,6 +17,7 @@ from fastvit.ops.attention.relative import (
     RelativeOptions,
     check_alone,
     check_relative,
+    fwd_flops,
 )
 from fastvit.ops.dropout.op import draw_seeds
 from fastvit.ops.runtime import decompositions
@@ -43,24 +44,18 @@ def _bwd_fake(do: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
     return tuple([t.new_empty(t.shape) for t in inputs[:3]])
 
 
-def _fwd_flops(q: Any, k: Any, *_: Any, **__: Any) -> int:
-    """Count causal attention in full, as PyTorch does."""
-    B, M, H, d = q
-    return 4 * B * H * M * k[1] * d
-
-
 def _bwd_flops(do: Any, q: Any, k: Any, *_: Any, **__: Any) -> int:
-    return _fwd_flops(q, k) * 5 // 2
+    return fwd_flops(q, k) * 5 // 2
 
 
 def _packed_bwd_flops(do: Any, *_: Any, **__: Any) -> int:
-    return _fwd_flops(do, do) * 5 // 2
+    return fwd_flops(do, do) * 5 // 2
 
 
 attention_fwd = register(
     "attention_fwd(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? seed, float scale, float dropout_p,"
     " bool causal=False) -> (Tensor o, Tensor lse)",
-    aten=aten.attention_fwd, launch="attention.launch", fake=_fwd_fake, flops=_fwd_flops,
+    aten=aten.attention_fwd, launch="attention.launch", fake=_fwd_fake, flops=fwd_flops,
     decomposition=decompositions.attention_fwd,
 )  # fmt: skip
 attention_bwd = register(
@@ -74,7 +69,7 @@ attention_qkvpacked_fwd = register(
     aten=aten.attention_qkvpacked_fwd,
     launch="attention.launch",
     fake=lambda qkv, *rest: _fwd_fake(*qkv.unbind(2), *rest),
-    flops=lambda qkv, *_, **__: _fwd_flops((*qkv[:2], *qkv[3:]), qkv),
+    flops=lambda qkv, *_, **__: fwd_flops((*qkv[:2], *qkv[3:]), qkv),
     decomposition=decompositions.attention_qkvpacked_fwd,
 )
 attention_qkvpacked_bwd = register(

@@ -36,7 +36,8 @@ def _fwd_fake(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), q.new_empty((B, H, M), dtype=stat_dtype(q))
 
 
-def _fwd_flops(q: Any, k: Any, *_: Any, **__: Any) -> int:
+def fwd_flops(q: Any, k: Any, *_: Any, **__: Any) -> int:
+    """Count causal attention in full, as PyTorch does."""
     B, M, H, d = q
     return 4 * B * H * M * k[1] * d
 
@@ -48,7 +49,7 @@ attention_relative_fwd = register(
     aten=aten.attention_relative_fwd,
     launch="attention.relative_launch",
     fake=_fwd_fake,
-    flops=_fwd_flops,
+    flops=fwd_flops,
     decomposition=decompositions.attention_relative_fwd,
 )
 attention_relative_bwd = register(
@@ -57,7 +58,7 @@ attention_relative_bwd = register(
     aten=aten.attention_relative_bwd,
     launch="attention.relative_launch",
     fake=lambda do, *inputs: tuple([t.new_empty(t.shape) for t in inputs[:5]]),
-    flops=lambda do, *shapes, **_: _fwd_flops(*shapes) * 5 // 2,
+    flops=lambda do, *shapes, **_: fwd_flops(*shapes) * 5 // 2,
 )
 
 

@@ -1,4 +1,5 @@
-"""Softmax attention within the windows of a grid of tokens: registration, gradient, checks, public function."""
+"""Softmax attention within the windows of a grid of tokens, also with decomposed relative positions: registration,
+gradients, checks, public function."""
 
 from __future__ import annotations
 
@@ -11,13 +12,8 @@ from torch import Tensor
 from fastvit.ops.attention import windows_aten as aten
 from fastvit.ops.attention.aten import as_added, is_added
 from fastvit.ops.attention.op import broadcast_mask, check_mask, checked_scale
-from fastvit.ops.attention.relative import Relative, check_alone
-from fastvit.ops.attention.window_layout import flops, lse_shape, windows_of
-from fastvit.ops.attention.windows_relative import (
-    AttentionWindowsRelative,
-    WindowsRelativeInputs,
-    check_windows_relative,
-)
+from fastvit.ops.attention.relative import Relative, check_alone, check_tensors
+from fastvit.ops.attention.window_layout import Windows, flops, lse_shape, relative_windows_of, windows_of
 from fastvit.ops.dropout.op import draw_seeds
 from fastvit.ops.runtime import decompositions
 from fastvit.ops.runtime.autograd import Computed, FusedNode, inputs, needs_autograd, run
@@ -27,11 +23,9 @@ from fastvit.ops.runtime.dtypes import autocast_dtype, stat_dtype
 from fastvit.ops.runtime.registry import register
 
 
-def _fwd_fake(
-    qkv: Tensor, mask: Tensor | None, seed: Tensor | None, window: list[int], *_: Any
-) -> tuple[Tensor, Tensor]:
+def _new_results(qkv: Tensor, mask: Tensor | None, windows: Windows) -> tuple[Tensor, Tensor]:
     o = qkv.new_empty((*qkv.shape[:3], *qkv.shape[4:]))
-    return o, qkv.new_empty(lse_shape(qkv, mask, windows_of(qkv, window)), dtype=stat_dtype(qkv))
+    return o, qkv.new_empty(lse_shape(qkv, mask, windows), dtype=stat_dtype(qkv))
 
 
 # qkv (B, gh, gw, 3, H, d), `mask` (windows of a sample or 1, H or 1, n or 1, n) for windows of n tokens; `lse` (B *
@@ -43,7 +37,7 @@ attention_windows_fwd = register(
     " float scale, float dropout_p) -> (Tensor o, Tensor lse)",
     aten=aten.attention_windows_fwd,
     launch="attention.windows_launch",
-    fake=_fwd_fake,
+    fake=lambda qkv, mask, seed, window, *_: _new_results(qkv, mask, windows_of(qkv, window)),
     flops=lambda qkv, mask, seed, window, *_, **__: flops(qkv, window),
     decomposition=decompositions.attention_windows_fwd,
 )
@@ -62,6 +56,25 @@ attention_windows_bwd_with_mask = register(
     launch="attention.windows_launch",
     fake=lambda do, qkv, mask, *_: (qkv.new_empty(qkv.shape), mask.new_empty(mask.shape)),
     flops=lambda do, qkv, mask, o, lse, seed, window, *_, **__: flops(qkv, window) * 5 // 2,
+)
+
+# qkv (B, gh, gw, 3, H, d), rows (B, gh, gw, H, wh), columns (B, gh, gw, H, ww): a window is wh x ww, and divides the
+# grid. It is no argument: integers would be constants in a graph. `lse` as attention_windows's without a mask
+attention_windows_relative_fwd = register(
+    "attention_windows_relative_fwd(Tensor qkv, Tensor rows, Tensor columns, float scale) -> (Tensor o, Tensor lse)",
+    aten=aten.attention_windows_relative_fwd,
+    launch="attention.relative_launch",
+    fake=lambda qkv, rows, columns, *_: _new_results(qkv, None, relative_windows_of(qkv, rows, columns)),
+    flops=lambda qkv, rows, columns, *_, **__: flops(qkv, (rows[4], columns[4])),
+    decomposition=decompositions.attention_windows_relative_fwd,
+)
+attention_windows_relative_bwd = register(
+    "attention_windows_relative_bwd(Tensor do, Tensor qkv, Tensor rows, Tensor columns, Tensor o, Tensor lse,"
+    " float scale) -> (Tensor dqkv, Tensor drows, Tensor dcolumns)",
+    aten=aten.attention_windows_relative_bwd,
+    launch="attention.relative_launch",
+    fake=lambda do, *inputs: tuple([t.new_empty(t.shape) for t in inputs[:3]]),
+    flops=lambda do, qkv, rows, columns, *_, **__: flops(qkv, (rows[4], columns[4])) * 5 // 2,
 )
 
 
@@ -98,6 +111,28 @@ class _AttentionWindows(FusedNode):
             dqkv, dmask = attention_windows_bwd_with_mask(*arguments, call=call)
             return {"qkv": dqkv, "mask": dmask}
         return {"qkv": attention_windows_bwd(*arguments, call=call)}
+
+
+_RELATIVE_NAMES = "qkv", "rows", "columns"
+_RelativeInputs = inputs(*_RELATIVE_NAMES)
+
+
+class _AttentionWindowsRelative(FusedNode):
+    Inputs = _RelativeInputs
+    casts = _RELATIVE_NAMES
+    keeps = ("lse",)
+    saves = (*_RELATIVE_NAMES, "result", "lse")
+
+    @staticmethod
+    def compute(t: Any) -> Computed:
+        *tensors, o, call = t
+        out, lse = attention_windows_relative_fwd(*tensors, o.scale, call=call)
+        return (out,), {"lse": lse}
+
+    @staticmethod
+    def gradients(s: dict[str, Any], douts: Any, o: _Options, wants: Any, call: Call) -> dict[str, Any]:
+        dtensors = attention_windows_relative_bwd(*douts, *s.values(), o.scale, call=call)
+        return dict(zip(_RELATIVE_NAMES, dtensors, strict=True))
 
 
 def attention_windows(
@@ -139,7 +174,7 @@ def attention_windows(
     if relative is not None:
         call = begin("attention_windows", (qkv, relative, attn_mask), given)
         autograd, options = call.once("checked", _checked, qkv, attn_mask, *given, relative)
-        found: Tensor = run(AttentionWindowsRelative, autograd, WindowsRelativeInputs(qkv, *relative, options, call))
+        found: Tensor = run(_AttentionWindowsRelative, autograd, _RelativeInputs(qkv, *relative, options, call))
         return found
     call = begin("attention_windows", (qkv, attn_mask), given)
     autograd, options = call.once("checked", _checked, qkv, attn_mask, *given)
@@ -178,9 +213,22 @@ def _checked(
     options = _Options("attention_windows", window, shift, float(shift_bias), scale, dropout_p, autocast_dtype(qkv))
     if relative is not None:
         check_alone(attn_mask=attn_mask, shift=shift, dropout_p=dropout_p)
-        check_windows_relative(relative, qkv, window, dtype=options.cast is None)
+        _check_relative(relative, qkv, window, dtype=options.cast is None)
         return needs_autograd("attention_windows", qkv, *relative), options
     if attn_mask is not None:
         windows = windows_of(qkv, window)
         check_mask(attn_mask, "qkv", qkv, windows.per_sample, windows.tokens, qkv.shape[4], batch_name="windows")
     return needs_autograd("attention_windows", qkv, attn_mask), options
+
+
+def _check_relative(relative: Any, qkv: Tensor, window: tuple[int, int], *, dtype: bool) -> None:
+    """Check relative positions for qkv (B, gh, gw, 3, H, d). dtype: whether they must have qkv's."""
+    B, gh, gw, _, H, _ = qkv.shape
+    wh, ww = window
+    shapes = {
+        "rows": ((B, gh, gw, H, wh), "(B, gh, gw, H, wh)"),
+        "columns": ((B, gh, gw, H, ww), "(B, gh, gw, H, ww)"),
+    }
+    check_tensors(relative, "qkv", qkv, shapes, dtype)
+    if gh % wh or gw % ww:
+        raise ValueError(f"window must divide qkv's grid ({gh}, {gw}) with relative, got {window}")

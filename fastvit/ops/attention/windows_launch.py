@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fastvit.ops.attention.launch import Gradients, forward, launch_backward
+from fastvit.ops.attention.launch import forward, launch_backward
 from fastvit.ops.attention.mask_launch import launch_with_mask
 from fastvit.ops.attention.window_layout import if_several, windows_of
 from fastvit.ops.runtime.call import Call
@@ -52,6 +52,6 @@ def _backward(
     """Return dqkv, and what `launch` returns."""
     dqkv, windows = empty_like(qkv), if_several(windows_of(qkv, window, shift, shift_bias))
     q, k, v = qkv.flatten(1, 2).unbind(2)
-    gradients = Gradients(*dqkv.flatten(1, 2).unbind(2))
+    gradients = dqkv.flatten(1, 2).unbind(2)
     do, o = do.flatten(1, 2), o.flatten(1, 2)
     return dqkv, launch(do, q, k, v, mask, o, lse, seed, scale, dropout_p, False, gradients, windows, call)

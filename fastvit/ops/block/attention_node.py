@@ -22,13 +22,12 @@ from fastvit.ops.attention.varlen import (
     attention_varlen_qkvpacked_bwd,
     attention_varlen_qkvpacked_fwd,
 )
-from fastvit.ops.block.norm_linear import NormedRows, by_layer, norm_linear_backward, side_by_side
+from fastvit.ops.block.norm_linear import by_layer, norm_linear_backward, side_by_side
 from fastvit.ops.layer_norm.op import Residual, layer_norm_fwd, norm_backward
 from fastvit.ops.linear.op import linear_fwd
 from fastvit.ops.qk_norm.op import qk_norm_bwd, qk_norm_fwd
 from fastvit.ops.rotary.op import rotary_op
-from fastvit.ops.runtime.again import in_backward
-from fastvit.ops.runtime.autograd import Computed, FusedNode
+from fastvit.ops.runtime.autograd import Computed, FusedNode, in_backward
 from fastvit.ops.runtime.call import Call
 from fastvit.ops.runtime.epilogue import LastLayer, scale_samples
 from fastvit.ops.runtime.registry import takes_out
@@ -338,7 +337,6 @@ def _input_backward(
     call: Call,
 ) -> Tensor | None:  # fmt: skip
     """Put the gradients of x, the norm, and the layers of q, k and v into `found`. Return the residual's total."""
-    norm = NormedRows(s["x"], s["norm_weight"], s["norm_bias"], s["mean"], s["rstd"], o.eps, o.rms)
     names, weights, wants_weights, wants_biases = ["qkv"], [s["qkv_weight"]], [wants.qkv_weight], [wants.qkv_bias]
     if s["k_weight"] is not None:
         names += "k", "v"
@@ -346,8 +344,10 @@ def _input_backward(
         wants_weights += wants.k_weight, wants.v_weight
         wants_biases += wants.k_bias, wants.v_bias
     rows = by_layer(dqkv.view(-1, 3 * o.heads[1] * o.heads[2]), weights)
-    of = norm_linear_backward(rows, norm, weights, residual, wants, wants_weights, wants_biases, call)
-    found |= of.of_norm
-    for name, dweight, dbias in zip(names, of.dweights, of.dbiases, strict=True):
+    of_norm, dweights, dbiases, total = norm_linear_backward(
+        s, o, rows, weights, residual, wants, wants_weights, wants_biases, call
+    )
+    found |= of_norm
+    for name, dweight, dbias in zip(names, dweights, dbiases, strict=True):
         found[f"{name}_weight"], found[f"{name}_bias"] = dweight, dbias
-    return of.total
+    return total

@@ -70,7 +70,7 @@ def _checked(
     branch = Epilogue(*epilogue)
     branch.check(x, fc2[0].shape[0], dtype=like)
     if norm is not None:
-        check_norm(NORM_NAMES, x, *norm, "(in,)", dtype=like)
+        check_norm("x", x, NORM_NAMES, norm, x.shape[-1:], "(in,)", dtype=like)
     inner = NO_NORM if inner_norm is None else checked_norm("inner_norm", x, inner_norm, "hidden", hidden, dtype=like)
     norm_weight, norm_bias, eps, kind = norm or NO_NORM
     tensors = norm_weight, norm_bias, *_flat_fc1(*fc1), *inner[:2], *fc2, branch.layer_scale, branch.residual

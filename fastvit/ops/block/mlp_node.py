@@ -19,8 +19,7 @@ from fastvit.ops.layer_norm.op import Residual, layer_norm_fwd, norm_backward
 from fastvit.ops.linear.gated import gated_act, gated_act_bwd, gated_act_fwd, gated_dact, gated_fwd
 from fastvit.ops.linear.op import act_bwd, linear_act_fwd, linear_dact, linear_fwd
 from fastvit.ops.runtime.activations import activate
-from fastvit.ops.runtime.again import in_backward
-from fastvit.ops.runtime.autograd import Computed, FusedNode
+from fastvit.ops.runtime.autograd import Computed, FusedNode, in_backward
 from fastvit.ops.runtime.call import Call
 from fastvit.ops.runtime.epilogue import LastLayer, scale_samples
 from fastvit.ops.runtime.rows import as_rows

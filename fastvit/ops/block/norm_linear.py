@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastvit.ops.layer_norm.op import NormTuple, Residual, layer_norm_fwd, norm_backward
+from fastvit.ops.linear import aten
 from fastvit.ops.linear.op import check_linear
 from fastvit.ops.runtime.autograd import Computed, FusedNode, needs_autograd, run, transforming, unviewed
 from fastvit.ops.runtime.backend import is_jit_tracing
@@ -18,22 +19,15 @@ from fastvit.ops.runtime.checks import check_float, check_norm
 from fastvit.ops.runtime.dtypes import autocast_dtype
 from fastvit.ops.runtime.rows import as_rows
 
-NORM_NAMES = ("x", "norm_weight", "norm_bias")
+NORM_NAMES = "norm_weight", "norm_bias", "eps", "norm"
 
 
 def side_by_side(y: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor:
-    """Apply several layers to y [..., in]; return their outputs next to each other, [..., out]."""
+    """Apply several layers to y as `aten.side_by_side` does."""
     if torch.compiler.is_compiling() or transforming() or is_jit_tracing():
         # none of them takes out=; a compiler plans the buffer itself
         return torch.cat([F.linear(y, *layer) for layer in zip(weights, biases, strict=True)], dim=-1)
-    widths, rows = [len(weight) for weight in weights], as_rows(y)
-    out = y.new_empty(*y.shape[:-1], sum(widths))
-    for columns, weight, bias in zip(as_rows(out).split(widths, dim=1), weights, biases, strict=True):
-        if bias is None:
-            torch.mm(rows, weight.t(), out=columns)
-        else:
-            torch.addmm(bias, rows, weight.t(), out=columns)
-    return out
+    return aten.side_by_side(y, weights, biases)
 
 
 def by_layer(x: Tensor, weights: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -41,35 +35,17 @@ def by_layer(x: Tensor, weights: Sequence[Tensor]) -> Sequence[Tensor]:
     return (x,) if len(weights) == 1 else x.split([len(weight) for weight in weights], dim=-1)
 
 
-class NormedRows(NamedTuple):
-    """A norm within an op, as its backward pass needs it. x: None if no gradient needs it; mean, rstd: None unless a
-    gradient of x or of the norm is wanted."""
-
-    x: Any
-    weight: Tensor
-    bias: Tensor | None
-    mean: Any
-    rstd: Any
-    eps: float
-    rms: bool
-
-
-class NormLinearGradients(NamedTuple):
-    """The wanted gradients, or None: of x and the norm by name, of the layers; and the residual's total."""
-
-    of_norm: dict[str, Any]
-    dweights: list[Tensor | None]
-    dbiases: list[Tensor | None]
-    total: Tensor | None
-
-
 def norm_linear_backward(
-    douts: Sequence[Tensor | None], norm: NormedRows, weights: Sequence[Tensor], residual: Residual, wants: Any,
-    wants_weights: Sequence[bool], wants_biases: Sequence[bool], call: Call,
-) -> NormLinearGradients:  # fmt: skip
-    """Compute the backward pass of a norm and the layers after it. douts: for each layer the gradient of its output,
-    as rows; not all are None. residual: for an x that is also the residual. wants: of x, norm_weight and norm_bias."""
-    x, norm_weight, norm_bias, mean, rstd, eps, rms = norm
+    s: dict[str, Any], o: Any, douts: Sequence[Tensor | None], weights: Sequence[Tensor], residual: Residual,
+    wants: Any, wants_weights: Sequence[bool], wants_biases: Sequence[bool], call: Call,
+) -> tuple[dict[str, Any], list[Tensor | None], list[Tensor | None], Tensor | None]:  # fmt: skip
+    """Compute the backward pass of a norm and the layers after it. Return the wanted gradients, or None: of x and the
+    norm by name, of weights and of biases; and the residual's total.
+
+    s: x, norm_weight, norm_bias, mean and rstd, None where no gradient needs them. o: options with the norm's eps and
+    rms. douts: for each layer the gradient of its output, as rows; not all are None. residual: for an x that is also
+    the residual. wants: of x, norm_weight and norm_bias."""
+    x, norm = s["x"], (s["norm_weight"], s["norm_bias"])
     wants_weights = [want and dout is not None for want, dout in zip(wants_weights, douts, strict=True)]
     y: Any = None
     of_norm: dict[str, Any] = {}
@@ -80,12 +56,12 @@ def norm_linear_backward(
             if dout is not None:
                 dy = dout @ weight if dy is None else dy.addmm_(dout, weight)
         dx, dnorm_weight, dnorm_bias, y, total = norm_backward(
-            dy.view(x.shape), x, mean, rstd, norm_weight, norm_bias, residual, want_y=any(wants_weights), call=call
+            dy.view(x.shape), x, s["mean"], s["rstd"], *norm, residual, want_y=any(wants_weights), call=call
         )
         del dy
         of_norm = {"x": dx, "norm_weight": dnorm_weight, "norm_bias": dnorm_bias if wants.norm_bias else None}
     elif any(wants_weights):
-        y, *_ = layer_norm_fwd(x, norm_weight, norm_bias, eps, weights[0].dtype, rms, call=call)
+        y, *_ = layer_norm_fwd(x, *norm, o.eps, weights[0].dtype, o.rms, call=call)
     dweights: list[Tensor | None] = [None] * len(weights)
     dbiases: list[Tensor | None] = [None] * len(weights)
     for i, dout in enumerate(douts):
@@ -93,7 +69,7 @@ def norm_linear_backward(
             dweights[i] = dout.t() @ as_rows(y)
         if dout is not None and wants_biases[i]:
             dbiases[i] = dout.sum(0)
-    return NormLinearGradients(of_norm, dweights, dbiases, total)
+    return of_norm, dweights, dbiases, total
 
 
 class _Options(NamedTuple):
@@ -144,14 +120,14 @@ class _LayerNormLinear(FusedNode):
 
     @staticmethod
     def gradients(s: dict[str, Any], douts: Any, o: _Options, wants: Any, call: Call) -> dict[str, Any]:
-        x, norm_weight, norm_bias, mean, rstd, *weights = s.values()
+        weights = [*s.values()][5:]
         if len(douts) == len(weights):
             parts = [None if dout is None else as_rows(dout) for dout in douts]
         else:
             parts = [*by_layer(as_rows(douts[0]), weights)]
-        norm = NormedRows(x, norm_weight, norm_bias, mean, rstd, o.eps, o.rms)
-        computed = norm_linear_backward(parts, norm, weights, Residual(), wants, *_halves(wants.layers), call)
-        return computed.of_norm | {"layers": (*computed.dweights, *computed.dbiases)}
+        halves = _halves(wants.layers)
+        of_norm, dweights, dbiases, _ = norm_linear_backward(s, o, parts, weights, Residual(), wants, *halves, call)
+        return of_norm | {"layers": (*dweights, *dbiases)}
 
 
 Weights = Tensor | Sequence[Tensor]
@@ -186,7 +162,7 @@ def check_norm_and_layers(
     for i, (w, b) in enumerate(zip(weights, biases, strict=True)):
         of = "" if len(weights) == 1 else f"[{i}]"
         check_linear(x, w, b, dtype=cast is None, names=("x", names[0] + of, names[1] + of))
-    check_norm(NORM_NAMES, x, *norm, "(in,)", dtype=cast is None)
+    check_norm("x", x, NORM_NAMES, norm, x.shape[-1:], "(in,)", dtype=cast is None)
     return cast
 
 

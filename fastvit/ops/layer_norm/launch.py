@@ -49,10 +49,7 @@ def layer_norm_bwd(
     dy: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor, dresidual: Tensor | None,
     row_scale: Tensor | None = None, total_dtype: torch.dtype | None = None, *, call: Call,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    return _backward(
-        dy, dresidual, x, mean, rstd, weight, total_dtype, call, wants_total=total_dtype is not None,
-        row_scale=row_scale,
-    )  # fmt: skip
+    return _backward(dy, dresidual, x, mean, rstd, weight, total_dtype, call, row_scale=row_scale)
 
 
 def layer_norm_bwd_recompute(
@@ -62,9 +59,8 @@ def layer_norm_bwd_recompute(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     y = empty_like(dy)
     dx, dweight, dbias, total = _backward(
-        dy, dresidual, x, mean, rstd, weight, total_dtype, call, wants_total=total_dtype is not None,
-        bias=bias, y=y, row_scale=row_scale,
-    )  # fmt: skip
+        dy, dresidual, x, mean, rstd, weight, total_dtype, call, bias=bias, y=y, row_scale=row_scale
+    )
     return dx, dweight, dbias, y, total
 
 
@@ -88,17 +84,17 @@ def _statistics(x: Tensor, shape: tuple[int, ...], rms: bool) -> tuple[Tensor, T
 
 def _backward(
     dy: Tensor, dsum: Tensor | None, s: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor,
-    third: torch.dtype | None, call: Call, *, wants_total: bool = False,
-    bias: Tensor | None = None, y: Tensor | None = None, branch: Tensor | None = None, dbranch: Tensor | None = None,
-    layer_scale: Tensor | None = None, row_scale: Tensor | None = None,
+    third: torch.dtype | None, call: Call, *, bias: Tensor | None = None, y: Tensor | None = None,
+    branch: Tensor | None = None, dbranch: Tensor | None = None, layer_scale: Tensor | None = None,
+    row_scale: Tensor | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Write y and dbranch. Return ds like s, dweight and dbias (D,), and total or dlayer_scale in the dtype `third`;
-    dbias is (0,) without mean, the last one if `third` is None."""
+    """Write y and dbranch. Return ds like s, dweight and dbias (D,), and in the dtype `third` the total, or with a
+    branch dlayer_scale; dbias is (0,) without mean, the last one if `third` is None."""
     ds = empty_like(s)
     rows = call.as_read(by_rows, dy, dsum, s, branch)
     weight, bias, layer_scale, row_scale = call.as_read(contiguous, weight, bias, layer_scale, row_scale)
     dtypes = weight.dtype, None if mean is None else weight.dtype, third
-    launch = call.once("layer_norm_bwd", _backward_launch, s, rows, row_scale, dtypes, wants_total)
+    launch = call.once("layer_norm_bwd", _backward_launch, s, rows, row_scale, dtypes)
     if s.numel() == 0:
         return ds, *[s.new_zeros(0 if dtype is None else s.shape[-1], dtype=dtype) for dtype in dtypes]
     dy, dsum, s, branch = rows
@@ -117,12 +113,12 @@ def _forward(
 
 
 def _backward_launch(
-    s: Tensor, rows: Sequence[Tensor | None], row_scale: Tensor | None, dtypes: Sequence[torch.dtype | None],
-    wants_total: bool,
-) -> SummedLaunch:  # fmt: skip
+    s: Tensor, rows: Sequence[Tensor | None], row_scale: Tensor | None, dtypes: Sequence[torch.dtype | None]
+) -> SummedLaunch:
     """Return the launch. rows: dy, dsum, s and the branch as they are read; dtypes: of the sums."""
     M, D, programs, constants = _programs(s, row_scale, backward=True)
     numbers = M, D, rows_per_sample(s, row_scale), *map(row_stride, rows)
+    wants_total = rows[3] is None and dtypes[2] is not None
     launch = Launch(layer_norm_bwd_kernel, programs, numbers, {"WANT_TOTAL": wants_total, **constants})
     return SummedLaunch(launch, (len(dtypes) - dtypes.count(None), programs, D), dtypes, device.arch(s))
 

@@ -11,7 +11,7 @@ from fastvit.ops.layer_norm import aten
 from fastvit.ops.runtime import decompositions
 from fastvit.ops.runtime.autograd import Computed, FusedNode, inputs, needs_autograd, run
 from fastvit.ops.runtime.call import Call, begin
-from fastvit.ops.runtime.checks import NORMS, check_eps, check_float, check_like, check_norm, check_row_scale
+from fastvit.ops.runtime.checks import check_float, check_like, check_norm, check_row_scale
 from fastvit.ops.runtime.dtypes import autocast_dtype, stat_dtype
 from fastvit.ops.runtime.registry import register
 
@@ -145,30 +145,23 @@ class Residual(NamedTuple):
     total_dtype: torch.dtype | None = None
 
 
-class NormGradients(NamedTuple):
-    dx: Tensor
-    dweight: Tensor
-    dbias: Tensor
-    y: Tensor | None
-    total: Tensor
-
-
 _NO_RESIDUAL = Residual()
 
 
 def norm_backward(
     dy: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor, bias: Tensor | None,
     residual: Residual = _NO_RESIDUAL, y: Tensor | None = None, *, want_y: bool, call: Call,
-) -> NormGradients:  # fmt: skip
-    """Compute the backward pass of a norm within an op. Return gradients; the norm's output, which is y, or computed
-    again if wanted, or None; and the residual's total."""
+) -> tuple[Any, ...]:  # fmt: skip
+    """Compute the backward pass of a norm within an op. Return the gradients of x, weight and bias; the norm's output,
+    which is y, or computed again if wanted, or None; and the residual's total."""
     dresidual, row_scale, dtype = residual
     row_scale = None if dtype is None else row_scale
     if want_y and y is None:
-        gradients = layer_norm_bwd_recompute(dy, x, mean, rstd, weight, bias, dresidual, row_scale, dtype, call=call)
-        return NormGradients._make(gradients)
+        norm = mean, rstd, weight, bias
+        found: tuple[Any, ...] = layer_norm_bwd_recompute(dy, x, *norm, dresidual, row_scale, dtype, call=call)
+        return found
     dx, dweight, dbias, total = layer_norm_bwd(dy, x, mean, rstd, weight, dresidual, row_scale, dtype, call=call)
-    return NormGradients(dx, dweight, dbias, y, total)
+    return dx, dweight, dbias, y, total
 
 
 class NormOptions(NamedTuple):
@@ -252,6 +245,8 @@ class _AddLayerNorm(FusedNode):
 
 # ---- public functions ----
 
+_NAMES = "weight", "bias", "eps", "norm"
+
 
 def checked_norm(
     name: str, x: Tensor, norm: Any, width_name: str, width: int, *, dtype: bool, x_name: str = "x"
@@ -261,16 +256,8 @@ def checked_norm(
     if not isinstance(norm, tuple) or not 1 <= len(norm) <= 4:
         raise TypeError(f"{name} must be an ops.Norm, got {type(norm).__name__}")
     norm = Norm(*norm)
-    weight, bias, eps, kind = norm
-    of = (width,), f"({width_name},)"
-    check_like(x_name, x, (f"{name}.weight", weight, *of), dtype=dtype)
-    if kind not in NORMS:
-        raise ValueError(f"{name}.kind must be one of {', '.join(NORMS)}, got {kind!r}")
-    if bias is not None:
-        check_like(x_name, x, (f"{name}.bias", bias, *of), dtype=dtype)
-        if kind == "rms":
-            raise ValueError(f"{name}.bias must be None for the kind 'rms': RMSNorm has no bias")
-    check_eps(f"{name}.eps", eps)
+    names = [f"{name}.{field}" for field in norm._fields]
+    check_norm(x_name, x, names, norm, (width,), f"({width_name},)", dtype=dtype)
     return norm
 
 
@@ -301,7 +288,7 @@ def _checked(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, norm: s
     """Check a call; return whether it needs autograd."""
     check_float("x", x)
     cast = autocast_dtype(x) is not None
-    check_norm(("x", "weight", "bias"), x, weight, bias, eps, norm, "(D,)", dtype=not cast)
+    check_norm("x", x, _NAMES, (weight, bias, eps, norm), x.shape[-1:], "(D,)", dtype=not cast)
     op = "rms_norm" if norm == "rms" else "layer_norm"
     options = NormOptions(op, eps, torch.float32 if cast and x.is_cuda else None, norm == "rms")
     return needs_autograd(op, x, weight, bias), options
@@ -367,7 +354,7 @@ def _checked_sum(
     if s.dtype is not dtype:  # float16 and bfloat16, whose sum is float32
         s = residual.new_empty(residual.shape[-1:], dtype=dtype)
     check_like("residual", residual, ("branch", branch, residual.shape, "residual's shape"), dtype=False)
-    check_norm(("residual", "weight", "bias"), s, weight, bias, eps, norm, "(D,)", dtype=not cast)
+    check_norm("residual", s, _NAMES, (weight, bias, eps, norm), s.shape[-1:], "(D,)", dtype=not cast)
     if layer_scale is not None:
         check_like("residual", residual, ("layer_scale", layer_scale, residual.shape[-1:], "(D,)"), dtype=False)
     check_row_scale("residual", residual, row_scale)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -32,3 +35,15 @@ def linear_dact(dy: Tensor, weight: Tensor, pre: Tensor, activation: str) -> tup
 def act_bwd(dy: Tensor, pre: Tensor, activation: str) -> tuple[Tensor, Tensor]:
     dpre = activate_backward(dy, pre, activation)
     return dpre, as_rows(dpre).sum(0)
+
+
+def side_by_side(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor:
+    """Apply several layers to x [..., in]; return their outputs next to each other, [..., out]."""
+    widths, rows = [len(weight) for weight in weights], as_rows(x)
+    out = x.new_empty(*x.shape[:-1], sum(widths))
+    for columns, weight, bias in zip(as_rows(out).split(widths, dim=1), weights, biases, strict=True):
+        if bias is None:
+            torch.mm(rows, weight.t(), out=columns)
+        else:
+            torch.addmm(bias, rows, weight.t(), out=columns)
+    return out

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from fastvit.ops.linear import gated_aten as aten
+from fastvit.ops.linear.op import act_bwd_fake, dact_flops
 from fastvit.ops.runtime import decompositions
 from fastvit.ops.runtime.registry import register
 
@@ -25,21 +26,13 @@ def _act_fake(pre: Tensor, activation: str) -> Tensor:
     return pre.new_empty(*pre.shape[:-1], pre.shape[-1] // 2)
 
 
-def _act_bwd_fake(dh: Tensor, pre: Tensor, activation: str) -> tuple[Tensor, Tensor]:
-    return pre.new_empty(pre.shape), pre.new_empty(pre.shape[-1])
-
-
 def _dact_fake(dy: Tensor, weight: Tensor, pre: Tensor, activation: str) -> tuple[Tensor, Tensor, Tensor]:
-    dpre, dbias = _act_bwd_fake(dy, pre, activation)
+    dpre, dbias = act_bwd_fake(dy, pre, activation)
     return dpre, _act_fake(pre, activation), dbias
 
 
 def _fwd_flops(x: Any, gate_weight: Any, *_: Any, **__: Any) -> int:
     return int(4 * math.prod(x) * gate_weight[0])
-
-
-def _dact_flops(dy: Any, weight: Any, *_: Any, **__: Any) -> int:
-    return int(2 * math.prod(dy) * weight[1])
 
 
 _LAYERS = "Tensor x, Tensor gate_weight, Tensor value_weight, Tensor? gate_bias, Tensor? value_bias, str activation"
@@ -64,9 +57,9 @@ gated_act_bwd = register(
     "gated_act_bwd(Tensor dh, Tensor pre, str activation) -> (Tensor dpre, Tensor dbias)",
     aten=aten.gated_act_bwd,
     launch="linear.gated_launch",
-    fake=_act_bwd_fake,
+    fake=act_bwd_fake,
 )
 gated_dact = register(
     "gated_dact(Tensor dy, Tensor weight, Tensor pre, str activation) -> (Tensor dpre, Tensor h, Tensor dbias)",
-    aten=aten.gated_dact, launch="linear.gated_launch", fake=_dact_fake, flops=_dact_flops,
+    aten=aten.gated_dact, launch="linear.gated_launch", fake=_dact_fake, flops=dact_flops,
 )  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastvit.ops.linear.aten import linear_fwd
+from fastvit.ops.linear.aten import linear_fwd, side_by_side
 from fastvit.ops.runtime.activations import activate, activate_backward_
 from fastvit.ops.runtime.rows import as_rows
 
@@ -22,23 +22,8 @@ def gated_act_fwd(
     x: Tensor, gate_weight: Tensor, value_weight: Tensor, gate_bias: Tensor | None, value_bias: Tensor | None,
     activation: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    pre = both(x, gate_weight, value_weight, gate_bias, value_bias)
+    pre = side_by_side(x, (gate_weight, value_weight), (gate_bias, value_bias))
     return gated_act(pre, activation), pre
-
-
-def both(
-    x: Tensor, gate_weight: Tensor, value_weight: Tensor, gate_bias: Tensor | None, value_bias: Tensor | None
-) -> Tensor:
-    """Return gate and value next to each other: (..., 2 * hidden)."""
-    hidden = gate_weight.shape[0]
-    pre, rows = x.new_empty(*x.shape[:-1], 2 * hidden), as_rows(x)
-    layers = (gate_weight, gate_bias), (value_weight, value_bias)
-    for columns, (weight, bias) in zip(as_rows(pre).split(hidden, dim=1), layers, strict=True):
-        if bias is None:
-            torch.mm(rows, weight.t(), out=columns)
-        else:
-            torch.addmm(bias, rows, weight.t(), out=columns)
-    return pre
 
 
 def gated_act(pre: Tensor, activation: str) -> Tensor:

@@ -55,20 +55,18 @@ def linear_dact(
 ) -> tuple[Tensor, Tensor, Tensor]:
     dpre, h = empty_like(pre), empty_like(pre)
     if not call.once("linear_dact is ours", is_our_matmul, dy, pre.shape[-1], True, True):
-        return dpre, h, _activation_backward(dy @ weight, pre, activation, dpre, h, call)
+        return dpre, h, activation_backward(act_bwd_kernel, dy @ weight, pre, activation, dpre, h, call)
     if pre.numel() == 0:
         return dpre, h, pre.new_zeros(pre.shape[-1])
     dy, weight, pre = call.as_read(aligned_rows, dy, weight, pre)
-    launch = call.once("linear_dact", _dact, dy, weight, pre, activation)
+    launch = call.once("linear_dact", dact_launch, linear_dact_kernel, dy, weight, pre, activation)
     (dbias,) = launch(pre, dy, weight, pre, dpre, h)
     return dpre, h, dbias
 
 
 def act_bwd(dy: Tensor, pre: Tensor, activation: str, *, call: Call) -> tuple[Tensor, Tensor]:
-    if pre.dtype is torch.float64:
-        raise KernelUnsupported("float64")
     dpre = empty_like(pre)
-    return dpre, _activation_backward(dy, pre, activation, dpre, None, call)
+    return dpre, activation_backward(act_bwd_kernel, dy, pre, activation, dpre, None, call)
 
 
 def is_our_matmul(x: Tensor, n: int, has_epilogue: bool = True, backward: bool = False) -> bool:
@@ -82,20 +80,21 @@ def is_our_matmul(x: Tensor, n: int, has_epilogue: bool = True, backward: bool =
     return has_epilogue and _configs.use_triton_gemm(x.numel() // k, n, k, x.element_size(), backward, device.arch(x))
 
 
-def gemm(M: int, N: int, K: int, a: Tensor, activation: str) -> tuple[int, Constants]:
-    """Return the number of programs, and the constants, of a kernel that multiplies a [M, K] with [K, N]."""
-    return _gemm_plan(M, N, K, a.element_size(), device.arch(a), dot_precision(a), activation)
+def gemm(M: int, N: int, K: int, a: Tensor, activation: str, gated: bool = False) -> tuple[int, Constants]:
+    """Return the number of programs, and the constants, of a kernel that multiplies a [M, K] with [K, N], or with two
+    of these if gated."""
+    return _gemm_plan(M, N, K, a.element_size(), device.arch(a), dot_precision(a), activation, gated)
 
 
 @_tuned.cached
 def _gemm_plan(
-    M: int, N: int, K: int, itemsize: int, arch: str, precision: str, activation: str
+    M: int, N: int, K: int, itemsize: int, arch: str, precision: str, activation: str, gated: bool
 ) -> tuple[int, Constants]:
-    cfg = _configs.gemm(M, N, K, itemsize, arch)
-    return cdiv(M, cfg.block_m) * cdiv(N, cfg.block_n), gemm_constants(cfg, K, precision, activation)
+    cfg = (_configs.gated_gemm if gated else _configs.gemm)(M, N, K, itemsize, arch)
+    return cdiv(M, cfg.block_m) * cdiv(N, cfg.block_n), _gemm_constants(cfg, K, precision, activation)
 
 
-def gemm_constants(cfg: _configs.GemmConfig, K: int, precision: str, activation: str) -> Constants:
+def _gemm_constants(cfg: _configs.GemmConfig, K: int, precision: str, activation: str) -> Constants:
     """Return the constants of a kernel that sums over K."""
     return {
         "ACTIVATION": activation, "EVEN_K": K % cfg.block_k == 0, "PRECISION": precision,
@@ -120,7 +119,7 @@ def _forward(
         if cfg.programs_per_sm:
             tiles = cdiv(M, cfg.block_m) * cdiv(N, cfg.block_n)
             programs = min(tiles, cfg.programs_per_sm * device.multiprocessors(x.device.index))
-            constants = {"TMA": True, **gemm_constants(cfg, K, dot_precision(x), activation)}
+            constants = {"TMA": True, **_gemm_constants(cfg, K, dot_precision(x), activation)}
             launch = Launch(linear_fwd_kernel, programs, numbers, constants, unaligned=launch)
     return launch, (*shape[:-1], N), branch.dtype(x)
 
@@ -131,49 +130,49 @@ def _can_be_described(M: int, stride_a: int, stride_b: int, itemsize: int) -> bo
     return M < 1 << 31 and stride_a * itemsize % 16 == stride_b * itemsize % 16 == 0
 
 
-def _dact(dy: Tensor, weight: Tensor, pre: Tensor, activation: str) -> SummedLaunch:
-    """Configure linear_dact_kernel."""
-    K, N = weight.shape
-    M = pre.numel() // N
+def dact_launch(kernel: Any, dy: Tensor, weight: Tensor, pre: Tensor, activation: str) -> SummedLaunch:
+    """Configure linear_dact_kernel or gated_dact_kernel."""
+    (K, N), width = weight.shape, pre.shape[-1]
+    M = pre.numel() // width
     programs, constants = gemm(M, N, K, dy, activation)
     numbers = M, N, K, row_stride(dy), row_stride(weight), row_stride(pre)
-    launch = Launch(linear_dact_kernel, programs, numbers, constants)
-    return SummedLaunch(launch, (1, cdiv(M, constants["BLOCK_M"]), N), [pre.dtype], device.arch(pre))
+    launch = Launch(kernel, programs, numbers, constants)
+    return SummedLaunch(launch, (1, cdiv(M, constants["BLOCK_M"]), width), [pre.dtype], device.arch(pre))
 
 
-def _activation_backward(
-    dy: Tensor, pre: Tensor, activation: str, dpre: Tensor, h: Tensor | None, call: Call
+def activation_backward(
+    kernel: Any, dy: Tensor, pre: Tensor, activation: str, dpre: Tensor, h: Tensor | None, call: Call
 ) -> Tensor:
-    """Write dpre and h; return dbias."""
+    """Write dpre and h by act_bwd_kernel or gated_act_kernel; return dbias."""
+    if pre.dtype is torch.float64:
+        raise KernelUnsupported("float64")
     if pre.numel() == 0:
         return pre.new_zeros(pre.shape[-1])
     dy, pre = call.as_read(by_rows, dy, pre)
-    launch = call.once("act_bwd", _activation, dy, pre, activation)
+    launch = call.once("act_bwd", _backward_launch, kernel, dy, pre, activation)
     (dbias,) = launch(pre, dy, pre, dpre, h)
     return dbias
 
 
-def _activation(dy: Tensor, pre: Tensor, activation: str) -> SummedLaunch:
-    """Configure act_bwd_kernel."""
-    N = pre.shape[-1]
-    M = pre.numel() // N
+def _backward_launch(kernel: Any, dy: Tensor, pre: Tensor, activation: str) -> SummedLaunch:
+    launch, tiles = elementwise_launch(kernel, dy, pre, activation, dy.shape[-1])
+    return SummedLaunch(launch, (1, tiles, pre.shape[-1]), [pre.dtype], device.arch(pre))
+
+
+def elementwise_launch(kernel: Any, dy: Tensor | None, pre: Tensor, activation: str, N: int) -> tuple[Launch, int]:
+    """Configure act_bwd_kernel or gated_act_kernel for rows of N results. Also return the rows of its partial sums."""
+    M = pre.numel() // pre.shape[-1]
     cfg = _configs.activation_backward(N, pre.element_size(), device.arch(pre))
     tiles = cdiv(M, cfg.steps * cfg.block_m)
     numbers = M, N, row_stride(dy), row_stride(pre)
-    constants = activation_constants(cfg, activation)
-    launch = Launch(act_bwd_kernel, tiles * cdiv(N, cfg.block_n), numbers, constants)
-    return SummedLaunch(launch, (1, tiles, N), [pre.dtype], device.arch(pre))
-
-
-def activation_constants(cfg: _configs.ActivationBackwardConfig, activation: str) -> Constants:
-    """Return the constants of a kernel that differentiates an activation."""
-    return {
+    constants = {
         "ACTIVATION": activation,
         "BLOCK_M": cfg.block_m,
         "BLOCK_N": cfg.block_n,
         "STEPS": cfg.steps,
         "num_warps": cfg.num_warps,
     }
+    return Launch(kernel, tiles * cdiv(N, cfg.block_n), numbers, constants), tiles
 
 
 def aligned_rows(x: Tensor | None) -> Any:

@@ -32,10 +32,10 @@ def _act_fwd_fake(x: Tensor, weight: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 
 
 def _dact_fake(dy: Tensor, weight: Tensor, pre: Tensor, activation: str) -> tuple[Tensor, Tensor, Tensor]:
-    return pre.new_empty(pre.shape), *_act_bwd_fake(dy, pre, activation)
+    return pre.new_empty(pre.shape), *act_bwd_fake(dy, pre, activation)
 
 
-def _act_bwd_fake(dy: Tensor, pre: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+def act_bwd_fake(dy: Tensor, pre: Tensor, activation: str) -> tuple[Tensor, Tensor]:
     return pre.new_empty(pre.shape), pre.new_empty(pre.shape[-1])
 
 
@@ -43,7 +43,7 @@ def _fwd_flops(x: Any, weight: Any, *_: Any, **__: Any) -> int:
     return int(2 * math.prod(x) * weight[0])
 
 
-def _dact_flops(dy: Any, weight: Any, *_: Any, **__: Any) -> int:
+def dact_flops(dy: Any, weight: Any, *_: Any, **__: Any) -> int:
     return int(2 * math.prod(dy) * weight[1])
 
 
@@ -60,13 +60,13 @@ linear_act_fwd = register(
 )  # fmt: skip
 linear_dact = register(
     "linear_dact(Tensor dy, Tensor weight, Tensor pre, str activation) -> (Tensor dpre, Tensor h, Tensor dbias)",
-    aten=aten.linear_dact, launch="linear.launch", fake=_dact_fake, flops=_dact_flops,
+    aten=aten.linear_dact, launch="linear.launch", fake=_dact_fake, flops=dact_flops,
 )  # fmt: skip
 act_bwd = register(
     "act_bwd(Tensor dy, Tensor pre, str activation) -> (Tensor dpre, Tensor dbias)",
     aten=aten.act_bwd,
     launch="linear.launch",
-    fake=_act_bwd_fake,
+    fake=act_bwd_fake,
 )
 
 

@@ -21,15 +21,12 @@ from fastvit.ops.runtime.launch import Constants, Launch, cdiv
 from fastvit.ops.runtime.rows import by_rows, contiguous, row_stride
 
 
-def _check(weight: Tensor) -> None:
-    if weight.dtype is torch.float64:
-        raise KernelUnsupported("float64 runs on ATen only")
-
-
 def _config(
     m: int, n: int, k: int, weight: Tensor, image: Tensor | None = None, split: bool = False
 ) -> _configs.PatchEmbedConfig:
     """Choose the configuration. image: if it is an operand."""
+    if weight.dtype is torch.float64:
+        raise KernelUnsupported("float64 runs on ATen only")
     itemsize, pixel = weight.dtype.itemsize, (weight if image is None else image).dtype
     return _configs.patch_embed(
         m, n, k,
@@ -116,7 +113,6 @@ def patch_embed_bwd_image(
 
 
 def _forward(image: Tensor, weight: Tensor, prefix: Tensor | None, out: Tensor) -> Launch:
-    _check(weight)
     B, N, D = out.shape
     P = 0 if prefix is None else len(prefix)
     cfg = _config(B * N, D, weight[0].numel(), weight, image)
@@ -128,7 +124,6 @@ def _forward(image: Tensor, weight: Tensor, prefix: Tensor | None, out: Tensor) 
 
 def _weight_launch(shape: torch.Size, rows: Tensor, image: Tensor, weight: Tensor) -> tuple[Launch, int]:
     """Return the launch for a gradient of this shape, which is read as rows, and the number of partial sums."""
-    _check(weight)
     B, N, D = shape
     K = weight[0].numel()
     cfg = _config(D, K, B * N, weight, image, split=True)
@@ -144,7 +139,6 @@ def _weight_launch(shape: torch.Size, rows: Tensor, image: Tensor, weight: Tenso
 
 def _image_launch(shape: torch.Size, rows: Tensor, weight: Tensor, dimage: Tensor) -> Launch:
     """Return the launch for a gradient of this shape, which is read as rows."""
-    _check(weight)
     B, N, D = shape
     K = weight[0].numel()
     cfg = _config(B * N, K, D, weight)

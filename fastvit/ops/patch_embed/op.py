@@ -104,30 +104,6 @@ class _PatchEmbed(FusedNode):
         return {name: t.to(dtypes[name]) for name, t in found.items()}
 
 
-def _check(
-    image: Tensor, weight: Tensor, bias: Tensor | None, pos_embed: Tensor | None, prefix: Tensor | None, cast: bool
-) -> None:
-    """Check the arguments. cast: under autocast, where dtypes may differ."""
-    if weight.dim() not in (4, 5) or 0 in weight.shape:
-        shapes = "(D, C, ph, pw), or (D, C, pt, ph, pw) for a video"
-        raise ValueError(f"weight must have shape {shapes}, none of them 0, got {tuple(weight.shape)}")
-    check_image(image, weight.shape[1], video=weight.dim() == 5)
-    check_like("image", image, ("weight", weight, None, ""), dtype=not cast and image.dtype is not torch.uint8)
-    D, size, patch = weight.shape[0], tuple(image.shape[2:]), tuple(weight.shape[2:])
-    if 0 in size or any([n % step for n, step in zip(size, patch, strict=True)]):
-        axes = "(H, W)" if len(size) == 2 else "(T, H, W)"
-        raise ValueError(f"image size {axes} must be a positive multiple of the patch {patch}, got {size}")
-    if bias is not None:
-        check_like("weight", weight, ("bias", bias, (D,), "(D,)"), dtype=not cast)
-    if pos_embed is not None:
-        n = math.prod(aten.patch_grid(weight, size))
-        check_like("weight", weight, ("pos_embed", pos_embed, (n, D), "(patches, D)"), dtype=not cast)
-    if prefix is not None:
-        check_like("weight", weight, ("prefix", prefix, None, ""), dtype=not cast)
-        if prefix.dim() != 2 or prefix.shape[1] != D:
-            raise ValueError(f"prefix must have shape (P, D) with D = {D}, got {tuple(prefix.shape)}")
-
-
 _constants: dict[tuple[Any, ...], Tensor] = {}
 
 
@@ -213,7 +189,24 @@ def _checked(
     cast = None
     if isinstance(image, Tensor) and weight.dtype is not torch.float64:
         cast = autocast_dtype(image)
-    _check(image, weight, bias, pos_embed, prefix, cast is not None)
+    if weight.dim() not in (4, 5) or 0 in weight.shape:
+        shapes = "(D, C, ph, pw), or (D, C, pt, ph, pw) for a video"
+        raise ValueError(f"weight must have shape {shapes}, none of them 0, got {tuple(weight.shape)}")
+    check_image(image, weight.shape[1], video=weight.dim() == 5)
+    check_like("image", image, ("weight", weight, None, ""), dtype=cast is None and image.dtype is not torch.uint8)
+    D, size, patch = weight.shape[0], tuple(image.shape[2:]), tuple(weight.shape[2:])
+    if 0 in size or any([n % step for n, step in zip(size, patch, strict=True)]):
+        axes = "(H, W)" if len(size) == 2 else "(T, H, W)"
+        raise ValueError(f"image size {axes} must be a positive multiple of the patch {patch}, got {size}")
+    if bias is not None:
+        check_like("weight", weight, ("bias", bias, (D,), "(D,)"), dtype=cast is None)
+    if pos_embed is not None:
+        n = math.prod(aten.patch_grid(weight, size))
+        check_like("weight", weight, ("pos_embed", pos_embed, (n, D), "(patches, D)"), dtype=cast is None)
+    if prefix is not None:
+        check_like("weight", weight, ("prefix", prefix, None, ""), dtype=cast is None)
+        if prefix.dim() != 2 or prefix.shape[1] != D:
+            raise ValueError(f"prefix must have shape (P, D) with D = {D}, got {tuple(prefix.shape)}")
     tensors = image, weight, bias, pos_embed, prefix
     dtypes = tuple([None if t is None else t.dtype for t in tensors])
     autograd = needs_autograd("patch_embed", *tensors)

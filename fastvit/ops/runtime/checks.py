@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ def check_image(image: Tensor, channels: int, *, video: bool = False) -> None:
 
 
 # (name, tensor, its shape or None for any, that shape in words such as "(D,)")
-Argument = tuple[str, Tensor | None, tuple[int, ...] | None, str]
+Argument = tuple[str, Tensor | None, Sequence[int] | None, str]
 
 
 def check_like(like_name: str, like: Tensor, *arguments: Argument, dtype: bool = True) -> None:
@@ -66,32 +67,27 @@ def check_like(like_name: str, like: Tensor, *arguments: Argument, dtype: bool =
 NORMS = ("layer", "rms")
 
 
-def check_eps(name: str, eps: float) -> None:
-    if eps is None:  # nn.RMSNorm's default
-        raise TypeError(f"{name} must be a number, got None")
-    if not 0.0 <= eps < math.inf:
-        raise ValueError(f"{name} must be finite and not negative, got {eps}")
-
-
 def check_norm(
-    names: tuple[str, str, str], x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, norm: str, meaning: str,
-    *, dtype: bool,
+    x_name: str, x: Tensor, names: Sequence[str], norm: tuple[Tensor, Tensor | None, float, str], shape: Sequence[int],
+    meaning: str, *, dtype: bool,
 ) -> None:  # fmt: skip
-    """Check the parameters of a norm over the last dimension of x. meaning: that shape in words; names: of x, weight
-    and bias."""
-    x_name, weight_name, bias_name = names
-    shape = x.shape[-1:]
+    """Check a norm's weight, bias, eps and kind, which the caller calls by these names, for x. shape: (D,); meaning:
+    that in words."""
+    (weight, bias, eps, kind), (weight_name, bias_name, eps_name, kind_name) = norm, names
     if not shape or shape[0] == 0:
         raise ValueError(f"{x_name} must have a non-empty last dimension, got shape {tuple(x.shape)}")
-    if norm not in NORMS:
-        raise ValueError(f"norm must be one of {', '.join(NORMS)}, got {norm!r}")
-    if bias is None:
-        check_like(x_name, x, (weight_name, weight, shape, meaning), dtype=dtype)
-    elif norm == "rms":
-        raise ValueError(f"{bias_name} must be None for norm='rms': RMSNorm has no bias")
-    else:
-        check_like(x_name, x, (weight_name, weight, shape, meaning), (bias_name, bias, shape, meaning), dtype=dtype)
-    check_eps("eps", eps)
+    if kind not in NORMS:
+        raise ValueError(f"{kind_name} must be one of {', '.join(NORMS)}, got {kind!r}")
+    parameters = [(weight_name, weight, shape, meaning)]
+    if bias is not None:
+        if kind == "rms":
+            raise ValueError(f"{bias_name} must be None for {kind_name}='rms': RMSNorm has no bias")
+        parameters.append((bias_name, bias, shape, meaning))
+    check_like(x_name, x, *parameters, dtype=dtype)
+    if eps is None:  # nn.RMSNorm's default
+        raise TypeError(f"{eps_name} must be a number, got None")
+    if not 0.0 <= eps < math.inf:
+        raise ValueError(f"{eps_name} must be finite and not negative, got {eps}")
 
 
 def check_dropout(name: str, p: float) -> None:

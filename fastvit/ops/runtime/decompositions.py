@@ -61,19 +61,16 @@ def linear_act_fwd(x: Tensor, weight: Tensor, bias: Tensor | None, activation: s
     return _activate(pre, activation), pre
 
 
-def gated_fwd(
-    x: Tensor, gate_weight: Tensor, value_weight: Tensor, gate_bias: Tensor | None, value_bias: Tensor | None,
-    activation: str,
-) -> Tensor:  # fmt: skip
-    return _activate(F.linear(x, gate_weight, gate_bias), activation) * F.linear(x, value_weight, value_bias)
-
-
 def gated_act_fwd(
     x: Tensor, gate_weight: Tensor, value_weight: Tensor, gate_bias: Tensor | None, value_bias: Tensor | None,
     activation: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     gate, value = F.linear(x, gate_weight, gate_bias), F.linear(x, value_weight, value_bias)
     return _activate(gate, activation) * value, torch.cat((gate, value), dim=-1)
+
+
+def gated_fwd(*arguments: Any) -> Tensor:
+    return gated_act_fwd(*arguments)[0]
 
 
 def dropout(x: Tensor, seed: Tensor, p: float, *epilogue: Tensor | None) -> Tensor:

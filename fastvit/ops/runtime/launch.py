@@ -16,18 +16,19 @@ import functools
 import importlib
 import operator
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 from triton.errors import TritonError
 from triton.runtime import driver
 
 from fastvit.ops.runtime import backend, call, device
 from fastvit.ops.runtime.backend import KernelUnsupported
-from fastvit.ops.runtime.interpreter import warn_of_bfloat16
 
 # Versions in which `Compiled` is called as below, and a CUDA kernel depends on nothing outside the key of `launch`
 _DIRECT = triton.__version__.startswith(("3.6.", "3.7.", "3.8.", "3.9."))
@@ -51,6 +52,29 @@ class Compiled(NamedTuple):
     metadata: object
     constexprs: tuple[Any, ...]
     kernel: object  # held, because Triton 3.9 unloads the code with the last reference
+
+
+@triton.jit
+def _dot_kernel(x_ptr, out_ptr):  # type: ignore[no-untyped-def]
+    index = tl.arange(0, 16)
+    at = index[:, None] * 16 + index[None, :]
+    x = tl.load(x_ptr + at)
+    tl.store(out_ptr + at, tl.dot(x, x, input_precision="ieee"))
+
+
+@functools.cache
+def warn_of_bfloat16() -> None:
+    """Warn once a process if Triton's interpreter multiplies bfloat16 wrongly. On its own it multiplies the raw 16-bit
+    patterns as integers; the tests replace its `tl.dot`."""
+    ones, out = torch.ones(16, 16, dtype=torch.bfloat16), torch.empty(16, 16)
+    _dot_kernel[(1,)](ones, out)
+    if not bool((out == 16.0).all()):
+        warnings.warn(
+            f"Triton's interpreter (TRITON_INTERPRET=1) multiplies bfloat16 wrongly: 16 ones have the product sum "
+            f"{out[0, 0]:.3g}. fastvit's results in bfloat16 are wrong here; on a GPU they are not, and "
+            "FASTVIT_BACKEND=aten is right, too",
+            stacklevel=2,
+        )
 
 
 def _in_interpreter(kernel: Any, programs: int, tensors: Any, numbers: Any, constants: Constants) -> None:

@@ -174,7 +174,7 @@ BAD: dict[str, Refused] = {
          {"fc1_weight": (ones(20, D), ones(10, D)), "fc1_bias": None}),
         (TypeError, "fc1_bias must be one for each of fc1_weight's two, or None, got Tensor", {"fc1_weight": PAIR}),
         (ValueError, "fc1_bias[1] must have shape (out,) = (20,)", {"fc1_weight": PAIR, "fc1_bias": (None, ones(40))}),
-        (ValueError, "inner_norm.bias must be None for the kind 'rms'",
+        (ValueError, "inner_norm.bias must be None for inner_norm.kind='rms'",
          {"inner_norm": ops.Norm(ones(20), ones(20), kind="rms")}),
         (ValueError, "inner_norm.kind must be one of layer, rms, got 'batch'",
          {"inner_norm": ops.Norm(ones(20), kind="batch")}),
