@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import nn
 
 from fastvit._units import MOST_BYTES, MOST_IMAGES, read_bytes
 from fastvit.modules.arguments import Pair
@@ -213,20 +212,17 @@ def _point(
 def measure(
     source: ModelSource, provider: str, image_size: tuple[int, int], batch: int, setting: Setting, device: torch.device,
     patch_size: tuple[int, int] | None = None, together: Together = (),
-    prepare: Callable[[nn.Module], object] = lambda _: None,
 ) -> int:  # fmt: skip
     """Run a step and return its peak in bytes: what exists before the step, and the most that it allocates on top.
 
     Args:
         provider: of PROVIDERS, or "compile": SDPA under torch.compile.
         together: as in `plan`.
-        prepare: called with the model before the step.
     """
     dtype = DTYPES[setting.dtype]
     with device:
         model = source.build("sdpa" if provider == "compile" else provider, image_size, patch_size).to(dtype)
         pixels = images_of(model, batch, image_size, dtype, together)
-    prepare(model)
     if provider == "compile":
         model.compile()
     step = Step(model, pixels, setting, gpu=device.type == "cuda")
