@@ -165,9 +165,6 @@ def _states(model: nn.Module, image: Tensor) -> tuple[Tensor, bool]:
     """Return the state after each block, (blocks, D) float64 on the CPU, and whether it is the mean of the patches."""
     tokens, states, patches = QueryTokens(model, None), list[Tensor](), list[Patches | None]()
 
-    def on_call(call: AttentionCall) -> None:
-        patches.append(call.patches)
-
     def after(block: nn.Module, args: Any, output: Any) -> None:
         x = output[0] if isinstance(output, tuple | list) else output
         if not isinstance(x, Tensor) or x.dim() < 3 or x.shape[0] != 1:
@@ -182,7 +179,7 @@ def _states(model: nn.Module, image: Tensor) -> tuple[Tensor, bool]:
 
     hooks = [block.register_forward_hook(after) for block in blocks(model)]
     try:
-        recording.run(model, image, on_call)
+        recording.run(model, image, lambda call: patches.append(call.patches))
     finally:
         for hook in hooks:
             hook.remove()
