@@ -46,7 +46,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
     parser.add_argument(
         "--head-dim",
-        type=options.counts,
+        type=options.several(options.count),
         metavar="d,...",
         help="of attention (default: the model's, or 32,64,72,80,96,128)",
     )
