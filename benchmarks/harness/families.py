@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from benchmarks.harness.libraries import load
-
-
-def output(result: Any) -> Tensor:
-    """Return the logits of a model's result."""
-    return result if isinstance(result, Tensor) else result.logits
 
 
 def _timm(px: int, depth: int) -> nn.Module:

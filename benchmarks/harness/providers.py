@@ -15,7 +15,7 @@ from torch import Tensor
 
 import fastvit
 from benchmarks.harness.draw import Draw, Runner
-from benchmarks.harness.families import VIT_B_16, output
+from benchmarks.harness.families import VIT_B_16
 from benchmarks.harness.libraries import load
 from benchmarks.harness.photographs import MEAN, SOURCE, STD
 from fastvit import layers, ops, reference, zoo
@@ -23,6 +23,7 @@ from fastvit.study.accuracy import cases
 from fastvit.study.accuracy import formulas as eager
 from fastvit.study.accuracy.cases import Shapes, sizes
 from fastvit.study.sources.baselines import plain_model, use_sdpa
+from fastvit.study.sources.model_source import output_of
 
 PROVIDERS = ("eager", "sdpa", "flash", "cudnn", "compile", "graph", "fastvit")
 COMPILED = ("compile", "graph")
@@ -130,11 +131,9 @@ def layer_norm(provider: str, draw: Draw, B: int, N: int, D: int, norm: str = "l
 def add_layer_norm(
     provider: str, draw: Draw, B: int, N: int, D: int, layer_scale: bool = True, row_scale: bool = False
 ) -> Runner:
-    shapes = cases.OF_TOKENS["add_layer_norm"].tensors.copy()
-    if not layer_scale:
-        del shapes["layer_scale"]
-    if not row_scale:
-        del shapes["row_scale"]
+    given = {"layer_scale": layer_scale, "row_scale": row_scale}
+    tensors = cases.OF_TOKENS["add_layer_norm"].tensors
+    shapes = {name: shape for name, shape in tensors.items() if given.get(name, True)}
     return _runner(provider, draw, "add_layer_norm", shapes, sizes(B, N, D))
 
 
@@ -269,7 +268,7 @@ def accelerate(provider: str, draw: Draw, library: str, B: int, px: int = 224, d
     if provider == "fastvit":
         fastvit.accelerate(vit, strict=True)
     images = draw.photographs(B, px)
-    return Runner(lambda: output(vit(images)), (images,), tuple(vit.parameters()), vit)
+    return Runner(lambda: output_of(vit(images)), (images,), tuple(vit.parameters()), vit)
 
 
 # ---- smaller sizes for the check of agreement, where eager in float64 would take too long or not fit ----
@@ -282,10 +281,6 @@ def _few_scores(sizes: Sizes) -> Sizes:
 
 def _few_samples(sizes: Sizes) -> Sizes:
     return {"B": min(sizes["B"], 2)} if sizes["B"] * sizes["N"] > 10_000 else {}
-
-
-def _few_blocks(sizes: Sizes) -> Sizes:
-    return {"depth": min(sizes.get("depth", 12), 2)}
 
 
 def _few_images(sizes: Sizes) -> Sizes:
@@ -323,7 +318,7 @@ OPS = {
     "accelerate": Op(
         accelerate,
         ("sdpa", "compile", "graph", "fastvit"),
-        lambda sizes: {"B": min(sizes["B"], 2), **_few_blocks(sizes)},
+        lambda sizes: {"B": min(sizes["B"], 2), "depth": min(sizes.get("depth", 12), 2)},
         f"ViT-B/16 at 224 px unless a case says another size, on {SOURCE}; sdpa: the library's own",
     ),
     "memory, attention": Op(attention, _OF_ATTENTION, lambda sizes: {"H": 1}),
