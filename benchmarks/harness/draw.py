@@ -100,7 +100,3 @@ class Runner:
         if self.module is not None:
             self.module.train(training)
         return self
-
-    @staticmethod
-    def of(module: nn.Module, *inputs: Tensor) -> Runner:
-        return Runner(lambda: module(*inputs), inputs, tuple(module.parameters()), module)

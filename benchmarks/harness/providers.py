@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import fastvit
 from benchmarks.harness.draw import Draw, Runner
-from benchmarks.harness.families import VIT_B_16
 from benchmarks.harness.libraries import load
 from benchmarks.harness.photographs import MEAN, SOURCE, STD
 from fastvit import layers, ops, reference, zoo
@@ -259,7 +258,25 @@ def model(provider: str, draw: Draw, name: str, B: int, px: int, **options: int)
             load("timm")  # whose model is the plain one
         make = functools.partial(plain_model, provider=provider)
     vit = draw.module(lambda: make(name, img_size=px, attn_drop_rate=0.0, **options))
-    return Runner.of(vit, draw.photographs(B, px))
+    images = draw.photographs(B, px)
+    return Runner(lambda: vit(images), (images,), tuple(vit.parameters()), vit)
+
+
+def _timm(px: int, depth: int) -> nn.Module:
+    return load("timm").create_model("vit_base_patch16_224", img_size=px, depth=depth)
+
+
+def _transformers(px: int, depth: int) -> nn.Module:
+    kind = load("transformers").ViTForImageClassification
+    return kind(kind.config_class(image_size=px, num_hidden_layers=depth, num_labels=1000))
+
+
+def _torchvision(px: int, depth: int) -> nn.Module:
+    size = {"image_size": px, "patch_size": 16, "num_layers": depth, "num_heads": 12}
+    return load("torchvision").models.VisionTransformer(**size, hidden_dim=768, mlp_dim=3072)
+
+
+VIT_B_16 = {"timm": _timm, "transformers": _transformers, "torchvision": _torchvision}  # by library, of px and depth
 
 
 def accelerate(provider: str, draw: Draw, library: str, B: int, px: int = 224, depth: int = 12) -> Runner:
