@@ -173,10 +173,8 @@ def _cells(p: MemoryPoint) -> list[str]:
         return [""] * 7
     parts = p.planned
     other = parts.inputs + parts.temporaries
-    return [
-        _mib(n)
-        for n in (parts.weights, parts.gradients, parts.optimizer, parts.saved, parts.attention, other, parts.peak)
-    ]
+    figures = parts.weights, parts.gradients, parts.optimizer, parts.saved, parts.attention, other, parts.peak
+    return [*map(_mib, figures)]
 
 
 def _device(kind: str) -> str:
