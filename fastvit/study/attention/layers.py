@@ -90,12 +90,8 @@ def attention_distance(
 
 
 def uniform_distance(grid: tuple[int, int], patch_size: tuple[int, int]) -> float:
-    """Return the mean distance in pixels of all pairs of patches, each with itself among them.
-
-    Args:
-        grid: (h, w).
-        patch_size: (height, width) in pixels.
-    """
+    """Return the mean distance in pixels of all pairs of patches, each with itself among them. grid: (h, w).
+    patch_size: (height, width) in pixels."""
     (h, w), (height, width) = grid, patch_size
     down = torch.arange(1 - h, h, dtype=torch.float64, device="cpu").view(-1, 1)
     right = torch.arange(1 - w, w, dtype=torch.float64, device="cpu")

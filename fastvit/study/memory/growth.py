@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch.utils._pytree import tree_iter
 
 from fastvit._units import MOST_BYTES, MOST_IMAGES, read_bytes
 from fastvit.modules.arguments import Pair
@@ -231,5 +232,6 @@ def measure(
         step.run()  # caches and lazy initialisation do not count
         for p in step.parameters:
             p.grad = None
-        held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in step.tensors()}
+        before = (*model.parameters(), *model.buffers(), *step.state(), *tree_iter(pixels))
+        held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in before}
         return sum(held.values()) + peak_bytes(step.run, device)
