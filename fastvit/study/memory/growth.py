@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -140,11 +141,9 @@ def memory(
     sizes = [source.sizes(size, patch_size) for size in image_sizes]
     mix = tuple(size for size, _ in sizes) if together else ()
     points = []
-    for size, patch in sizes[:1] if together else sizes:
-        for batch in batches:
-            for provider in providers:
-                progress(f"{provider}, {size[0]}x{size[1]}{f' and {len(mix) - 1} more' if mix else ''}, batch {batch}")
-                points.append(_point(source, provider, size, patch, batch, setting, kind, measured, mix))
+    for (size, patch), batch, provider in itertools.product(sizes[:1] if together else sizes, batches, providers):
+        progress(f"{provider}, {size[0]}x{size[1]}{f' and {len(mix) - 1} more' if mix else ''}, batch {batch}")
+        points.append(_point(source, provider, size, patch, batch, setting, kind, measured, mix))
     patch = sizes[0][1] if sizes else source.patch_size
     return MemoryStudy(model, kind, patch, setting, tuple(points), mix)
 

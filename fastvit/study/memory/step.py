@@ -38,7 +38,7 @@ class Setting:
     checkpointing: bool = False
 
     def __post_init__(self) -> None:
-        for name, allowed in (("mode", MODES), ("dtype", DTYPES), ("optimizer", OPTIMIZERS)):
+        for name, allowed in (("mode", MODES), ("dtype", tuple(DTYPES)), ("optimizer", OPTIMIZERS)):
             if (value := getattr(self, name)) not in allowed:
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
 
