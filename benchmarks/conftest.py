@@ -109,7 +109,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     write = terminalreporter.write_line
     if session.records:
         terminalreporter.section("fastvit against PyTorch")
-        ceilings = session.conditions.best
+        ceilings = conditions.best([session.conditions.start, session.conditions.end])
         where = table.header(environment(session.device, session.dtype), ceilings)
         where += conditions.lines(session.conditions, session.records, ceilings)
         write("\n".join([*where, "", table.LEGEND]))

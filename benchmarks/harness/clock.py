@@ -43,12 +43,10 @@ class Clock:
 
     def time(self, work: Callable[[], object], *, tries: int = 4) -> float:
         """Return the seconds of one call, or NaN if the GPU waited for the host in all tries."""
-        seconds = math.nan
-        for _ in range(tries if self._gpu else 1):
-            seconds = self._time_on_gpu(work) if self._gpu else _time(work)
-            if not math.isnan(seconds):
-                break
-        return seconds
+        if not self._gpu:
+            return _time(work)
+        timed = (self._time_on_gpu(work) for _ in range(tries))
+        return next((seconds for seconds in timed if not math.isnan(seconds)), math.nan)
 
     def _time_on_gpu(self, work: Callable[[], object]) -> float:
         torch.cuda._sleep(int(min(2 * self._queueing, SPIN_MOST) * self._cycles))

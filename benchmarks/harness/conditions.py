@@ -26,10 +26,6 @@ class Conditions:
     load_after: float | None
     cores: int | None
 
-    @property
-    def best(self) -> Ceilings:
-        return best([self.start, self.end])
-
     @staticmethod
     def read(data: dict[str, Any]) -> Conditions:
         """Read the conditions of a result file."""

@@ -69,14 +69,11 @@ class Draw:
         return module
 
 
-Output = Tensor | tuple[Tensor, ...]
-
-
 @dataclass
 class Runner:
     """A workload as one provider runs it. `forward()` computes from tensors that it already holds."""
 
-    forward: Callable[[], Output]
+    forward: Callable[[], Tensor | tuple[Tensor, ...]]
     inputs: tuple[Tensor, ...]
     parameters: tuple[Tensor, ...] = ()
     module: nn.Module | None = None
@@ -103,7 +100,3 @@ class Runner:
         if self.module is not None:
             self.module.train(training)
         return self
-
-    @staticmethod
-    def of(module: nn.Module, *inputs: Tensor) -> Runner:
-        return Runner(lambda: module(*inputs), inputs, tuple(module.parameters()), module)

@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import fastvit
 from benchmarks.harness.draw import Draw, Runner
-from benchmarks.harness.families import VIT_B_16, output
 from benchmarks.harness.libraries import load
 from benchmarks.harness.photographs import MEAN, SOURCE, STD
 from fastvit import layers, ops, reference, zoo
@@ -23,6 +22,7 @@ from fastvit.study.accuracy import cases
 from fastvit.study.accuracy import formulas as eager
 from fastvit.study.accuracy.cases import Shapes, sizes
 from fastvit.study.sources.baselines import plain_model, use_sdpa
+from fastvit.study.sources.model_source import output_of
 
 PROVIDERS = ("eager", "sdpa", "flash", "cudnn", "compile", "graph", "fastvit")
 COMPILED = ("compile", "graph")
@@ -130,11 +130,9 @@ def layer_norm(provider: str, draw: Draw, B: int, N: int, D: int, norm: str = "l
 def add_layer_norm(
     provider: str, draw: Draw, B: int, N: int, D: int, layer_scale: bool = True, row_scale: bool = False
 ) -> Runner:
-    shapes = cases.OF_TOKENS["add_layer_norm"].tensors.copy()
-    if not layer_scale:
-        del shapes["layer_scale"]
-    if not row_scale:
-        del shapes["row_scale"]
+    given = {"layer_scale": layer_scale, "row_scale": row_scale}
+    tensors = cases.OF_TOKENS["add_layer_norm"].tensors
+    shapes = {name: shape for name, shape in tensors.items() if given.get(name, True)}
     return _runner(provider, draw, "add_layer_norm", shapes, sizes(B, N, D))
 
 
@@ -260,7 +258,25 @@ def model(provider: str, draw: Draw, name: str, B: int, px: int, **options: int)
             load("timm")  # whose model is the plain one
         make = functools.partial(plain_model, provider=provider)
     vit = draw.module(lambda: make(name, img_size=px, attn_drop_rate=0.0, **options))
-    return Runner.of(vit, draw.photographs(B, px))
+    images = draw.photographs(B, px)
+    return Runner(lambda: vit(images), (images,), tuple(vit.parameters()), vit)
+
+
+def _timm(px: int, depth: int) -> nn.Module:
+    return load("timm").create_model("vit_base_patch16_224", img_size=px, depth=depth)
+
+
+def _transformers(px: int, depth: int) -> nn.Module:
+    kind = load("transformers").ViTForImageClassification
+    return kind(kind.config_class(image_size=px, num_hidden_layers=depth, num_labels=1000))
+
+
+def _torchvision(px: int, depth: int) -> nn.Module:
+    size = {"image_size": px, "patch_size": 16, "num_layers": depth, "num_heads": 12}
+    return load("torchvision").models.VisionTransformer(**size, hidden_dim=768, mlp_dim=3072)
+
+
+VIT_B_16 = {"timm": _timm, "transformers": _transformers, "torchvision": _torchvision}  # by library, of px and depth
 
 
 def accelerate(provider: str, draw: Draw, library: str, B: int, px: int = 224, depth: int = 12) -> Runner:
@@ -269,7 +285,7 @@ def accelerate(provider: str, draw: Draw, library: str, B: int, px: int = 224, d
     if provider == "fastvit":
         fastvit.accelerate(vit, strict=True)
     images = draw.photographs(B, px)
-    return Runner(lambda: output(vit(images)), (images,), tuple(vit.parameters()), vit)
+    return Runner(lambda: output_of(vit(images)), (images,), tuple(vit.parameters()), vit)
 
 
 # ---- smaller sizes for the check of agreement, where eager in float64 would take too long or not fit ----
@@ -282,10 +298,6 @@ def _few_scores(sizes: Sizes) -> Sizes:
 
 def _few_samples(sizes: Sizes) -> Sizes:
     return {"B": min(sizes["B"], 2)} if sizes["B"] * sizes["N"] > 10_000 else {}
-
-
-def _few_blocks(sizes: Sizes) -> Sizes:
-    return {"depth": min(sizes.get("depth", 12), 2)}
 
 
 def _few_images(sizes: Sizes) -> Sizes:
@@ -323,7 +335,7 @@ OPS = {
     "accelerate": Op(
         accelerate,
         ("sdpa", "compile", "graph", "fastvit"),
-        lambda sizes: {"B": min(sizes["B"], 2), **_few_blocks(sizes)},
+        lambda sizes: {"B": min(sizes["B"], 2), "depth": min(sizes.get("depth", 12), 2)},
         f"ViT-B/16 at 224 px unless a case says another size, on {SOURCE}; sdpa: the library's own",
     ),
     "memory, attention": Op(attention, _OF_ATTENTION, lambda sizes: {"H": 1}),

@@ -34,9 +34,4 @@ def kernel_of(provider: str) -> contextlib.AbstractContextManager[None]:
 
 def with_kernel(provider: str, step: Callable[[], object]) -> Callable[[], object]:
     """Return the step within `kernel_of(provider)`."""
-
-    def run() -> object:
-        with kernel_of(provider):
-            return step()
-
-    return run if provider in BY_NAME else step
+    return sdpa_kernel(BY_NAME[provider])(step) if provider in BY_NAME else step

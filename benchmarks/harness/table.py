@@ -9,8 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from benchmarks.harness.columns import WIDTH, make
-from benchmarks.harness.families import VIT_B_16
-from benchmarks.harness.providers import OPS, PROVIDERS
+from benchmarks.harness.providers import OPS, PROVIDERS, VIT_B_16
 from benchmarks.harness.record import Provider, Record
 from benchmarks.harness.timing import Ceilings
 from fastvit.study.memory.peak import LONG, growth_exponent
@@ -64,23 +63,18 @@ error     fastvit's against float64, over eager's + one ulp: at most 2 forward,
           3 for gradients"""
 
 
-def header(environment: dict[str, Any], ceilings: Ceilings | None) -> list[str]:
-    e = environment
-    lines = [
+def header(environment: dict[str, Any], ceilings: Ceilings) -> list[str]:
+    e, cached = environment, ceilings.cached_bytes_per_second
+    return [
         f"{e['path']}: {e['device']}, {e['dtype']}, {e['threads']} threads",
         f"torch {e['torch']}, triton {e['triton']}, python {e['python']}",
+        f"limits: large copy {ceilings.bytes_per_second * 1e-9:,.0f} GB/s, "
+        + (f"in the cache {cached * 1e-9:,.0f} GB/s, " if cached else "")
+        + f"large matmul {ceilings.flops_per_second * 1e-9:,.0f} GFLOP/s",
     ]
-    if ceilings is not None:
-        cached = ceilings.cached_bytes_per_second
-        lines.append(
-            f"limits: large copy {ceilings.bytes_per_second * 1e-9:,.0f} GB/s, "
-            + (f"in the cache {cached * 1e-9:,.0f} GB/s, " if cached else "")
-            + f"large matmul {ceilings.flops_per_second * 1e-9:,.0f} GFLOP/s"
-        )
-    return lines
 
 
-def render(records: Sequence[Record], ceilings: Ceilings | None, width: int = WIDTH) -> Iterator[tuple[str, list[str]]]:
+def render(records: Sequence[Record], ceilings: Ceilings, width: int = WIDTH) -> Iterator[tuple[str, list[str]]]:
     """Yield (op, lines) for each op, with tables of times and of peak memory, then ("notes", lines). The memory study
     has too few rounds for times."""
     known = [*OPS]
@@ -89,13 +83,13 @@ def render(records: Sequence[Record], ceilings: Ceilings | None, width: int = WI
         names = [name for name in PROVIDERS if any(name in r.providers for r in mine)]
         times = [] if op.startswith("memory") else [*_table(mine, names, "ms", ceilings, width), ""]
         if any(p.called for r in mine for p in r.providers.values()):
-            times += [*_table([_as_called(r) for r in mine], names, "ms called", None, width), ""]
-        yield op, [*times, *_table(mine, names, "MB", None, width), *_remarks(mine)]
+            times += [*_table([_as_called(r) for r in mine], names, "ms called", ceilings, width), ""]
+        yield op, [*times, *_table(mine, names, "MB", ceilings, width), *_remarks(mine)]
     if notes := [*_notes(records)]:
         yield "notes", notes
 
 
-def most_important(records: Sequence[Record], ceilings: Ceilings | None) -> Iterator[tuple[str, list[str]]]:
+def most_important(records: Sequence[Record], ceilings: Ceilings) -> Iterator[tuple[str, list[str]]]:
     """Yield the tables of the most important case of each op, with the number of cases in which fastvit is faster and
     slower, and of the memory study."""
     memory = [r for r in records if r.op.startswith("memory")]
@@ -132,7 +126,7 @@ def _small_first(records: Sequence[Record]) -> list[Record]:
     return sorted(records, key=lambda r: (cases.index(r.case), [*MODE].index(r.mode)))
 
 
-def _table(records: Sequence[Record], names: list[str], unit: str, ceilings: Ceilings | None, width: int) -> list[str]:
+def _table(records: Sequence[Record], names: list[str], unit: str, ceilings: Ceilings, width: int) -> list[str]:
     """Return one table. unit: "ms" for times, with the share of the ceilings and the error; "ms called"; "MB" for
     peaks."""
     rivals = [name for name in names if name != "fastvit"]
@@ -147,7 +141,7 @@ def _table(records: Sequence[Record], names: list[str], unit: str, ceilings: Cei
             cells += [time_ratio(r, name) for name in rivals]
         if unit == "ms":
             error = r.providers.get("fastvit", Provider()).error_ratio
-            share = r.share_of_ceiling("fastvit", ceilings) if ceilings else None
+            share = r.share_of_ceiling("fastvit", ceilings)
             cells += ["-" if share is None else f"{share:.0%}", "-" if error is None else f"{error:.2f}"]
         rows.append([r.case, MODE[r.mode], *cells])
     columns = ["case", "step", *(f"{name}\n{unit}" for name in names), *(f"{name}\n/ fastvit" for name in rivals)]

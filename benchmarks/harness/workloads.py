@@ -19,8 +19,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.harness.draw import Draw, Runner
-from benchmarks.harness.families import VIT_B_16
-from benchmarks.harness.providers import COMPILED, OPS, compiled
+from benchmarks.harness.providers import COMPILED, OPS, VIT_B_16, compiled
 from benchmarks.harness.sdpa_backend import BY_NAME
 
 Step = Callable[[], tuple[Tensor, ...]]

@@ -15,8 +15,7 @@ from benchmarks.harness.columns import WIDTH, make
 Row = dict[str, Any]
 # Columns, and the kinds of sites in them
 KINDS = {"attention": ("attention",), "norms": ("LayerNorm", "RMSNorm"), "MLP": ("MLP",), "patch": ("patch embedding",)}
-STATUS = {
-    "right": "right",
+STATUS = {  # but "right"
     "wrong": "computes something else, compiled",
     "fails": "fails, compiled",
     "Dynamo": "fails or is wrong with torch.compile(backend='aot_eager'), too",
@@ -32,6 +31,12 @@ share of the one allowed."""
 def is_cross(reason: str) -> bool:
     """Whether attention was left because its keys are of other tokens than its queries."""
     return reason.startswith("k and v of another length")
+
+
+def _left(row: Row) -> dict[str, int]:
+    """Return why attention was left, and at how many sites."""
+    left: dict[str, int] = row["sites"].get("attention", {"left": {}})["left"]
+    return left
 
 
 def counts(row: Row, *kinds: str) -> tuple[int, int]:
@@ -88,12 +93,7 @@ def _table(families: dict[str, list[Row]]) -> list[str]:
     for family, own in families.items():
         run = [row for row in own if row["status"] != "eager"]
         attention, *others = (_shown(_sum(counts(row, *kinds) for row in run)) for kinds in KINDS.values())
-        cross = sum(
-            number
-            for row in run
-            for reason, number in row["sites"].get("attention", {"left": {}})["left"].items()
-            if is_cross(reason)
-        )
+        cross = sum(number for row in run for reason, number in _left(row).items() if is_cross(reason))
         right = f"{sum(row['status'] == 'right' for row in own)}/{len(own)}"
         graphs = str(max((row["graphs"] for row in run), default="-"))
         error = f"{max(row['share'] for row in own):.2f}"
@@ -115,8 +115,7 @@ def _reasons(rows: Iterable[Row]) -> Iterator[str]:
     """Yield why attention was left, and in how many models."""
     reasons = Counter[str]()
     for row in rows:
-        left = row["sites"].get("attention", {"left": {}})["left"]
-        reasons.update({re.sub(r"(shape) \(.*", r"\1", reason) for reason in left})
+        reasons.update({re.sub(r"(shape) \(.*", r"\1", reason) for reason in _left(row)})
     if reasons:
         yield "attention left, and in how many models:"
         ordered = sorted(reasons.items(), key=lambda item: (-item[1], item[0]))
@@ -131,7 +130,7 @@ def _exceptions(rows: Sequence[Row]) -> Iterator[str]:
         yield from (f"  {row['library']} {row['name']}: {row['eager_runs']}" for row in several)
         yield ""
     for status, words in STATUS.items():
-        own = [row for row in rows if row["status"] == status and status != "right"]
+        own = [row for row in rows if row["status"] == status]
         if own:
             yield f"{words}:"
             yield from (f"  {row['library']} {row['name']}: {row['detail'][:120]}" for row in own)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 from fastvit._output import wrapped
@@ -31,8 +33,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from dataclasses import asdict
-
     from fastvit import study
 
     findings = study.doctor()
@@ -51,15 +51,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _together(findings: Sequence[Finding]) -> Iterator[Finding]:
     """Join ops with the same path in one line."""
-    from dataclasses import replace
-
-    same: dict[tuple[str, str], list[str]] = {}
-    for finding in findings:
-        if finding.topic == "ops":
-            same.setdefault((finding.value, finding.status), []).append(finding.name)
-    for finding in findings:
-        names = same.get((finding.value, finding.status), []) if finding.topic == "ops" else []
-        if len(names) < 2:
-            yield finding
-        elif names[0] == finding.name:
-            yield replace(finding, name=f"{len(names)} ops", value=f"{finding.value} ({', '.join(names)})")
+    for (topic, value, _), group in itertools.groupby(findings, key=lambda f: (f.topic, f.value, f.status)):
+        same = list(group)
+        if topic == "ops" and len(same) > 1:
+            names = ", ".join(finding.name for finding in same)
+            same = [replace(same[0], name=f"{len(same)} ops", value=f"{value} ({names})")]
+        yield from same

@@ -24,12 +24,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("image", nargs="?", metavar="IMAGE", help="a picture (default: a computed landscape)")
     options.add_weights(parser)
     options.add_image_size(parser)
-    parser.add_argument(
-        "--layers",
-        type=_layers,
-        metavar="N,...",
-        help="layers, from 0, whose heads come first if the page has no room for all",
-    )
+    text = "layers, from 0, whose heads come first if the page has no room for all"
+    parser.add_argument("--layers", type=_layers, metavar="N,...", help=text)
     parser.add_argument("--out", default="explore.html", metavar="FILE", help="the page")
 
 

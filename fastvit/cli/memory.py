@@ -38,24 +38,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLES
     options.add_model(parser)
     options.add_image_size(parser, several=True)
-    parser.add_argument(
-        "--together", action="store_true", help="one step with a list of images of all sizes, --batch of each"
-    )
-    parser.add_argument("--patch-size", type=options.size, metavar="PX", help="14 or 16x8 (default: the model's)")
+    add = parser.add_argument
+    add("--together", action="store_true", help="one step with a list of images of all sizes, --batch of each")
+    add("--patch-size", type=options.size, metavar="PX", help="14 or 16x8 (default: the model's)")
     options.add_batches(parser, "8")
-    parser.add_argument(
-        "--mode", choices=("train", "infer"), default="train", help="a training step, or a forward pass"
-    )
+    add("--mode", choices=("train", "infer"), default="train", help="a training step, or a forward pass")
     options.add_training(parser)
-    parser.add_argument("--checkpointing", action="store_true", help="recompute blocks in the backward pass")
-    parser.add_argument(
-        "--providers",
-        type=options.words_of(PROVIDERS),
-        metavar="P,...",
-        help=f"of {', '.join(PROVIDERS)} (default: all but compile; with --together fastvit, which alone takes lists)",
-    )
+    add("--checkpointing", action="store_true", help="recompute blocks in the backward pass")
+    text = f"of {', '.join(PROVIDERS)} (default: all but compile; with --together fastvit, which alone takes lists)"
+    add("--providers", type=options.words_of(PROVIDERS), metavar="P,...", help=text)
     options.add_planned_device(parser)
-    parser.add_argument("--measured", action="store_true", help="run the steps too, and read the allocator")
+    add("--measured", action="store_true", help="run the steps too, and read the allocator")
     options.add_budget(parser, "the largest batch and image that fit")
     output = parser.add_argument_group("output")
     options.add_json(output, "everything, in bytes, on standard output")
@@ -173,10 +166,8 @@ def _cells(p: MemoryPoint) -> list[str]:
         return [""] * 7
     parts = p.planned
     other = parts.inputs + parts.temporaries
-    return [
-        _mib(n)
-        for n in (parts.weights, parts.gradients, parts.optimizer, parts.saved, parts.attention, other, parts.peak)
-    ]
+    figures = parts.weights, parts.gradients, parts.optimizer, parts.saved, parts.attention, other, parts.peak
+    return [*map(_mib, figures)]
 
 
 def _device(kind: str) -> str:

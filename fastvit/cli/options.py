@@ -28,7 +28,7 @@ def add_image_size(parser: argparse.ArgumentParser, *, several: bool = False, of
 
 def add_batches(parser: argparse.ArgumentParser, default: str) -> None:
     """Add --batch, a list of integers."""
-    parser.add_argument("--batch", type=batches, default=default, metavar="B,...", help="images")
+    parser.add_argument("--batch", type=several(batch), default=default, metavar="B,...", help="images")
 
 
 def add_training(parser: argparse.ArgumentParser) -> None:
@@ -95,19 +95,14 @@ def size(text: str) -> tuple[int, int]:
     return height, width
 
 
-def batches(text: str) -> list[int]:
-    """Read "1,8,64" as [1, 8, 64], numbers of images."""
-    return [batch(word) for word in text.split(",")]
-
-
 def batch(text: str) -> int:
     """Read a number of images."""
     return count(text, MOST_IMAGES)
 
 
-def counts(text: str) -> list[int]:
-    """Read "1,8,64" as [1, 8, 64]."""
-    return [count(word) for word in text.split(",")]
+def several(read: Callable[[str], int]) -> Callable[[str], list[int]]:
+    """Return a reader of "1,8,64" as [1, 8, 64]. read: reads one of these."""
+    return lambda text: [read(word) for word in text.split(",")]
 
 
 def count(text: str, most: int = 2**31 - 1) -> int:

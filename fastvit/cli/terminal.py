@@ -94,16 +94,15 @@ def print_table(
         [text(value) if c in words else text.from_markup(value) for c, value in enumerate(row)]
         for row in [heads or [""] * count, *rows]
     ]
-    least = [0] * count
     for c in range(count):
         values = [row[c].plain for row in cells if row]
-        least[c] = max(len(part) for value in values for part in ((value.split() or [""]) if c in words else [value]))
-        table.add_column(cells[0][c], min_width=least[c], justify="left" if c in words else "right")
+        least = max(len(part) for value in values for part in ((value.split() or [""]) if c in words else [value]))
+        table.add_column(cells[0][c], min_width=least, justify="left" if c in words else "right")
     for row in cells[1:]:
         table.add_row(*row)
     if table.__rich_measure__(out, out.options.update(max_width=1 << 16)).maximum > out.width:
         table.padding = (0, 1, 0, 0)
-        out.width = max(out.width, sum(least) + count - 1)
+        out.width = max(out.width, sum(column.min_width or 0 for column in table.columns) + count - 1)
     if title:
         out.print(text(title, style="bold"))
     out.print(table, crop=False)

@@ -7,6 +7,7 @@ import json
 import math
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from fastvit.cli import options, terminal
@@ -36,24 +37,15 @@ examples:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
+    add = parser.add_argument
     options.add_model(parser, f"one model and its ops: {options.MODEL}", nargs="?")
-    parser.add_argument(
-        "--dtype",
-        type=options.words_of(tuple(_DTYPES)),
-        metavar="T,...",
-        help="fp32,bf16,fp16 (default: all of the device)",
-    )
-    parser.add_argument("--device", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
-    parser.add_argument(
-        "--head-dim",
-        type=options.counts,
-        metavar="d,...",
-        help="of attention (default: the model's, or 32,64,72,80,96,128)",
-    )
-    parser.add_argument(
-        "--ops", type=lambda text: text.split(","), metavar="OP,...", help="names in fastvit.ops (default: all)"
-    )
-    parser.add_argument("--depth", type=options.count, help="number of blocks to keep of the model (default: all)")
+    text = "fp32,bf16,fp16 (default: all of the device)"
+    add("--dtype", type=options.words_of(tuple(_DTYPES)), metavar="T,...", help=text)
+    add("--device", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
+    text = "of attention (default: the model's, or 32,64,72,80,96,128)"
+    add("--head-dim", type=options.several(options.count), metavar="d,...", help=text)
+    add("--ops", type=lambda text: text.split(","), metavar="OP,...", help="names in fastvit.ops (default: all)")
+    add("--depth", type=options.count, help="number of blocks to keep of the model (default: all)")
     options.add_json(parser)
 
 
@@ -80,8 +72,6 @@ def run(args: argparse.Namespace) -> int:
 
 def _fields(verdict: Verdict) -> dict[str, Any]:
     """Return the fields, with None for infinity, which JSON does not have; `note` says whether the case ran."""
-    from dataclasses import asdict
-
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in asdict(verdict).items()}
 
 

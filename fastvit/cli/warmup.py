@@ -45,12 +45,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     options.add_model(parser)
     options.add_batches(parser, "32")
     options.add_image_size(parser)
-    parser.add_argument(
-        "--dtype",
-        choices=DTYPES,
-        default="bf16",
-        help="tf32: float32 with matmuls in TF32; amp: under autocast to bf16",
-    )
+    text = "tf32: float32 with matmuls in TF32; amp: under autocast to bf16"
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help=text)
     parser.add_argument("--mode", choices=("train", "infer", "both"), default="both", help="whose kernels")
     parser.add_argument("--target", metavar="ARCH", help="sm_80, sm_90, ... (default: the current GPU)")
     parser.add_argument("--multiprocessors", type=options.count, metavar="N", help="of the GPU that --target is for")

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -81,32 +80,22 @@ def read_rgb(path: str | Path) -> Image:
     """
     from PIL import Image, ImageOps
 
-    with _opened(path) as file:
-        file.load()
-        try:
-            picture = ImageOps.exif_transpose(file)
-        except SyntaxError:  # Pillow's, if the EXIF data are damaged
-            picture = file
-        if picture.mode.startswith("I;16"):
-            return Image.fromarray((np.asarray(picture) >> 8).astype(np.uint8)).convert("RGB")
-        if picture.has_transparency_data:
-            picture = picture.convert("RGBA")
-            picture = Image.alpha_composite(Image.new("RGBA", picture.size, "white"), picture)
-        return picture.convert("RGB")
-
-
-@contextlib.contextmanager
-def _opened(path: str | Path) -> Iterator[Image]:
-    from PIL import Image
-
     try:
         with Image.open(path) as file:
             if file.mode in ("I", "F"):
                 raise ValueError(f"pixels of mode {file.mode}, whose range is unknown")
-            yield file
-    except OSError as error:
-        if error.errno is not None:  # the file system's error, which names the file
-            raise
-        raise ValueError(f"{path} is no picture that Pillow reads: {error}") from None
+            file.load()
+            try:
+                picture = ImageOps.exif_transpose(file)
+            except SyntaxError:  # Pillow's, if the EXIF data are damaged
+                picture = file
+            if picture.mode.startswith("I;16"):
+                return Image.fromarray((np.asarray(picture) >> 8).astype(np.uint8)).convert("RGB")
+            if picture.has_transparency_data:
+                picture = picture.convert("RGBA")
+                picture = Image.alpha_composite(Image.new("RGBA", picture.size, "white"), picture)
+            return picture.convert("RGB")
     except Exception as error:  # a damaged file can raise anything in a decoder
+        if isinstance(error, OSError) and error.errno is not None:  # the file system's error, which names the file
+            raise
         raise ValueError(f"{path} is no picture that Pillow reads: {error}") from None

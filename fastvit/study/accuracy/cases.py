@@ -30,12 +30,7 @@ SCALES: Shapes = {"layer_scale": ("D",), "row_scale": ("B",)}
 NORM: Shapes = {"norm_weight": ("D",), "norm_bias": ("D",)}
 QKV: Shapes = {"qkv_weight": ("3Hd", "D"), "qkv_bias": ("3Hd",), "proj_weight": ("D", "Hd"), "proj_bias": ("D",)}
 FC: Shapes = {"fc1_weight": ("hidden", "D"), "fc1_bias": ("hidden",), "fc2_weight": ("D", "hidden"), "fc2_bias": ("D",)}
-GATED_FC: Shapes = {
-    "fc1_weight": ("2gated", "D"),
-    "fc1_bias": ("2gated",),
-    "fc2_weight": ("D", "gated"),
-    "fc2_bias": ("D",),
-}
+GATED_FC: Shapes = FC | {"fc1_weight": ("2gated", "D"), "fc1_bias": ("2gated",), "fc2_weight": ("D", "gated")}
 HEAD = ("B", "N", "H", "d")
 MASK: Shapes = {"attn_mask": ("H", "N", "N")}
 TABLES: Shapes = {"sin": ("T", "d"), "cos": ("T", "d")}

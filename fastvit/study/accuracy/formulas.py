@@ -202,7 +202,7 @@ def mlp(
     """fc1_weight and fc1_bias: one tensor each, or the gate's and the value's. factors: what dropout multiplies by,
     after the activation and after fc2."""
     if activation in GATED:
-        gate, value = _gate_and_value(x, fc1_weight, fc1_bias)
+        gate, value = _side_by_side(x, fc1_weight, fc1_bias).chunk(2, dim=-1)
         h = GATED[activation](gate) * value
     else:
         h = linear(x, fc1_weight, fc1_bias, activation=activation)
@@ -212,21 +212,18 @@ def mlp(
     return add_branch(y if factors[1] is None else y * factors[1], **branch)
 
 
-def _gate_and_value(x: Tensor, weight: Any, bias: Any) -> Sequence[Tensor]:
+def _side_by_side(x: Tensor, weight: Any, bias: Any) -> Tensor:
+    """weight and bias: one tensor each, or one a layer; the layers' outputs are next to each other."""
     if isinstance(weight, Tensor):
-        return F.linear(x, weight, bias).chunk(2, dim=-1)
-    return [F.linear(x, w, b) for w, b in zip(weight, bias or (None, None), strict=True)]
+        return F.linear(x, weight, bias)
+    return torch.cat([F.linear(x, w, b) for w, b in zip(weight, bias or (None, None), strict=True)], dim=-1)
 
 
 def layer_norm_linear(
     x: Tensor, norm_weight: Tensor, norm_bias: Tensor | None, weight: Any, bias: Any = None, *,
     eps: float = 1e-6, norm: str = "layer",
 ) -> Tensor:  # fmt: skip
-    """weight and bias: one tensor each, or one a layer; the layers' outputs are next to each other."""
-    y = layer_norm(x, norm_weight, norm_bias, eps, norm)
-    if isinstance(weight, Tensor):
-        return F.linear(y, weight, bias)
-    return torch.cat([F.linear(y, w, b) for w, b in zip(weight, bias, strict=True)], dim=-1)
+    return _side_by_side(layer_norm(x, norm_weight, norm_bias, eps, norm), weight, bias)
 
 
 def layer_norm_attention(

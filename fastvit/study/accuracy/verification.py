@@ -194,11 +194,9 @@ def _compared_model(
         yield rule.Compared(f"d{name}", *map(torch.cat, parts))
 
 
-_DEPTH = {"transformers": "num_hidden_layers"}  # "depth" elsewhere
-
-
 def _of_depth(subject: model_source.ModelSource, depth: int | None) -> dict[str, Any]:
-    return {} if depth is None else {_DEPTH.get(subject.origin, "depth"): depth}
+    name = "num_hidden_layers" if subject.origin == "transformers" else "depth"
+    return {} if depth is None else {name: depth}
 
 
 def _built(subject: model_source.ModelSource, provider: str, depth: int | None) -> nn.Module:
@@ -211,18 +209,10 @@ def _built(subject: model_source.ModelSource, provider: str, depth: int | None) 
 def _randomised(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Draw parameters by name, equal for every provider, representable in the dtype, and without the degenerate values
     of an initialisation."""
-    layers = {
-        id(p) for m in model.modules() if isinstance(m, nn.Linear | nn.Conv2d) for p in m.parameters(recurse=False)
-    }
     for seed, (name, parameter) in enumerate(sorted(model.named_parameters())):
         t = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed))
-        if name.endswith("bias"):
-            t = 0.1 * t
-        elif parameter.dim() == 1:  # a norm's or LayerScale's
-            t = 1 + 0.1 * t
-        elif id(parameter) in layers:
-            t = t / parameter[0].numel() ** 0.5
-        parameter.copy_(t.to(dtype))
+        of_norm = parameter.dim() == 1 and not name.endswith("bias")  # or LayerScale, under any name
+        parameter.copy_(cases.values("weight" if of_norm else name, t).to(dtype))
     return model
 
 
@@ -281,9 +271,7 @@ def _sizes(subject: model_source.ModelSource, depth: int | None) -> tuple[int, i
     """Return width and number of heads of a model's attention."""
     model = subject.on_meta("sdpa", **_of_depth(subject, depth))
     for module in model.modules():
-        heads = next(
-            (getattr(module, n, None) for n in ("num_heads", "num_attention_heads") if hasattr(module, n)), None
-        )
+        heads = getattr(module, "num_heads", getattr(module, "num_attention_heads", None))
         linear = next((m for m in module.modules() if isinstance(m, nn.Linear)), None)
         if isinstance(heads, int) and linear is not None:
             return linear.in_features, heads

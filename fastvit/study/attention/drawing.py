@@ -41,7 +41,7 @@ def draw_maps(shown: Image, caption: str, maps: Sequence[tuple[str, Tensor]], qu
     draw = ImageDraw.Draw(sheet)
     for i, (text, tile) in enumerate(tiles):
         x, y = i % columns * step[0], i // columns * step[1]
-        sheet.paste(_coarse(tile), (x, y))
+        sheet.paste(tile.point(lambda value: value & 0xFC), (x, y))  # 64 levels a channel look the same in half a file
         if not isinstance(query, str):
             _mark(draw, (x, y), size, query, (maps[0][1].shape[0], maps[0][1].shape[1]))
         draw.rectangle((x, y + size[1], x + size[0] - 1, y + size[1] + _BAR - 1), fill=_PAPER)
@@ -61,11 +61,6 @@ def _over(picture: Image, weights: Tensor) -> Image:
     grey = np.asarray(picture.convert("L"), dtype=np.float64)[..., None] / 255
     mixed = colours * (0.35 + 0.65 * grey) + 0.3 * grey * (1.0 - share)
     return Image.fromarray((255 * mixed.clip(0.0, 1.0)).astype(np.uint8))
-
-
-def _coarse(tile: Image) -> Image:
-    """Reduce to 64 levels a channel: no visible change, and half the file."""
-    return tile.point(lambda value: value & 0xFC)
 
 
 def _mark(

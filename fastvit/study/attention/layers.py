@@ -90,12 +90,8 @@ def attention_distance(
 
 
 def uniform_distance(grid: tuple[int, int], patch_size: tuple[int, int]) -> float:
-    """Return the mean distance in pixels of all pairs of patches, each with itself among them.
-
-    Args:
-        grid: (h, w).
-        patch_size: (height, width) in pixels.
-    """
+    """Return the mean distance in pixels of all pairs of patches, each with itself among them. grid: (h, w).
+    patch_size: (height, width) in pixels."""
     (h, w), (height, width) = grid, patch_size
     down = torch.arange(1 - h, h, dtype=torch.float64, device="cpu").view(-1, 1)
     right = torch.arange(1 - w, w, dtype=torch.float64, device="cpu")
@@ -165,9 +161,6 @@ def _states(model: nn.Module, image: Tensor) -> tuple[Tensor, bool]:
     """Return the state after each block, (blocks, D) float64 on the CPU, and whether it is the mean of the patches."""
     tokens, states, patches = QueryTokens(model, None), list[Tensor](), list[Patches | None]()
 
-    def on_call(call: AttentionCall) -> None:
-        patches.append(call.patches)
-
     def after(block: nn.Module, args: Any, output: Any) -> None:
         x = output[0] if isinstance(output, tuple | list) else output
         if not isinstance(x, Tensor) or x.dim() < 3 or x.shape[0] != 1:
@@ -182,7 +175,7 @@ def _states(model: nn.Module, image: Tensor) -> tuple[Tensor, bool]:
 
     hooks = [block.register_forward_hook(after) for block in blocks(model)]
     try:
-        recording.run(model, image, on_call)
+        recording.run(model, image, lambda call: patches.append(call.patches))
     finally:
         for hook in hooks:
             hook.remove()

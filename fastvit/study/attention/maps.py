@@ -12,8 +12,6 @@ from fastvit.study.attention import weights
 from fastvit.study.attention.recording import AttentionCall
 from fastvit.study.attention.weights import Queries, Query, QueryTokens
 
-_Rows = tuple[tuple[int, ...], Tensor]  # heads, and their rows
-
 
 @dataclass(frozen=True)
 class TokenWeights:
@@ -80,7 +78,7 @@ def attention_maps(
     chosen = weights.checked("heads", heads)
     tokens = QueryTokens(model, queries)
 
-    def rows(call: AttentionCall) -> _Rows:
+    def rows(call: AttentionCall) -> tuple[tuple[int, ...], Tensor]:
         numbers = weights.resolved("heads", chosen, call.q.shape[0])
         return numbers, weights.softmax(call, tokens.numbers, list(numbers))
 

@@ -104,8 +104,10 @@ class _Catches:
     def _attends(self, q: Tensor, k: Tensor, given: dict[str, Any], unseen: str = "") -> None:
         if q.shape[-2] != k.shape[-2]:
             return  # a pooling head, which attends from few tokens to all
-        if not unseen:
-            unseen = _unusable(q, k, given)
+        if not unseen and (given.get("is_causal") or given.get("causal")):
+            unseen = "it is causal"
+        elif not unseen and (q.dim() != 4 or q.shape[0] != 1):
+            unseen = f"it is over {q.shape[0]} sequences of {q.shape[-2]} tokens, as in windows"
         scale, bias = given.get("scale"), given.get("attn_mask", given.get("attn_bias", given.get("mask")))
         scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
         if unseen:
@@ -113,7 +115,9 @@ class _Catches:
             bias = None
         else:
             q, k = q[0], k[0].repeat_interleave(q.shape[1] // k.shape[1], 0)
-            bias = None if bias is None else _added(bias, q).expand(1, *q.shape[:2], q.shape[1])[0]
+            if bias is not None and bias.dtype is torch.bool:
+                bias = q.new_zeros(bias.shape).masked_fill(~bias, -torch.inf)
+            bias = None if bias is None else bias.expand(1, *q.shape[:2], q.shape[1])[0]
         self.calls += 1
         self.on_call(AttentionCall(self.calls - 1, q, k, scale, bias, self.patches, unseen))
 
@@ -124,20 +128,6 @@ class _Catcher(_Catches, TorchDispatchMode):
     def __init__(self, on_call: Callable[[AttentionCall], None]) -> None:
         super().__init__()
         self.on_call = on_call
-
-
-def _unusable(q: Tensor, k: Tensor, given: dict[str, Any]) -> str:
-    """Return why q and k (B, H, N, d) do not give one image's softmax(q k^T); "" if they do."""
-    if given.get("is_causal") or given.get("causal"):
-        return "it is causal"
-    if q.dim() != 4 or q.shape[0] != 1:
-        return f"it is over {q.shape[0]} sequences of {q.shape[-2]} tokens, as in windows"
-    return ""
-
-
-def _added(mask: Tensor, q: Tensor) -> Tensor:
-    """Return the mask as a summand of the scores."""
-    return mask if mask.dtype is not torch.bool else q.new_zeros(mask.shape).masked_fill(~mask, -torch.inf)
 
 
 def _by_name(func: Any, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:

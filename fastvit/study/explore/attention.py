@@ -54,16 +54,17 @@ def collect(
             step(f"layer {layer}")
             maps[f"{layer}.mean"] = document.quantized(rows.mean(0))
             by_head.append({f"{layer}.{head}": document.quantized(rows[head]) for head in range(heads)})
-    kept = []
+    registers, kept = prefix - has_cls, []
     for layer in _by_interest(depth, layers or ()):
         if _characters(maps) + _characters(by_head[layer]) > room:
             break
         maps |= by_head[layer]
         kept.append(layer)
+    prefix_words = ["CLS"] * has_cls + [f"{registers} register{'s' * (registers > 1)}"] * (registers > 0)
     return {
         "grid": [h, w], "prefix": prefix, "tokens": tokens, "layers": list(range(depth)), "heads": heads,
         "queries": numbers, "stride": stride, "prefix_names": ["CLS"] if has_cls else [],
-        "prefix_text": _prefix_text(prefix, has_cls), "maps": maps, "note": _note(depth, heads, sorted(kept), stride),
+        "prefix_text": " and ".join(prefix_words), "maps": maps, "note": _note(depth, heads, sorted(kept), stride),
     }  # fmt: skip
 
 
@@ -96,12 +97,6 @@ def _by_interest(depth: int, asked: Sequence[int]) -> list[int]:
     """Order all layers: those asked for, then the last, the first, the last but one, ..."""
     inwards = [layer for i in range((depth + 1) // 2) for layer in (depth - 1 - i, i)]
     return list(dict.fromkeys([*asked, *inwards]))
-
-
-def _prefix_text(prefix: int, has_cls: bool) -> str:
-    registers = prefix - has_cls
-    names = ["CLS"] * has_cls + [f"{registers} register{'s' * (registers > 1)}"] * (registers > 0)
-    return " and ".join(names)
 
 
 def _note(depth: int, heads: int, kept: list[int], stride: int) -> str:

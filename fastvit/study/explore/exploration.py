@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -219,9 +220,7 @@ def _provenance(source: ModelSource, image: str | Path | None, weights: str | Pa
 def _positions(model: nn.Module, grid: tuple[int, int]) -> dict[str, Any]:
     found, fixed = position_embeddings(model, grid[0] * grid[1])
     if found is None:
-        rotary = any(
-            "rotary" in type(m).__name__.lower() or "rope" in type(m).__name__.lower() for m in model.modules()
-        )
+        rotary = any(re.search("rotary|rope", type(m).__name__, re.IGNORECASE) for m in model.modules())
         instead = "It rotates queries and keys by the place of their patch instead." if rotary else ""
         return {"cosine": None, "fixed": False, "note": f"This model has no embeddings of positions. {instead}".strip()}
     if not 1 < len(found) <= _POSITIONS:

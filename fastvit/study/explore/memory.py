@@ -158,11 +158,7 @@ def _note(gpu: bool, provider: str, off: float, size: int, fit: bool, refused: l
         " two of several are traced on tensors without data, and their allocations are scaled to the other sizes. The"
         f" command plans each size by itself: its peak at {size} px and a batch of {_START}, of {NAMES[provider]} in"
         f" training in bfloat16, {differs}. The workspace of a vendor's libraries is in neither.",
-        *(
-            [f"What blocks recompute is planned at {size} px from steps of 2 and of {BATCHES[-1]} images."]
-            if fit
-            else []
-        ),
-        *(f"Not shown: {reason}." for reason in refused),
     ]
-    return " ".join(lines)
+    if fit:
+        lines.append(f"What blocks recompute is planned at {size} px from steps of 2 and of {BATCHES[-1]} images.")
+    return " ".join([*lines, *(f"Not shown: {reason}." for reason in refused)])

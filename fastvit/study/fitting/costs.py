@@ -51,40 +51,6 @@ class _Counted(Allocations):
             self.flops.append((len(self.events), int(formula(*args, **keywords, out_val=out))))
 
 
-class _Marks:
-    """The events at which blocks begin and end, in both passes.
-
-    Attributes:
-        ran: the blocks that ran forward, in their order.
-        forward: for each block, the first event of its forward pass and the one after its last.
-        backward: for each block, the first event of its backward pass; None if it has none.
-        end: for each block, the event at which its backward pass ends; None if its input needs no gradient.
-    """
-
-    def __init__(self, blocks: Sequence[nn.Module], seen: Allocations) -> None:
-        """Note the events of these blocks from now on."""
-        self.ran: list[int] = []
-        self.forward = [(0, 0)] * len(blocks)
-        self.backward: list[int | None] = [None] * len(blocks)
-        self.end: list[int | None] = [None] * len(blocks)
-
-        def begins(i: int, inputs: Any) -> None:
-            self.ran.append(i)
-            self.forward[i] = len(seen.events), 0
-            x = next((t for t in tree_iter(inputs) if isinstance(t, Tensor) and t.requires_grad), None)
-            if x is not None:
-                x.register_hook(lambda _: self.end.__setitem__(i, len(seen.events)))
-
-        def ends(i: int, result: Any) -> None:
-            self.forward[i] = self.forward[i][0], len(seen.events)
-            if (out := output_of(result)).requires_grad:
-                out.register_hook(lambda _: self.backward.__setitem__(i, len(seen.events)))
-
-        for i, block in enumerate(blocks):
-            block.register_forward_pre_hook(lambda _, *inputs, i=i: begins(i, inputs), with_kwargs=True)
-            block.register_forward_hook(lambda _module, _args, result, i=i: ends(i, result))
-
-
 class Trace:
     """One traced step with a choice for each block.
 
@@ -111,13 +77,13 @@ class Trace:
             self.choices = tuple(_in_turn(self.kinds, choices) if isinstance(choices, int) else choices)
             for block, choice in zip(blocks.values(), self.choices, strict=True):
                 put_on(block, choice)
-            self._marks = _Marks([*blocks.values()], seen)
+            self._follow([*blocks.values()], seen)
 
         found = trace_step(
             step.source, "fastvit", step.image_size, step.batch, step.setting, gpu=step.gpu, seen=_Counted(step.gpu),
             prepare=prepare, accumulates=step.accumulates,
         )  # fmt: skip
-        if self._marks.ran != [*range(len(self.names))]:
+        if self._ran != [*range(len(self.names))]:
             raise ValueError(f"{step.source.name} does not run {self.names[0]} to {self.names[-1]} once each, in order")
         seen, self._begin, self._last = found.seen, found.begin, found.last
         assert isinstance(seen, _Counted)
@@ -131,18 +97,41 @@ class Trace:
         self._flops = np.array(seen.flops, int).reshape(-1, 2)
         self.peak, self.flops = int(self._held[self._begin :].max()), int(self._flops[:, 1].sum())
 
+    def _follow(self, blocks: Sequence[nn.Module], seen: Allocations) -> None:
+        """Note from now on the events at which these blocks begin and end, in both passes."""
+        self._ran: list[int] = []  # blocks, as they run forward
+        self._forward = [(0, 0)] * len(blocks)  # the first event, and the one after the last
+        self._start: list[int | None] = [None] * len(blocks)  # of the backward pass; None if there is none
+        self._end: list[int | None] = [None] * len(blocks)  # of the same; None if the block's input needs no gradient
+
+        def begins(i: int, inputs: Any) -> None:
+            self._ran.append(i)
+            self._forward[i] = len(seen.events), 0
+            x = next((t for t in tree_iter(inputs) if isinstance(t, Tensor) and t.requires_grad), None)
+            if x is not None:
+                x.register_hook(lambda _: self._end.__setitem__(i, len(seen.events)))
+
+        def ends(i: int, result: Any) -> None:
+            self._forward[i] = self._forward[i][0], len(seen.events)
+            if (out := output_of(result)).requires_grad:
+                out.register_hook(lambda _: self._start.__setitem__(i, len(seen.events)))
+
+        for i, block in enumerate(blocks):
+            block.register_forward_pre_hook(lambda _, *inputs, i=i: begins(i, inputs), with_kwargs=True)
+            block.register_forward_hook(lambda _module, _args, result, i=i: ends(i, result))
+
     def _most(self, first: int, last: int, over: int) -> int:
         """Return the most in use between two events, over what is in use before a third."""
         return int(self._held[first : last + 1].max() - self._held[over]) if first <= last else 0
 
     def _backward(self, i: int) -> tuple[int, int] | None:
         """Return the first event of block i's backward pass and the one after its last, or None if it has none."""
-        start, end = self._marks.backward[i], self._marks.end[i]
+        start, end = self._start[i], self._end[i]
         return None if start is None else (start, self._last if end is None else end)
 
     def costs(self, i: int) -> BlockCosts:
         """Return the costs of block i, with the FLOPs of its whole backward pass."""
-        (begin, end), backward = self._marks.forward[i], self._backward(i)
+        (begin, end), backward = self._forward[i], self._backward(i)
         saved, forward = int(self._held[end] - self._held[begin]), self._most(begin, end, begin)
         if backward is None:
             return BlockCosts(saved, forward, 0, 0)
@@ -154,12 +143,12 @@ class Trace:
 
     def step_costs(self, blocks: Sequence[dict[Choice, BlockCosts]]) -> StepCosts:
         """Return the costs of the step, for these costs of its blocks."""
-        forward, passes = self._marks.forward, [self._backward(i) for i in range(len(blocks))]
+        forward = self._forward
         late, gaps, turn = [], [], self._last  # turn: where the backward pass of what runs after a block begins
         for i in reversed(range(len(blocks))):
             _, end = forward[i]
             after = forward[i + 1][0] if i + 1 < len(blocks) else end
-            back = passes[i]
+            back = self._backward(i)
             start = turn if back is None else back[0]
             late.append(0 if back is None else int(self._held[start] - self._held[end]))
             first = turn if i + 1 < len(blocks) else end  # after the last block, the loss lies between

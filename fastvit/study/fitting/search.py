@@ -10,10 +10,10 @@ cheapest: it is exact for these numbers, for any stack of blocks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+from torch.utils._pytree import tree_map
 
 from fastvit.study.fitting.choices import NOTHING, Choice
 
@@ -47,8 +47,7 @@ class Gap(NamedTuple):
     most: int
 
 
-@dataclass(frozen=True)
-class StepCosts:
+class StepCosts(NamedTuple):
     """A step, by what its blocks may choose.
 
     Attributes:
@@ -82,18 +81,8 @@ class StepCosts:
 
     def towards(self, other: StepCosts, share: float) -> StepCosts:
         """Return the costs at a share of the way from these to those of another batch: they grow on a straight line."""
-
-        def mixed(a: int, b: int) -> int:
-            return round(a + (b - a) * share)
-
-        blocks = (
-            {choice: BlockCosts(*map(mixed, costs, theirs[choice])) for choice, costs in ours.items()}
-            for ours, theirs in zip(self.blocks, other.blocks, strict=True)
-        )
-        gaps = (Gap(*map(mixed, *pair)) for pair in zip(self.gaps, other.gaps, strict=True))
-        late = map(mixed, self.late, other.late)
-        numbers = (mixed(getattr(self, name), getattr(other, name)) for name in ("before", "outside", "flops"))
-        return StepCosts(tuple(blocks), tuple(gaps), tuple(late), *numbers)
+        found: StepCosts = tree_map(lambda a, b: round(a + (b - a) * share), self, other)
+        return found
 
     def _most(self, i: int, costs: BlockCosts) -> int:
         """Return the most in use during block i and after it, over what is in use before its forward pass."""

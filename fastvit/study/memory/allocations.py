@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_iter
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_iter, tree_map_only
 
 from fastvit import _triton, ops
 from fastvit.ops.runtime import backend as backends
@@ -66,13 +67,17 @@ class TensorLayout(NamedTuple):
     stride: tuple[int, ...]
     dtype: torch.dtype
 
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorLayout:
+        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype)
+
 
 class OpTrace(NamedTuple):
     """One run of a fused op.
 
     Attributes:
         op: the overload.
-        leaves, nested: its arguments and keywords as `tree_flatten` returns them, with `TensorLayout` for tensors.
+        leaves, nested: its arguments and keywords, with `TensorLayout` for tensors, as `tree_flatten` returns them.
         events, storages: ranges (first, end) of those that came while it ran.
         outputs: the storages of those outputs that it has allocated.
     """
@@ -149,10 +154,9 @@ class Allocations(TorchDispatchMode):
             self._inside = not outermost
         outputs = tuple(number for number in self.see(out) if number >= storages)  # others were written in place
         if outermost:
-            leaves, nested = tree_flatten((args, keywords))
-            laid = (TensorLayout(tuple(x.shape), x.stride(), x.dtype) if isinstance(x, Tensor) else x for x in leaves)
+            leaves, nested = tree_flatten(tree_map_only(Tensor, TensorLayout.of, (args, keywords)))
             came = (events, len(self.events)), (storages, len(self.storages))
-            self.ops.append(OpTrace(op, tuple(laid), nested, *came, outputs))
+            self.ops.append(OpTrace(op, tuple(leaves), nested, *came, outputs))
             self.ran(op, args, {}, out, storages)
         return out
 
@@ -204,10 +208,7 @@ class Allocations(TorchDispatchMode):
 
     def is_attention_matrix(self, storage: Storage) -> bool:
         """Tell whether a storage has the shape (..., N, N) and as many elements as a result of softmax."""
-        N, elements = self.tokens, 1
-        for extent in storage.shape:
-            elements *= extent
-        return storage.shape[-2:] == (N, N) and elements in self.scores
+        return storage.shape[-2:] == (self.tokens, self.tokens) and math.prod(storage.shape) in self.scores
 
     def held(self, first: int, last: int | None = None, of: set[int] | None = None) -> set[int]:
         """Return the storages in use at the peak between two events.

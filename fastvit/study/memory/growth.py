@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import nn
+from torch.utils._pytree import tree_iter
 
 from fastvit._units import MOST_BYTES, MOST_IMAGES, read_bytes
 from fastvit.modules.arguments import Pair
@@ -140,11 +141,9 @@ def memory(
     sizes = [source.sizes(size, patch_size) for size in image_sizes]
     mix = tuple(size for size, _ in sizes) if together else ()
     points = []
-    for size, patch in sizes[:1] if together else sizes:
-        for batch in batches:
-            for provider in providers:
-                progress(f"{provider}, {size[0]}x{size[1]}{f' and {len(mix) - 1} more' if mix else ''}, batch {batch}")
-                points.append(_point(source, provider, size, patch, batch, setting, kind, measured, mix))
+    for (size, patch), batch, provider in itertools.product(sizes[:1] if together else sizes, batches, providers):
+        progress(f"{provider}, {size[0]}x{size[1]}{f' and {len(mix) - 1} more' if mix else ''}, batch {batch}")
+        points.append(_point(source, provider, size, patch, batch, setting, kind, measured, mix))
     patch = sizes[0][1] if sizes else source.patch_size
     return MemoryStudy(model, kind, patch, setting, tuple(points), mix)
 
@@ -213,20 +212,17 @@ def _point(
 def measure(
     source: ModelSource, provider: str, image_size: tuple[int, int], batch: int, setting: Setting, device: torch.device,
     patch_size: tuple[int, int] | None = None, together: Together = (),
-    prepare: Callable[[nn.Module], object] = lambda _: None,
 ) -> int:  # fmt: skip
     """Run a step and return its peak in bytes: what exists before the step, and the most that it allocates on top.
 
     Args:
         provider: of PROVIDERS, or "compile": SDPA under torch.compile.
         together: as in `plan`.
-        prepare: called with the model before the step.
     """
     dtype = DTYPES[setting.dtype]
     with device:
         model = source.build("sdpa" if provider == "compile" else provider, image_size, patch_size).to(dtype)
         pixels = images_of(model, batch, image_size, dtype, together)
-    prepare(model)
     if provider == "compile":
         model.compile()
     step = Step(model, pixels, setting, gpu=device.type == "cuda")
@@ -235,5 +231,6 @@ def measure(
         step.run()  # caches and lazy initialisation do not count
         for p in step.parameters:
             p.grad = None
-        held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in step.tensors()}
+        before = (*model.parameters(), *model.buffers(), *step.state(), *tree_iter(pixels))
+        held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in before}
         return sum(held.values()) + peak_bytes(step.run, device)

@@ -10,6 +10,7 @@ one needs traces of its own: a sum over one image is a view.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
@@ -18,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import TreeSpec, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_map, tree_unflatten
 
 from fastvit.ops.runtime import registry
 from fastvit.ops.runtime.backend import Path
@@ -83,15 +84,14 @@ class ScaledStep:
         if first.events != second.events:
             raise ValueError(f"{source.name} runs other functions at other sizes")
         self.pairs, self.seen = [*zip(*products, strict=True)], seen
-        self.known: dict[tuple[int, int], tuple[int, int] | None] = {}
+        self.term = functools.cache(self._term)
         self.again: dict[_Arguments, list[int]] = {}  # ops with different arguments; the model's blocks share them
         for n, op in first.ops.items():
             key = op.op, op.leaves, second.ops[n].leaves, op.nested
             self.again.setdefault(key, []).append(n)
         # the few others, such as tables of 2 * side - 1 rows, count as in the larger trace: product 0 is 1
         pairs = zip(first.asked, second.asked, strict=True)
-        self.terms = [self._term(*pair) or (max(pair), 0) for pair in pairs]
-        self.runs: dict[Any, int] = {}
+        self.terms = [self.term(*pair) or (max(pair), 0) for pair in pairs]
         self.begin, self.part = first.begin, np.array(first.parts)
         self.number, came = np.array(first.events).T
         self.sign = np.where(came, 1, -1)
@@ -113,11 +113,10 @@ class ScaledStep:
     def _term(self, first: int, second: int) -> tuple[int, int] | None:
         """Return the factor and the number of the product that is this in the first and in the second trace, or None if
         no product is."""
-        if (first, second) not in self.known:
-            fitting = (i for i, (a, b) in enumerate(self.pairs) if first % a == 0 and first // a * b == second)
-            i = next(fitting, None)
-            self.known[first, second] = None if i is None else (first // self.pairs[i][0], i)
-        return self.known[first, second]
+        fitting = (
+            (first // a, i) for i, (a, b) in enumerate(self.pairs) if first % a == 0 and first // a * b == second
+        )
+        return next(fitting, None)
 
     def _scratch(
         self, op: Any, first: tuple[Any, ...], second: tuple[Any, ...], nested: TreeSpec, products: list[int]
@@ -126,32 +125,28 @@ class ScaledStep:
         Call it within `as_on`."""
 
         def scaled(a: Any, b: Any) -> Any:
-            if isinstance(a, TensorLayout):
-                shape, stride = (tuple(map(scaled, *pair)) for pair in ((a.shape, b.shape), (a.stride, b.stride)))
-                return TensorLayout(shape, stride, a.dtype)
             if type(a) is not int:
                 return a
-            if (term := self._term(a, b)) is None:
+            if (term := self.term(a, b)) is None:
                 raise ValueError(f"{op} of {self.name} has an argument that grows from {a} to {b}")
             return term[0] * products[term[1]]
 
-        leaves = tuple(map(scaled, first, second))
-        if (op, leaves) not in self.runs:
-            self.runs[op, leaves] = _scratch_of_run(op, leaves, nested, self.seen.gpu)
-        return self.runs[op, leaves]
+        return _scratch_of_run(op, tuple(map(scaled, first, second)), nested, self.seen.gpu)
 
 
+@functools.cache
 def _scratch_of_run(op: Any, leaves: tuple[Any, ...], nested: TreeSpec, gpu: bool) -> int:
     """Run a fused op on tensors without data, and return the most scratch memory that it holds. A GPU's launchers take
     meta tensors, which are faster to make; a CPU's functions depend on the device."""
     device, fakes = ("meta", contextlib.nullcontext()) if gpu else ("cpu", FakeTensorMode())
     seen, path = Allocations(gpu), Path.TRITON if gpu else Path.ATEN
+
+    def made(x: Any) -> Any:
+        return torch.empty_strided(*x[:2], dtype=x.dtype, device=device) if isinstance(x, TensorLayout) else x
+
     with fakes:
-        tensors = [
-            torch.empty_strided(*x[:2], dtype=x.dtype, device=device) if isinstance(x, TensorLayout) else x
-            for x in leaves
-        ]
-        arguments, keywords = tree_unflatten(tensors, nested)
+        laid = tree_unflatten(leaves, nested)
+        arguments, keywords = tree_map(made, laid, is_leaf=lambda x: isinstance(x, TensorLayout))
         given = set(seen.see((arguments, keywords)))
         with seen:
             result = registry.IMPLEMENTATIONS[op](*arguments, call=UNKEPT[path], **keywords)

@@ -57,11 +57,8 @@ def largest_image(
     if side != patch[1]:
         raise ValueError(f"the patches of {source.name} must be square, got {patch}")
     peak = _planned_peak(source, provider, patch, device, setting)
-
-    def peak_of(patches: int) -> int:
-        return peak((patches * side, patches * side), batch)
-
-    return side * _largest(peak_of, checked_budget(budget), MOST_PIXELS // side, power=2)
+    most = MOST_PIXELS // side
+    return side * _largest(lambda n: peak((n * side, n * side), batch), checked_budget(budget), most, power=2)
 
 
 def _planned_peak(

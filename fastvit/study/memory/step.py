@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,12 +38,8 @@ class Setting:
     checkpointing: bool = False
 
     def __post_init__(self) -> None:
-        for name, value, allowed in (
-            ("mode", self.mode, MODES),
-            ("dtype", self.dtype, tuple(DTYPES)),
-            ("optimizer", self.optimizer, OPTIMIZERS),
-        ):
-            if value not in allowed:
+        for name, allowed in (("mode", MODES), ("dtype", tuple(DTYPES)), ("optimizer", OPTIMIZERS)):
+            if (value := getattr(self, name)) not in allowed:
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
 
 
@@ -76,13 +71,14 @@ class Step:
             )
         self.model.train(setting.mode == "train")
         self.optimizer: torch.optim.Optimizer | None = None
+        if setting.mode == "infer":
+            return
         # foreach is PyTorch's default on a GPU, and needs more memory
-        options: dict[str, Any] = {"lr": 0.0, "foreach": gpu}
-        if setting.mode == "train" and setting.optimizer == "adamw":
-            self.optimizer = torch.optim.AdamW(self.parameters, **options)
-        elif setting.mode == "train" and setting.optimizer == "sgd":
-            self.optimizer = torch.optim.SGD(self.parameters, momentum=0.9, **options)
-        if setting.checkpointing and setting.mode == "train":
+        if setting.optimizer == "adamw":
+            self.optimizer = torch.optim.AdamW(self.parameters, lr=0.0, foreach=gpu)
+        elif setting.optimizer == "sgd":
+            self.optimizer = torch.optim.SGD(self.parameters, lr=0.0, momentum=0.9, foreach=gpu)
+        if setting.checkpointing:
             _checkpoint(model)
 
     def make_state(self) -> None:
@@ -97,10 +93,6 @@ class Step:
         """Return the tensors of the optimizer's state."""
         values = [] if self.optimizer is None else self.optimizer.state.values()
         return [t for value in values for t in value.values() if isinstance(t, Tensor)]
-
-    def tensors(self) -> list[Tensor]:
-        """Return all tensors that exist before the step."""
-        return [*self.model.parameters(), *self.model.buffers(), *self.state(), *tree_iter(self.images)]
 
     def run(self) -> None:
         """Run the whole step."""

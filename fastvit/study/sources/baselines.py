@@ -62,16 +62,13 @@ def use_eager(model: nn.Module) -> nn.Module:
     Raises:
         ValueError: the model has no such switch.
     """
-    switched = False
     choose = getattr(model, "set_attn_implementation", None)  # transformers
     if callable(choose):
         choose("eager")
-        switched = True
-    for module in model.modules():
-        if isinstance(getattr(module, "fused_attn", None), bool):  # timm
-            module.fused_attn = False  # type: ignore[assignment]
-            switched = True
-    if not switched:
+    fused = [module for module in model.modules() if isinstance(getattr(module, "fused_attn", None), bool)]  # timm
+    for module in fused:
+        module.fused_attn = False  # type: ignore[assignment]
+    if not (callable(choose) or fused):
         raise ValueError(f"{type(model).__name__} has no switch for eager attention (fused_attn, attn_implementation)")
     return model
 

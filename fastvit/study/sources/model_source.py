@@ -8,7 +8,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -229,17 +229,14 @@ def images_for(model: nn.Module, count: int, size: tuple[int, int], dtype: torch
     return torch.randn(count, *([] if frames is None else [frames]), channels(model), *size).to(dtype)
 
 
-def embeds_patches(module: nn.Module) -> bool:
+def embeds_patches(module: nn.Module) -> TypeGuard[nn.Conv2d | nn.Conv3d]:
     """Tell whether a module is a convolution whose stride equals its kernel, as in patch embeddings."""
     return isinstance(module, nn.Conv2d | nn.Conv3d) and module.stride == module.kernel_size and module.stride[-1] > 1
 
 
 def patch_size_of(model: nn.Module) -> tuple[int, int] | None:
     """Return the stride of the first convolution that embeds patches, (height, width), or None if there is none."""
-    for module in model.modules():
-        if isinstance(module, nn.Conv2d | nn.Conv3d) and embeds_patches(module):
-            return module.stride[-2], module.stride[-1]
-    return None
+    return next(((m.stride[-2], m.stride[-1]) for m in model.modules() if embeds_patches(m)), None)
 
 
 def channels(model: nn.Module) -> int:

@@ -15,29 +15,19 @@ CLIP: Statistics = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258,
 HALF: Statistics = (0.5,) * 3, (0.5,) * 3  # Google's ViTs, SigLIP, Perception Encoder: pixels from -1 to 1
 UNIT: Statistics = (0.0,) * 3, (1.0,) * 3
 
-_BY_NAME = (  # the first pattern that fits
-    ("*_miil", UNIT),
-    ("*_tipsv2", UNIT),
-    ("vit_large_patch14_clip_???", HALF),  # LAION's
-    ("*_clip_*", CLIP),
-    ("eva_giant_patch14_560", IMAGENET),
-    ("eva*", CLIP),
-    ("aimv2_*", CLIP),
-    ("*_radio_*", CLIP),
-    ("vit_betwixt_patch16_rope_*", CLIP),
-    ("deit*", IMAGENET),
-    ("*_dinov2", IMAGENET),
-    ("*_dinov3*", IMAGENET),
-    ("*_lingbot", IMAGENET),
-    ("vit_*_rope_224", IMAGENET),
-    ("vit_*_rope_ape_224", IMAGENET),
-    ("vit_huge_*_gap_*", IMAGENET),  # I-JEPA
-    ("vit_giant_*_gap_*", IMAGENET),  # I-JEPA
-    ("vit_intern300m_*", IMAGENET),
-    ("vit_small_patch8_224", IMAGENET),  # DINO
+_BY_NAME = (  # the first row with a pattern that fits
+    (UNIT, ("*_miil", "*_tipsv2")),
+    (HALF, ("vit_large_patch14_clip_???",)),  # LAION's
+    (CLIP, ("*_clip_*",)),
+    (IMAGENET, ("eva_giant_patch14_560",)),
+    (CLIP, ("eva*", "aimv2_*", "*_radio_*", "vit_betwixt_patch16_rope_*")),
+    (IMAGENET, ("deit*", "*_dinov2", "*_dinov3*", "*_lingbot", "vit_intern300m_*")),
+    (IMAGENET, ("vit_*_rope_224", "vit_*_rope_ape_224")),
+    (IMAGENET, ("vit_huge_*_gap_*", "vit_giant_*_gap_*")),  # I-JEPA
+    (IMAGENET, ("vit_small_patch8_224",)),  # DINO
 )
 
 
 def statistics(name: str) -> Statistics:
     """Return (mean, std) for a name of the zoo, three values each, for pixels from 0 to 1."""
-    return next((values for pattern, values in _BY_NAME if fnmatchcase(name, pattern)), HALF)
+    return next((values for values, patterns in _BY_NAME if any(fnmatchcase(name, p) for p in patterns)), HALF)
