@@ -71,11 +71,10 @@ def accelerate(
         raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
     for name, module in model.named_modules():
         _check(name or "the model itself", module)
-        _check_not_fitted(name, module)
     channels = len(mean) if isinstance(mean, Sized) else 3  # a number is refused later, with a count in the message
     mean, std = checked_statistics(mean, std, channels)
     patches = pytorch.patches(mean, std)
-    restore(model)
+    restore(model)  # checks that nothing was fitted
     decisions = list(_decide(model, "", (), set(), patches))
     embeddings = [decision.name for decision in decisions if decision.handler is patches]
     if mean is not None:
@@ -100,11 +99,6 @@ def accelerate(
     return report
 
 
-def _check_not_fitted(name: str, module: nn.Module) -> None:
-    if is_fitted(module):
-        raise ValueError(f"{name} recomputes what fastvit.fit chose: call fastvit.unfit(model) before, and fit after")
-
-
 def _check(name: str, module: nn.Module) -> None:
     if isinstance(module, nn.DataParallel):
         raise ValueError(
@@ -127,7 +121,8 @@ def restore(model: nn.Module) -> None:
         ValueError: `fastvit.fit` has chosen what blocks recompute.
     """
     for name, module in model.named_modules():
-        _check_not_fitted(name, module)
+        if is_fitted(module):
+            raise ValueError(f"{name} recomputes what fastvit.fit chose: call fastvit.unfit(model) before, fit after")
     for module in model.modules():
         forward = module.__dict__.get("forward")
         if isinstance(forward, partial) and forward.func is fused_forward:
