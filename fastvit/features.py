@@ -32,6 +32,12 @@ class Backbone(nn.Module):
     fc_norm: nn.Module
     num_prefix_tokens: int
     has_class_token: bool
+    # Methods of the subclasses. The first two return the first block's tokens, (B, P + n, D) of an image, and further
+    # arguments that all blocks take; the third returns the patch grid of an image, (h, w)
+    _embedded: Callable[[Tensor], tuple[Any, ...]]
+    _embedded_list: Callable[[Images], tuple[Packed, tuple[Any, ...]]]
+    _grid_of: Callable[[Tensor], tuple[int, int]]
+    reset_classifier: Callable[..., None]
 
     def __init__(self) -> None:
         super().__init__()
@@ -192,23 +198,6 @@ class Backbone(nn.Module):
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Recompute each block in the backward pass instead of saving its activations."""
         self.grad_checkpointing = enable
-
-    # ---- defined by the subclasses ----
-
-    def _embedded(self, x: Tensor) -> tuple[Any, ...]:
-        """Return the first block's tokens (B, P + n, D) of an image, and further arguments that all blocks take."""
-        raise NotImplementedError
-
-    def _embedded_list(self, images: Images) -> tuple[Packed, tuple[Any, ...]]:
-        """Return the first block's tokens of a list of images, and further arguments that all blocks take."""
-        raise NotImplementedError
-
-    def _grid_of(self, x: Tensor) -> tuple[int, int]:
-        """Return the patch grid of an image, (h, w)."""
-        raise NotImplementedError
-
-    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        raise NotImplementedError
 
     # ---- internal ----
 

@@ -8,6 +8,7 @@ computes a table.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,6 +29,9 @@ __all__ = ["RotaryEmbeddingCat", "RotaryEmbeddingDinoV3"]
 
 
 class _Axial(nn.Module):
+    _axis: Callable[..., Tensor]  # a method (axis, length, **where): the coordinates along axis 0 (rows) or 1 (columns)
+    _angles: Callable[[Tensor], Tensor]  # a method: (n, 2, 1) -> (n, 2, dim / 4)
+
     def __init__(self, dim: int, temperature: float, grid_offset: float, grid_indexing: str, rotate_half: bool) -> None:
         super().__init__()
         check_integers(4, dim=dim)
@@ -42,14 +46,6 @@ class _Axial(nn.Module):
         self.grid_offset = grid_offset
         self.grid_indexing = grid_indexing
         self.rotate_half = bool(rotate_half)
-
-    def _axis(self, axis: int, length: int, **where: Any) -> Tensor:
-        """Return the coordinates along axis 0 (rows) or 1 (columns)."""
-        raise NotImplementedError
-
-    def _angles(self, coordinates: Tensor) -> Tensor:
-        """(n, 2, 1) -> (n, 2, dim / 4)"""
-        raise NotImplementedError
 
     def get_embed(self, shape: tuple[int, int], device: Device = None) -> Tensor:
         """Compute the table of a patch grid (H, W), sin then cos, row by row: (H * W, 2 * dim) float32."""

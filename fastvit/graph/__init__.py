@@ -12,6 +12,7 @@ same for known classes without compiling.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,9 +47,10 @@ def compile(
     Returns:
         The compiled model, as `torch.compile` returns it. Each new kind of input is compiled at its first call.
     """
-    from fastvit.graph.dynamo import Backend
+    from fastvit.graph.dynamo import compile_graph
 
-    return torch.compile(model, backend=Backend(inner, print if report is True else report or None), **options)
+    compiler = partial(compile_graph, inner=inner, on_report=print if report is True else report or None)
+    return torch.compile(model, backend=compiler, **options)
 
 
 def backend(gm: GraphModule, inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
@@ -63,6 +65,6 @@ def backend(gm: GraphModule, inputs: Sequence[Any], **options: Any) -> Callable[
     Returns:
         The compiled graph, a function of the inputs.
     """
-    from fastvit.graph.dynamo import Backend
+    from fastvit.graph.dynamo import compile_graph
 
-    return Backend()(gm, inputs, **options)
+    return compile_graph(gm, inputs, **options)

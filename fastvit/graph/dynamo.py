@@ -21,8 +21,8 @@ from fastvit.graph.rewrites import (
     add_norm,
     attention,
     attention_half,
+    epilogue,
     identities,
-    linear,
     mlp,
     norm_linear,
     patch_embed,
@@ -39,9 +39,9 @@ _log = logging.getLogger("fastvit.graph")
 # - patch_embed takes the sum with the positions, before add_norm could;
 # - attention turns every spelling of attention into `ops.attention`, where attention_half starts;
 # - attention_half and mlp take norm, linear layers and residual sum as one op, the best that can become of each;
-# - norm_linear, add_norm and linear share what is left: a norm joins the layers after it if it can, else the sum before
-#   it; a linear layer takes a residual sum that no norm has.
-_REWRITES = (identities, rms_norm, patch_embed, attention, attention_half, mlp, norm_linear, add_norm, linear)
+# - norm_linear, add_norm and epilogue share what is left: a norm joins the layers after it if it can, else the sum
+#   before it; a linear layer takes a residual sum that no norm has.
+_REWRITES = (identities, rms_norm, patch_embed, attention, attention_half, mlp, norm_linear, add_norm, epilogue)
 
 
 def rewrite(gm: GraphModule) -> Report:
@@ -89,28 +89,27 @@ def _graphs(gm: GraphModule) -> list[GraphModule]:
     return graphs
 
 
-class Backend:
-    """A backend of torch.compile.
+def compile_graph(
+    gm: GraphModule,
+    inputs: Sequence[Any],
+    *,
+    inner: str | Callable[..., Any] | None = None,
+    on_report: Callable[[Report], None] | None = None,
+    **options: Any,
+) -> Callable[..., Any]:
+    """Compile a graph as `fastvit.graph.backend` does.
 
     Args:
-        inner: the backend for the rewritten graphs, or None for `default_inner`.
-        report: called with the report of each graph.
+        inner: the backend for the rewritten graph, or None for `default_inner`.
+        on_report: called with the report.
     """
-
-    def __init__(self, inner: str | Callable[..., Any] | None = None, report: Callable[[Report], None] | None = None):
-        self._inner, self._report = inner, report
-
-    def __call__(self, gm: GraphModule, inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
-        report = rewrite(gm)
-        compiled = _compile_rest(self._inner or default_inner(_device(inputs)), gm, inputs, **options)
-        _log.info("%s", report)  # only now, because Dynamo may trace a graph more than once
-        if self._report is not None:
-            self._report(report)
-        return compiled
-
-
-def _device(inputs: Sequence[Any]) -> str:
-    return next((t.device.type for t in inputs if isinstance(t, torch.Tensor)), "cpu")
+    report = rewrite(gm)
+    device = next((t.device.type for t in inputs if isinstance(t, torch.Tensor)), "cpu")
+    compiled = _compile_rest(inner or default_inner(device), gm, inputs, **options)
+    _log.info("%s", report)  # only now, because Dynamo may trace a graph more than once
+    if on_report is not None:
+        on_report(report)
+    return compiled
 
 
 @cache

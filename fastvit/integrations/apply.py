@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Collection, Iterator, Sequence, Sized
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -14,12 +14,12 @@ from fastvit.blocks.recompute import is_fitted
 from fastvit.blocks.submodules import CannotFuse, qualified_name
 from fastvit.integrations import pixels, recognise
 from fastvit.integrations.forward import ClassHandler, calls, check_forward, fused_forward, ops_that_run, reason_of
-from fastvit.integrations.libraries import dinov2, dinov3, pytorch, timm, timm_eva, timm_sam, timm_swin, torchvision
+from fastvit.integrations.libraries import dinov2, dinov3, pytorch, timm, torchvision
 from fastvit.integrations.transformers import layers as transformers
 from fastvit.modules.arguments import checked_statistics
 from fastvit.report import FUSED_ALREADY, Entry, Report, Status
 
-_FAMILIES = (timm, timm_eva, timm_sam, timm_swin, transformers, torchvision, dinov2, dinov3)
+_FAMILIES = (timm, transformers, torchvision, dinov2, dinov3)
 HANDLERS: dict[type | str, ClassHandler] = {
     name: handler for family in (pytorch, *_FAMILIES) for name, handler in family.HANDLERS.items()
 }
@@ -71,16 +71,18 @@ def accelerate(
         raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
     for name, module in model.named_modules():
         _check(name or "the model itself", module)
-        _check_not_fitted(name, module)
     channels = len(mean) if isinstance(mean, Sized) else 3  # a number is refused later, with a count in the message
     mean, std = checked_statistics(mean, std, channels)
     patches = pytorch.patches(mean, std)
-    restore(model)
+    restore(model)  # checks that nothing was fitted
     decisions = list(_decide(model, "", (), set(), patches))
     embeddings = [decision.name for decision in decisions if decision.handler is patches]
     if mean is not None:
         pixels.check(model, embeddings, len(mean))
-    entries = tuple(_entry(decision) for decision in decisions)
+    entries = tuple(
+        Entry(name, type(module).__name__, status, detail, recognise.part(module))
+        for name, module, status, detail, _ in decisions
+    )
     report = Report(entries, _advice(model, entries))
     if strict and report.skipped:
         raise ValueError(f"strict: {len(report.skipped)} modules cannot be accelerated\n{report}")
@@ -95,11 +97,6 @@ def accelerate(
     if mean is not None and std is not None:
         pixels.put_on(model, embeddings, mean, std)
     return report
-
-
-def _check_not_fitted(name: str, module: nn.Module) -> None:
-    if is_fitted(module):
-        raise ValueError(f"{name} recomputes what fastvit.fit chose: call fastvit.unfit(model) before, and fit after")
 
 
 def _check(name: str, module: nn.Module) -> None:
@@ -124,9 +121,11 @@ def restore(model: nn.Module) -> None:
         ValueError: `fastvit.fit` has chosen what blocks recompute.
     """
     for name, module in model.named_modules():
-        _check_not_fitted(name, module)
+        if is_fitted(module):
+            raise ValueError(f"{name} recomputes what fastvit.fit chose: call fastvit.unfit(model) before, fit after")
     for module in model.modules():
-        if _is_ours(module.__dict__.get("forward")):
+        forward = module.__dict__.get("forward")
+        if isinstance(forward, partial) and forward.func is fused_forward:
             del module.__dict__["forward"]
     pixels.take_off(model)
 
@@ -144,10 +143,6 @@ def accelerated(
         restore(model)
 
 
-def _is_ours(forward: Any) -> bool:
-    return isinstance(forward, partial) and forward.func is fused_forward
-
-
 class _Decision(NamedTuple):
     """The outcome for a module: status and detail as in `Entry`; handler: of a module that gets a fused forward."""
 
@@ -156,11 +151,6 @@ class _Decision(NamedTuple):
     status: Status
     detail: str = ""
     handler: ClassHandler | None = None
-
-
-def _entry(decision: _Decision) -> Entry:
-    name, module, status, detail, _ = decision
-    return Entry(name, type(module).__name__, status, detail, recognise.part(module))
 
 
 def _decide(

@@ -143,7 +143,7 @@ def calls(description: Any) -> list[AdaptedLinear]:
 
 def ops_that_run(handler: ClassHandler, module: nn.Module, description: Any) -> str:
     """Return the names of the ops that run a module, and the layers that run as modules, for the report."""
-    ops = ", ".join(dict.fromkeys(_ops(description))) or handler.op
+    ops = handler.op or ", ".join(dict.fromkeys(_ops(description)))
     called = {id(call.module): call.module for call in calls(description)}
     if not called:
         return ops

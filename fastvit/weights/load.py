@@ -17,8 +17,7 @@ from fastvit._output import printable
 from fastvit.modules.positions import Resize, antialiased, resample_abs_pos_embed
 from fastvit.vit import VisionTransformer
 from fastvit.weights.files import CheckpointError, first, locate, one_state_dict, read, unwrapped
-from fastvit.weights.names import SOURCES
-from fastvit.weights.prefixes import fronts, recognised, without_wrapping
+from fastvit.weights.names import SOURCES, fronts, recognised, without_wrapping
 from fastvit.weights.source import Source
 
 Weights = str | os.PathLike[str] | Mapping[str, Any]
@@ -64,9 +63,10 @@ def load(model: VisionTransformer, weights: Weights, *, drop_head: bool = False)
         where, content = str(weights), read(weights)
     content, expression = unwrapped(content, where)
     state_dict = one_state_dict(content, where)
-    if recognised(state_dict, where) is None:
+    names = recognised(state_dict, where)
+    if names is None:
         raise _unrecognised(model, state_dict, where, expression, drop_head)
-    model.load_state_dict(_fitted(model, state_dict, where, drop_head))
+    model.load_state_dict(_fitted(model, *names, where, drop_head))
     _warn_of_values(model, where)
 
 
@@ -82,12 +82,12 @@ def _warn_of_values(model: VisionTransformer, where: str) -> None:
         )
 
 
-def _fitted(model: VisionTransformer, tensors: dict[str, Tensor], where: str, drop_head: bool) -> dict[str, Tensor]:
-    """Return the model's state_dict with the file's values, or raise a CheckpointError that lists all mismatches."""
+def _fitted(
+    model: VisionTransformer, source: Source, prefix: str, tensors: dict[str, Tensor], where: str, drop_head: bool
+) -> dict[str, Tensor]:
+    """Return the model's state_dict with the file's values, or raise a CheckpointError that lists all mismatches.
+    source, prefix, tensors: as `recognised` returns them."""
     expected = model.state_dict()
-    names = recognised(tensors, where)
-    assert names is not None
-    source, prefix, tensors = names
     renamed = {key: source.rename(key, prefix) for key in tensors}
     counts = Counter(renamed.values())
     origin = {target: key for key, target in renamed.items() if target}
@@ -141,18 +141,18 @@ def _unrecognised(
     """Return the error for a state_dict without known names. If some of its keys have them after a prefix and fit the
     model, its advice takes these."""
     markers = tuple(f".{source.marker}" for source in SOURCES)
-    names = zip(state_dict, without_wrapping(state_dict, where), strict=True)
-    marked = [key for key, name in names if name.endswith(markers)]
+    plain = zip(state_dict, without_wrapping(state_dict, where), strict=True)
+    marked = [key for key, name in plain if name.endswith(markers)]
     fitting: dict[str, str] = {}
     misfits = []
     for front in dict.fromkeys(front for key in marked[:8] for front in fronts([key])):
         part = {key.removeprefix(front): value for key, value in state_dict.items() if key.startswith(front)}
-        library = recognised(part, where)
-        if library is None or front.startswith(tuple(fitting)):
+        names = recognised(part, where)
+        if names is None or front.startswith(tuple(fitting)):
             continue
         try:
-            _fitted(model, part, f"{where}, after {front!r}", drop_head)
-            fitting[front] = library[0].name
+            _fitted(model, *names, f"{where}, after {front!r}", drop_head)
+            fitting[front] = names[0].name
         except CheckpointError as error:
             misfits.append(error)
     if fitting:

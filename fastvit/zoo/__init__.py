@@ -16,8 +16,7 @@ from fastvit.weights.files import locate, one_state_dict
 from fastvit.weights.hub import repository_of_tag
 from fastvit.weights.load import Weights
 from fastvit.zoo import eva, vit
-
-Config = dict[str, Any]
+from fastvit.zoo.vit import Config
 
 CONFIGS: dict[str, Config] = {**vit.CONFIGS, **vit.DISTILLED, **eva.CONFIGS}
 

@@ -13,8 +13,7 @@ from functools import partial
 from typing import Any
 
 from fastvit.layers import LayerNorm
-
-Config = dict[str, Any]
+from fastvit.zoo.vit import Config
 
 _EPS_5 = partial(LayerNorm, eps=1e-5)
 

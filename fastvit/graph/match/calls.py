@@ -77,6 +77,12 @@ def scaled(node: Any) -> tuple[Node, float] | None:
     return (b, float(a)) if name == "mul" and is_number(a) and isinstance(b, Node) else None
 
 
+def only_user(node: Node) -> Node:
+    if len(node.users) != 1:
+        raise CannotFuse(f"the output of its {words(node)} is used {len(node.users)} times")
+    return next(iter(node.users))
+
+
 def first(node: Node) -> Any:
     """Return a call's first argument: the tensor that is viewed, cast or scaled."""
     return node.args[0] if node.args else node.kwargs.get("input")

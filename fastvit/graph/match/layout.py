@@ -1,5 +1,5 @@
 """Prove that a chain of views, transpositions and copies, in any spelling, is the arrangement that an op reads or
-writes.
+writes. Raises CannotFuse for an arrangement that modes do not describe, or that symbolic sizes do not decide.
 
 A `Layout` describes where the elements of a tensor come from in a dense base tensor: each dimension is a list of modes
 (size, stride), the outermost first. Reshaping regroups modes and permuting reorders dimensions, so a copy in between
@@ -9,6 +9,7 @@ their values.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,12 +17,10 @@ from typing import Any
 import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from fastvit.blocks.submodules import CannotFuse
+
 Size = Any  # int or torch.SymInt
 Mode = tuple[Size, Size]  # size, stride in elements of the base
-
-
-class NotALayout(ValueError):
-    """An arrangement that modes do not describe, or that symbolic sizes do not decide."""
 
 
 def known_equal(a: Size, b: Size) -> bool:
@@ -47,12 +46,7 @@ def same_strides(a: Any, b: Any) -> bool:
 
 
 def dense_strides(shape: Sequence[Size]) -> list[Size]:
-    strides: list[Size] = []
-    stride: Size = 1
-    for size in reversed(shape):
-        strides.insert(0, stride)
-        stride = stride * size
-    return strides
+    return [math.prod(shape[i + 1 :]) for i in range(len(shape))]
 
 
 def outermost_first(strides: Sequence[Size]) -> list[int]:
@@ -76,16 +70,13 @@ class Layout:
         return cls(tuple(((size, stride),) for size, stride in zip(shape, strides, strict=True)), offset)
 
     def size(self, dim: int) -> Size:
-        size: Size = 1
-        for length, _ in self.dims[dim]:
-            size = size * length
-        return size
+        return math.prod(length for length, _ in self.dims[dim])
 
     def reshape(self, shape: Sequence[Size]) -> Layout:
         modes = [mode for dim in self.dims for mode in dim if not known_equal(mode[0], 1)]
         dims = tuple(_take(modes, size) for size in shape)
         if modes:
-            raise NotALayout("a reshape that leaves elements over")
+            raise CannotFuse("a reshape that leaves elements over")
         return Layout(dims, self.offset)
 
     def permute(self, order: Sequence[int]) -> Layout:
@@ -107,7 +98,7 @@ class Layout:
         layout of its input (..., in), over a base whose last dimension is `in`."""
         last = _coalesced(self.dims[-1])
         if len(last) != 1 or not known_equal(last[0][1], 1) or not known_equal(self.offset, 0):
-            raise NotALayout("a linear layer of part of a row")
+            raise CannotFuse("a linear layer of part of a row")
         features = last[0][0]
         leading = tuple(
             tuple((size, _exact(stride, features) * out) for size, stride in _coalesced(dim)) for dim in self.dims[:-1]
@@ -132,7 +123,7 @@ def _take(modes: list[Mode], size: Size) -> tuple[Mode, ...]:
     taken: list[Mode] = []
     while not known_equal(size, 1):
         if not modes:
-            raise NotALayout("a reshape to more elements")
+            raise CannotFuse("a reshape to more elements")
         length, stride = modes.pop(0)
         if known_equal(length, size):
             taken.append((length, stride))
@@ -146,7 +137,7 @@ def _take(modes: list[Mode], size: Size) -> tuple[Mode, ...]:
             modes.insert(0, (inner, stride))
             break
         else:
-            raise NotALayout("a reshape across dimensions")
+            raise CannotFuse("a reshape across dimensions")
     return tuple(taken)
 
 
@@ -164,5 +155,5 @@ def _coalesced(modes: Sequence[Mode]) -> tuple[Mode, ...]:
 
 def _exact(a: Size, b: Size) -> Size:
     if not known_equal(a % b, 0):
-        raise NotALayout("a slice across dimensions")
+        raise CannotFuse("a slice across dimensions")
     return a // b

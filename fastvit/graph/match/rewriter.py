@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import re
 from collections.abc import Callable, Collection, Iterator, Sequence
+from pathlib import PurePath
 from typing import Any
 
 import torch
@@ -15,7 +17,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from fastvit.blocks.submodules import CannotFuse
 from fastvit.graph.match.calls import first, name_of, words
 from fastvit.graph.match.layout import known_equal, outermost_first, same_shape, same_strides
-from fastvit.graph.match.source import line_of, module_of
 from fastvit.graph.match.values import VIEWS, evaluate, fake, mutated, storages, value_of
 from fastvit.report import Entry, Kind, Status
 
@@ -81,7 +82,7 @@ class GraphRewriter:
         before = self.entries.get(site)
         if before is None or not before.fused or (fused and before.kind == kind):
             status: Status = "accelerated" if fused else "skipped"
-            self.entries[site] = Entry(module_of(site), kind, status, detail, kind, line_of(site))
+            self.entries[site] = Entry(_module_of(site), kind, status, detail, kind, _line_of(site))
 
     # ---- changes ----
 
@@ -262,6 +263,25 @@ class Emitter:
     def undo(self) -> None:
         for node in reversed(self.written):
             self._rewriter.graph.erase_node(node)
+
+
+def _module_of(node: Node) -> str:
+    """Return the name of the innermost module that calls it, as in model.named_modules(), or "" if it is not known."""
+    stack = node.meta.get("nn_module_stack")
+    if not stack:
+        return ""
+    path = list(stack.values())[-1][0]
+    path = re.sub(r"^L\['\w+'\]\.?|^L\[\"\w+\"\]\.?", "", path)
+    return re.sub(r"_modules\['?(\w+)'?\]", r"\1", path).removeprefix("_orig_mod.")
+
+
+def _line_of(node: Node) -> str:
+    """Return file and line of the call itself, "file.py:119", or "" if they are not known."""
+    frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+    if not frames:
+        return ""
+    path, line = frames[-1]  # the innermost frame
+    return f"{PurePath(path).name}:{line}"
 
 
 def _differ(before: Any, after: Any) -> bool:

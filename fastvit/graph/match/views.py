@@ -10,7 +10,7 @@ from torch.fx.node import map_arg
 
 from fastvit.blocks.submodules import CannotFuse
 from fastvit.graph.match.calls import first, name_of
-from fastvit.graph.match.layout import Layout, NotALayout, Size, known_equal
+from fastvit.graph.match.layout import Layout, Size, known_equal
 from fastvit.graph.match.values import CASTS, fake, value_of
 
 RESHAPES = ("reshape", "view", "flatten", "unflatten", "squeeze", "unsqueeze", "view_as", "reshape_as")
@@ -49,11 +49,8 @@ def widened(node: Any) -> bool:
 def follow(layout: Layout, chain: list[Node]) -> Layout:
     """Return the layout at the end of a chain of views of a tensor with the layout `layout`."""
     at: Layout | list[Layout] = layout
-    try:
-        for node in chain:
-            at = _step(at, node)
-    except NotALayout as error:
-        raise CannotFuse(str(error)) from None
+    for node in chain:
+        at = _step(at, node)
     if not isinstance(at, Layout):
         raise CannotFuse("several tensors")
     return at
@@ -66,7 +63,7 @@ def _step(at: Layout | list[Layout], node: Node) -> Layout | list[Layout]:
     if isinstance(at, list):
         if name == "getitem" and isinstance(args[0], int):
             return at[args[0]]
-        raise NotALayout("several tensors at once")
+        raise CannotFuse("several tensors at once")
     if name in RESHAPES:
         return at.reshape(fake(node).shape)
     if name in COPIES:
@@ -83,7 +80,7 @@ def _step(at: Layout | list[Layout], node: Node) -> Layout | list[Layout]:
     if name in _PIECES:
         return _pieces(at, node, kwargs.get("dim", (*args, 0, 0)[1]) % rank)
     if kwargs:
-        raise NotALayout(f"{name} with keywords")
+        raise CannotFuse(f"{name} with keywords")
     dim = args[0] % rank
     start = _index(args[1], at, dim)
     return at.select(dim, start) if name == "select" else at.narrow(dim, start, args[2])
@@ -123,25 +120,25 @@ def _indexed(at: Layout, index: Any) -> Layout:
             if isinstance(stop, int) and isinstance(size, int):
                 stop = min(stop, size)
             elif item.stop is not None:
-                raise NotALayout("a slice of unknown length")
+                raise CannotFuse("a slice of unknown length")
             at = at.narrow(dim, start, stop - start)
             dim += 1
         elif isinstance(item, int) and not isinstance(item, bool):
             at = at.select(dim, _index(item, at, dim))
         else:
-            raise NotALayout("an index that is a tensor")
+            raise CannotFuse("an index that is a tensor")
     return at
 
 
 def _alternate(at: Layout, dim: int, item: slice, size: Size) -> Layout:
     """Index by 0::2 or 1::2 along a dimension of even size."""
     if item.step != 2 or item.start not in (None, 0, 1) or item.stop is not None or not known_equal(size % 2, 0):
-        raise NotALayout("a slice with a step")
+        raise CannotFuse("a slice with a step")
     shape = [at.size(i) for i in range(len(at.dims))]
     return at.reshape((*shape[:dim], size // 2, 2, *shape[dim + 1 :])).select(dim + 1, item.start or 0)
 
 
 def _index(i: Any, at: Layout, dim: int) -> Size:
     if not isinstance(i, int):
-        raise NotALayout("an index that is no number")
+        raise CannotFuse("an index that is no number")
     return i + at.size(dim) if i < 0 else i

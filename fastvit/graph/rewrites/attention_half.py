@@ -10,7 +10,7 @@ but one layer computes q, k and v, attention becomes `ops.attention_qkvpacked`, 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch.fx import Node
 
@@ -94,12 +94,9 @@ class _Projections:
             want = Layout.of(
                 (self.B, self.N, self.H, self.d), (self.N * width, width, self.d, 1), i * E if self.packed else 0
             )
-            try:
-                arranged = follow(of_y.through_linear(out), chain)
-                if not known_equal(arranged.size(0), self.B):
-                    arranged = arranged.reshape((self.B, self.H, self.N, self.d)).permute((0, 2, 1, 3))
-            except ValueError as error:
-                raise CannotFuse(str(error)) from None
+            arranged = follow(of_y.through_linear(out), chain)
+            if not known_equal(arranged.size(0), self.B):
+                arranged = arranged.reshape((self.B, self.H, self.N, self.d)).permute((0, 2, 1, 3))
             if not arranged.is_same(want):
                 raise CannotFuse("heads in another order than (3, H, d)" if self.packed else "heads in another order")
 
@@ -157,8 +154,8 @@ def _scale(attention: Node, projections: _Projections) -> float:
 
 def _rewrite_half(rewriter: GraphRewriter, attention: Node, qkv: _Projections) -> None:
     norm = norm_of(qkv.y)
-    end = _projected(attention, qkv)
-    matched = {qkv.y, attention, *qkv.matched, *end.between}
+    end, proj, scale_norm, between = _projected(attention, qkv)
+    matched = {qkv.y, attention, *qkv.matched, *between}
 
     def build(emit: Emitter, epilogue: dict[str, Any]) -> Node:
         weights: Any = tuple(linear.weight for linear in qkv.linears)
@@ -170,30 +167,22 @@ def _rewrite_half(rewriter: GraphRewriter, attention: Node, qkv: _Projections) -
             options["rotary"] = qkv.rotary[0]
         if qkv.norms:
             options["qk_norm"] = tuple(head_norm.for_op() for head_norm in qkv.norms)
-        if end.norm is not None:
-            options["scale_norm"] = end.norm.for_op()
+        if scale_norm is not None:
+            options["scale_norm"] = scale_norm.for_op()
         return emit.call(
-            ops.layer_norm_attention, norm.x, norm.weight, norm.bias, weights, biases, end.linear.weight,
-            end.linear.bias, qkv.H, eps=norm.eps, norm=norm.kind, **options,
+            ops.layer_norm_attention, norm.x, norm.weight, norm.bias, weights, biases, proj.weight, proj.bias, qkv.H,
+            eps=norm.eps, norm=norm.kind, **options,
         )  # fmt: skip
 
-    replace_longest(rewriter, end.root, matched, attention, build)
-    for taken in (norm, *qkv.norms, end.norm):
+    replace_longest(rewriter, end, matched, attention, build)
+    for taken in (norm, *qkv.norms, scale_norm):
         if taken is not None:
             note_norm(rewriter, taken.node, True, "layer_norm_attention")
 
 
-class _Projected(NamedTuple):
-    """root: the projection of attention's output, (B, N, out); norm: of its input, if there is one; between: the nodes
-    from attention to root."""
-
-    root: Node
-    linear: LinearCall
-    norm: NormCall | None
-    between: list[Node]
-
-
-def _projected(attention: Node, qkv: _Projections) -> _Projected:
+def _projected(attention: Node, qkv: _Projections) -> tuple[Node, LinearCall, NormCall | None, list[Node]]:
+    """Return the projection of attention's output, (B, N, out), its linear layer, the norm before it, if there is one,
+    and the nodes from attention to the projection."""
     between: list[Node] = []
     at, layout = attention, Layout.of((qkv.B, qkv.N, qkv.H, qkv.d))
     if not known_equal(fake(attention).shape[0], qkv.B):
@@ -203,7 +192,7 @@ def _projected(attention: Node, qkv: _Projections) -> _Projected:
     E: Size = qkv.H * qkv.d
     while True:
         if proj is not None and layout.is_same(Layout.of((qkv.B, qkv.N, proj.out_features))):
-            return _Projected(at, proj, norm, between)
+            return at, proj, norm, between
         if len(at.users) != 1:
             raise CannotFuse("attention's output is used more than once")
         (user,) = at.users
@@ -213,7 +202,7 @@ def _projected(attention: Node, qkv: _Projections) -> _Projected:
                 raise CannotFuse("a projection of single heads")
             try:
                 layout = layout.through_linear(proj.out_features)
-            except ValueError:
+            except CannotFuse:
                 raise CannotFuse("the projection reads heads in another order") from None
         elif is_norm(user) and first(user) is at and proj is norm is None:
             norm = norm_of(user)

@@ -2,24 +2,28 @@
 
     residual + row_scale * layer_scale * linear(...)        branch (B, ..., D)
 
+becomes part of the op that ends in the layer, or `ops.linear`, if no other op takes the layer.
+
 layer_scale: a factor (D,). row_scale: one factor a sample (B, 1, ..., 1), drawn by stochastic depth; some libraries
 divide the branch by the probability of keeping it instead.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 from torch.fx import Node
 
+from fastvit import ops
 from fastvit.blocks.submodules import CannotFuse
 from fastvit.graph.match.calls import name_of, scaled
 from fastvit.graph.match.layout import known_equal, same_shape
 from fastvit.graph.match.rewriter import Emitter, GraphRewriter
 from fastvit.graph.match.values import fake, value_of
+from fastvit.graph.rewrites.norm_linear import linear_of
 
 
 @dataclass(frozen=True)
@@ -91,19 +95,34 @@ def _is_vector(shape: Any, size: Any) -> bool:
 Build = Callable[[Emitter, dict[str, Any]], Node]
 
 
-def replace_longest(rewriter: GraphRewriter, branch: Node, matched: set[Node], site: Node, build: Build) -> Node:
+def replace_longest(rewriter: GraphRewriter, branch: Node, matched: set[Node], site: Node, build: Build) -> None:
     """Replace the matched nodes, up to branch, with the longest possible epilogue. Raises CannotFuse if none can be
     replaced, not even the empty one."""
-    refused: CannotFuse | None = None
-    for epilogue in epilogues(branch):
+
+    def replace_with(e: Epilogue) -> None:
+        rewriter.replace(e.root, matched | e.matched, lambda emit: build(emit, e.arguments(emit)), site)
+
+    *longer, none = epilogues(branch)
+    for epilogue in longer:
+        with contextlib.suppress(CannotFuse):
+            replace_with(epilogue)
+            return
+    replace_with(none)
+
+
+def rewrite(rewriter: GraphRewriter) -> None:
+    for node in list(rewriter.graph.nodes):
+        if name_of(node) != "linear" or next(epilogues(node)).root is node:
+            continue
         try:
-            emitted = partial(_with_arguments, build, epilogue)
-            return rewriter.replace(epilogue.root, matched | epilogue.matched, emitted, site)
+            linear = linear_of(node)
+
+            def build(emit: Emitter, epilogue: dict[str, Any], linear: Any = linear) -> Node:
+                if not epilogue:
+                    raise CannotFuse("nothing after it that the op takes")
+                return emit.call(ops.linear, linear.x, linear.weight, linear.bias, **epilogue)
+
+            replace_longest(rewriter, node, {node}, node, build)
+            rewriter.note(node, "linear", True, "linear")
         except CannotFuse as reason:
-            refused = reason
-    assert refused is not None
-    raise refused
-
-
-def _with_arguments(build: Build, epilogue: Epilogue, emit: Emitter) -> Node:
-    return build(emit, epilogue.arguments(emit))
+            rewriter.note(node, "linear", False, str(reason))

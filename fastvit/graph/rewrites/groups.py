@@ -14,7 +14,7 @@ from torch.fx import Node
 
 from fastvit.blocks.submodules import CannotFuse
 from fastvit.graph.match.calls import arguments, first, name_of
-from fastvit.graph.match.layout import Layout, NotALayout, Size, known_equal
+from fastvit.graph.match.layout import Layout, Size, known_equal
 from fastvit.graph.match.rewriter import Emitter
 from fastvit.graph.match.values import fake
 from fastvit.graph.match.views import follow, strip_views
@@ -65,7 +65,7 @@ def repeated(t: Node, *, transposed: bool = False) -> Repeated | None:
             want = Layout((heads.dims[0], (*heads.dims[1], (n, 0)), *heads.dims[2:]))
             if layout.is_same(want):
                 return Repeated(x, extra, turned, heads.size(1), (node, *chain))
-    except (NotALayout, CannotFuse):
+    except CannotFuse:
         pass
     return None
 
@@ -75,13 +75,13 @@ def _repetition(base: Layout, node: Node) -> tuple[Layout, int, Size]:
     if name_of(node) == "repeat_interleave":
         _, n, dim, _ = arguments(node, input=None, repeats=None, dim=None, output_size=None)
         if not isinstance(n, int) or not isinstance(dim, int):
-            raise NotALayout("a repetition of other numbers")
+            raise CannotFuse("a repetition of other numbers")
         dim %= len(base.dims)
         return _with_copies(base, dim, n), dim, n
     shape = fake(node).shape
     grown = [i for i in range(len(base.dims)) if not known_equal(base.size(i), shape[i])]
     if len(shape) != len(base.dims) or len(grown) != 1 or not known_equal(base.size(grown[0]), 1):
-        raise NotALayout("an expansion of several dimensions")
+        raise CannotFuse("an expansion of several dimensions")
     return _with_copies(base, grown[0], shape[grown[0]]), grown[0], shape[grown[0]]
 
 

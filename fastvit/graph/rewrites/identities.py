@@ -8,7 +8,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from fastvit.blocks.submodules import CannotFuse
-from fastvit.graph.match.calls import arguments, first, name_of
+from fastvit.graph.match.calls import arguments, first, name_of, only_user
 from fastvit.graph.match.layout import known_int, same_shape
 from fastvit.graph.match.rewriter import Emitter, GraphRewriter
 from fastvit.graph.match.values import fake, storages, value_of
@@ -107,7 +107,4 @@ def _write_out(rewriter: GraphRewriter, node: Node) -> None:
         rows = emit.method("flatten", emit.method("permute", attended, 2, 0, 1, 3), 2)
         return emit.call(F.linear, rows, out_weight, out_bias)
 
-    if len(node.users) != 1:
-        raise CannotFuse(f"its output is used {len(node.users)} times")
-    (user,) = node.users
-    rewriter.replace(user, {node}, build, node)
+    rewriter.replace(only_user(node), {node}, build, node)

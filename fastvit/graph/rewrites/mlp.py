@@ -10,7 +10,6 @@ halves of one.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,7 +17,7 @@ from torch.fx import Node
 
 from fastvit import ops
 from fastvit.blocks.submodules import CannotFuse
-from fastvit.graph.match.calls import arguments, first, name_of, scaled, words
+from fastvit.graph.match.calls import arguments, first, name_of, only_user, scaled, words
 from fastvit.graph.match.layout import Layout, dense_strides
 from fastvit.graph.match.rewriter import Emitter, GraphRewriter
 from fastvit.graph.match.values import fake
@@ -29,24 +28,13 @@ from fastvit.graph.rewrites.norm_linear import LinearCall, NormCall, is_norm, li
 from fastvit.ops.runtime.activations import GATED
 
 
-@dataclass
-class _Act:
+class _Act(NamedTuple):
     """An activation: its name in the ops, its input, its last node, and all its nodes."""
 
     name: str
     x: Node
     root: Node
-    matched: set[Node] = field(default_factory=set)
-
-
-class _Gated(NamedTuple):
-    """A gated first layer. activation: its name in the ops; gate_first: whether the gate's rows come first in the one
-    layer, None for two layers; views: between layer and activation."""
-
-    activation: str
-    fc1: list[LinearCall]
-    gate_first: bool | None
-    views: list[Node]
+    matched: set[Node]
 
 
 def rewrite(rewriter: GraphRewriter) -> None:
@@ -121,7 +109,7 @@ def _operands(node: Any, name: str) -> list[tuple[Any, Any]]:
 def _rewrite(rewriter: GraphRewriter, act: _Act, site: Node) -> None:
     hidden, activation, matched = act.root, act.name, {*act.matched}
     gate_first: bool | None = True
-    if name_of(user := _only_user(hidden)) == "mul":
+    if name_of(user := only_user(hidden)) == "mul":
         hidden = user
         activation, fc1, gate_first, views = _gated(act, user)
         matched |= {user, *views}
@@ -130,10 +118,10 @@ def _rewrite(rewriter: GraphRewriter, act: _Act, site: Node) -> None:
     matched |= {linear.node for linear in fc1}
     hidden, drop1 = _past_dropout(hidden, matched)
     inner: Node | None = None
-    if is_norm(_only_user(hidden)) and not drop1:
-        inner = hidden = _only_user(hidden)
+    if is_norm(only_user(hidden)) and not drop1:
+        inner = hidden = only_user(hidden)
         matched.add(inner)
-    end = _only_user(hidden)
+    end = only_user(hidden)
     if not _is_linear(end) or first(end) is not hidden:
         raise CannotFuse(f"{words(end)} after its activation")
     fc2 = linear_of(end)
@@ -167,12 +155,6 @@ def _rewrite(rewriter: GraphRewriter, act: _Act, site: Node) -> None:
         note_norm(rewriter, inner, True, detail.partition(" ")[0])
 
 
-def _only_user(node: Node) -> Node:
-    if len(node.users) != 1:
-        raise CannotFuse(f"the output of its {words(node)} is used {len(node.users)} times")
-    return next(iter(node.users))
-
-
 def _past_dropout(node: Node, matched: set[Node]) -> tuple[Node, float]:
     """Return the dropout after node and its probability, or node and 0."""
     user = next(iter(node.users)) if len(node.users) == 1 else None
@@ -182,8 +164,9 @@ def _past_dropout(node: Node, matched: set[Node]) -> tuple[Node, float]:
     return user, dropout_of(user)
 
 
-def _gated(act: _Act, product: Node) -> _Gated:
-    """Return the layers that compute gate and value of act(gate) * value."""
+def _gated(act: _Act, product: Node) -> tuple[str, list[LinearCall], bool | None, list[Node]]:
+    """Return what computes gate and value of act(gate) * value: the activation's name in the ops, the layers, whether
+    the gate's rows come first in the one layer (None for two layers), and the views between layer and activation."""
     names = {plain: gated for gated, plain in GATED.items()}
     if act.name not in names:
         raise CannotFuse(f"a gate with {act.name}")
@@ -197,7 +180,7 @@ def _gated(act: _Act, product: Node) -> _Gated:
     if gate_layer is not value_layer:
         if gate_views or value_views or gate.x is not value_linear.x:
             raise CannotFuse("gate and value are of different tensors")
-        return _Gated(names[act.name], [gate, value_linear], None, [])
+        return names[act.name], [gate, value_linear], None, []
     shape = fake(gate_layer).shape
     half = shape[-1] // 2
     firsts = [
@@ -206,7 +189,7 @@ def _gated(act: _Act, product: Node) -> _Gated:
     ]
     if firsts not in ([0, 1], [1, 0]):
         raise CannotFuse("gate and value are not the two halves of a layer")
-    return _Gated(names[act.name], [gate], firsts == [0, 1], [*gate_views, *value_views])
+    return names[act.name], [gate], firsts == [0, 1], [*gate_views, *value_views]
 
 
 def _half(shape: Any, half: Any, i: int) -> Layout:

@@ -31,22 +31,23 @@ class _Tokens:
     root: Node
     matched: frozenset[Node]
     prefix: tuple[Node, ...] = ()
-    positions: tuple[Node, ...] = ()  # added in this order
+    positions: Node | None = None
     positions_cover_prefix: bool = False
 
 
 def rewrite(rewriter: GraphRewriter) -> None:
     for node in list(rewriter.graph.nodes):
-        if name_of(node) not in ("conv2d", "conv3d") or not _is_patches(node):
+        if name_of(node) not in ("conv2d", "conv3d"):
             continue
         try:
+            parts = _parts_of(node)
             tokens = _flattened(node)
         except CannotFuse:
-            continue  # a convolution that stays an image
+            continue  # a convolution of something else, or one that stays an image
         refused = None
         for longest in reversed(list(_longer(tokens))):
             try:
-                _rewrite(rewriter, node, longest)
+                _rewrite(rewriter, node, *parts, longest)
                 rewriter.note(node, "patch embedding", True, "patch_embed")
                 break
             except CannotFuse as reason:
@@ -55,33 +56,26 @@ def rewrite(rewriter: GraphRewriter) -> None:
             rewriter.note(node, "patch embedding", False, str(refused))
 
 
-def _arguments(node: Node) -> tuple[Node, Node, Node | None]:
-    image, weight, bias, *_ = arguments(
+def _parts_of(node: Node) -> tuple[Node, Node, Node | None]:
+    """Return image, weight and bias of a convolution. Raises CannotFuse unless it is one of disjoint patches."""
+    image, weight, bias, stride, padding, dilation, groups = arguments(
         node, input=None, weight=None, bias=None, stride=1, padding=0, dilation=1, groups=1
     )
-    return image, weight, bias
-
-
-def _is_patches(node: Node) -> bool:
-    try:
-        _, weight, _, stride, padding, dilation, groups = arguments(
-            node, input=None, weight=None, bias=None, stride=1, padding=0, dilation=1, groups=1
-        )
-        kernel = tuple(fake(weight).shape[2:])
-    except CannotFuse:
-        return False
+    kernel = tuple(fake(weight).shape[2:])
     stride, padding, dilation = (
         tuple(t) if isinstance(t, tuple | list) else t if isinstance(t, str) else (t,) * len(kernel)
         for t in (stride, padding, dilation)
     )
     whole = padding == "valid" or set(padding) == {0}
-    return stride == kernel and whole and set(dilation) == {1} and groups == 1 and max(kernel) > 1
+    if stride != kernel or not whole or set(dilation) != {1} or groups != 1 or max(kernel) == 1:
+        raise CannotFuse("a convolution of other patches")
+    if fake(node).dim() != fake(weight).dim():
+        raise CannotFuse("an image without a batch")
+    return image, weight, bias
 
 
 def _flattened(node: Node) -> _Tokens:
     """Follow the views of the convolution's output to (B, N, D), row by row."""
-    if fake(node).dim() != fake(_arguments(node)[1]).dim():
-        raise CannotFuse("an image without a batch")
     B, D, *grid = fake(node).shape
     n = math.prod(grid)
     want = Layout.of((B, n, D), (D * n, 1, n))
@@ -101,11 +95,11 @@ def _longer(tokens: _Tokens) -> Iterator[_Tokens]:
             return
         (user,) = tokens.root.users
         grown = replace(tokens, root=user, matched=tokens.matched | {tokens.root})
-        if name_of(user) == "add" and len(user.args) == 2 and not user.kwargs and not tokens.positions:
+        if name_of(user) == "add" and len(user.args) == 2 and not user.kwargs and tokens.positions is None:
             other = user.args[1] if user.args[0] is tokens.root else user.args[0]
             if not isinstance(other, Node) or not _is_one_sample(other, tokens.root):
                 return
-            tokens = replace(grown, positions=(other,), positions_cover_prefix=bool(tokens.prefix))
+            tokens = replace(grown, positions=other, positions_cover_prefix=bool(tokens.prefix))
         elif name_of(user) == "cat" and not tokens.prefix and (before := _before(user, tokens.root)) is not None:
             tokens = replace(grown, prefix=before)
         else:
@@ -141,14 +135,13 @@ def _one_sample(node: Node) -> Node | None:
     return node if value is not None and value.dim() == 3 and known_equal(value.shape[0], 1) else None
 
 
-def _rewrite(rewriter: GraphRewriter, conv: Node, tokens: _Tokens) -> None:
-    image, weight, bias = _arguments(conv)
-
+def _rewrite(
+    rewriter: GraphRewriter, conv: Node, image: Node, weight: Node, bias: Node | None, tokens: _Tokens
+) -> None:
     def build(emit: Emitter) -> Node:
-        pos = None
-        if tokens.positions:
-            (pos,) = tokens.positions
-            pos = emit.method("select", pos, 0, 0) if fake(pos).dim() == 3 else pos
+        pos = tokens.positions
+        if pos is not None and fake(pos).dim() == 3:
+            pos = emit.method("select", pos, 0, 0)
         prefix = None
         if tokens.prefix:
             rows = [emit.method("select", node, 0, 0) for node in tokens.prefix]

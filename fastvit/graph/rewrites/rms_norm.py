@@ -9,37 +9,20 @@ than its parts: x and a number a row.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Set
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.fx import Node
 
 from fastvit.blocks.submodules import CannotFuse
-from fastvit.graph.match.calls import arguments, first, is_number, name_of, words
+from fastvit.graph.match.calls import arguments, first, is_number, name_of, only_user, words
 from fastvit.graph.match.layout import known_equal, same_shape
 from fastvit.graph.match.rewriter import Emitter, GraphRewriter
 from fastvit.graph.match.values import CASTS, fake, value_of
 
 _WIDE = (torch.float32, torch.float64)
-
-
-class _MeanSquare(NamedTuple):
-    """The nodes of mean(x * x) + eps. square: x * x; mean: its mean; total: with eps."""
-
-    x: Node
-    square: Node
-    mean: Node
-    total: Node
-    eps: float
-
-
-class _Product(NamedTuple):
-    """A node that may be the norm's output, its weight, and the nodes from the root of the mean square to it."""
-
-    root: Node
-    weight: Node
-    matched: frozenset[Node]
 
 
 def rewrite(rewriter: GraphRewriter) -> None:
@@ -50,7 +33,7 @@ def rewrite(rewriter: GraphRewriter) -> None:
         try:
             squares = _mean_square(first(node))
             if squares is not None:
-                _rewrite(rewriter, node, operation, squares)
+                _rewrite(rewriter, node, operation, *squares)
         except CannotFuse as reason:
             rewriter.note(node, "RMSNorm", False, str(reason))
 
@@ -70,8 +53,8 @@ def _in_place_or_not(node: Any) -> str:
     return name_of(node).removesuffix("_")
 
 
-def _mean_square(total: Any) -> _MeanSquare | None:
-    """mean(x * x, -1, keepdim=True) + eps"""
+def _mean_square(total: Any) -> tuple[Node, set[Node], float] | None:
+    """Return x, the nodes that compute mean(x * x, -1, keepdim=True) + eps, and eps; None for any other node."""
     if _in_place_or_not(total) != "add" or len(total.args) != 2:
         return None
     means = [term for term in total.args if name_of(term) == "mean" and _squared(first(term)) is not None]
@@ -89,7 +72,7 @@ def _mean_square(total: Any) -> _MeanSquare | None:
     dims = list(dim) if isinstance(dim, tuple | list) else [dim]
     if dims not in ([-1], [fake(x).dim() - 1]) or keepdim is not True:
         raise CannotFuse("an RMSNorm over another dimension")
-    return _MeanSquare(x, square, mean, total, float(eps))
+    return x, {square, mean, total}, float(eps)
 
 
 def _squared(node: Any) -> Node | None:
@@ -102,15 +85,19 @@ def _squared(node: Any) -> Node | None:
     return x if square and isinstance(x, Node) else None
 
 
-def _rewrite(rewriter: GraphRewriter, root: Node, operation: str, squares: _MeanSquare) -> None:
-    matched, at = {squares.total, squares.mean, squares.square}, root
-    user = _only_user(at, matched)
+def _rewrite(
+    rewriter: GraphRewriter, root: Node, operation: str, squared: Node, matched: set[Node], eps: float
+) -> None:
+    """Replace the norm. root: of the mean square; squared: x, or a cast of it; matched: the mean square's nodes."""
+    at, user = root, only_user(root)
+    matched.add(root)
     while name_of(user) in CASTS and first(user) is at:
-        at, user = user, _only_user(user, matched)
+        at, user = user, only_user(user)
+        matched.add(at)
     if name_of(user) != operation or at not in user.args[operation == "div" :] or len(user.args) != 2 or user.kwargs:
         raise CannotFuse(f"{words(user)} after the root of a mean of squares")
     of_product = _with_cast_inputs(user.args[0] if user.args[1] is at else user.args[1])
-    of_square = _with_cast_inputs(squares.x)
+    of_square = _with_cast_inputs(squared)
     inputs = [node for node in of_product if node in of_square]
     if not inputs:
         raise CannotFuse("a mean of squares of another tensor")
@@ -121,22 +108,14 @@ def _rewrite(rewriter: GraphRewriter, root: Node, operation: str, squares: _Mean
     for x in reversed(inputs):
         casts = {*of_product[: of_product.index(x)], *of_square[: of_square.index(x)]}
         rounded = {fake(node).dtype for node in inputs[inputs.index(x) :]}
-        for product in reversed(products):
+        for end, weight, nodes in reversed(products):
             try:
-                _put_in(rewriter, x, product, casts, rounded, squares.eps)
+                _put_in(rewriter, x, end, weight, nodes | casts, rounded, eps)
                 return
             except CannotFuse as reason:
                 refused = refused or reason
     assert refused is not None
     raise refused
-
-
-def _only_user(node: Node, matched: set[Node]) -> Node:
-    """Return the only user of node, and add node to `matched`."""
-    if len(node.users) != 1:
-        raise CannotFuse(f"the output of its {words(node)} is used {len(node.users)} times")
-    matched.add(node)
-    return next(iter(node.users))
 
 
 def _with_cast_inputs(node: Any) -> list[Node]:
@@ -148,14 +127,15 @@ def _with_cast_inputs(node: Any) -> list[Node]:
     return casts
 
 
-def _weighted(normalized: Node, matched: frozenset[Node]) -> list[_Product]:
-    """Return the product of x / sqrt(...) with a vector, and its casts, from the first to the last."""
-    found: list[_Product] = []
+def _weighted(normalized: Node, matched: frozenset[Node]) -> list[tuple[Node, Node, frozenset[Node]]]:
+    """Return the product of x / sqrt(...) with a vector, and its casts, from the first to the last: the node, the
+    vector, and the nodes from the root of the mean square to it."""
+    found: list[tuple[Node, Node, frozenset[Node]]] = []
     at = normalized
     weight: Any = None
     while True:
         if weight is not None:
-            found.append(_Product(at, weight, matched))
+            found.append((at, weight, matched))
         if len(at.users) != 1:
             return found
         (user,) = at.users
@@ -169,13 +149,12 @@ def _weighted(normalized: Node, matched: frozenset[Node]) -> list[_Product]:
 
 
 def _put_in(
-    rewriter: GraphRewriter, x: Node, product: _Product, casts: set[Node], rounded: set[torch.dtype], eps: float
+    rewriter: GraphRewriter, x: Node, end: Node, weight: Node, matched: Set[Node], rounded: Set[torch.dtype], eps: float
 ) -> None:
-    """Replace the norm. casts: nodes that cast x; rounded: the dtypes that x was rounded to before."""
-    matched, dtype = {*casts, *product.matched}, fake(x).dtype
-    if any(fake(node).dtype not in (*rounded, fake(product.root).dtype, *_WIDE) for node in matched):
+    """Replace the matched nodes, up to `end`. rounded: the dtypes that x was rounded to before."""
+    dtype, size = fake(x).dtype, fake(weight).shape[0]
+    if any(fake(node).dtype not in (*rounded, fake(end).dtype, *_WIDE) for node in matched):
         raise CannotFuse("an RMSNorm that is rounded on the way")
-    weight, size = product.weight, fake(product.weight).shape[0]
     if name_of(weight) in CASTS and fake(weight).dtype in _WIDE and fake(first(weight)).dtype == dtype:
         weight = first(weight)
     if fake(weight).dtype != dtype:
@@ -186,4 +165,4 @@ def _put_in(
     def build(emit: Emitter) -> Node:
         return emit.call(F.rms_norm, x, (size,), weight, eps)
 
-    rewriter.replace(product.root, matched, build, product.root)
+    rewriter.replace(end, matched, build, end)

@@ -15,7 +15,7 @@ from torch.fx import Node
 
 from fastvit.blocks.submodules import CannotFuse
 from fastvit.graph.match.calls import arguments, first, name_of
-from fastvit.graph.match.layout import Layout, NotALayout, known_equal, same_shape
+from fastvit.graph.match.layout import Layout, known_equal, same_shape
 from fastvit.graph.match.values import VIEWS, fake
 from fastvit.graph.match.views import follow, is_view, strip_views
 from fastvit.ops import Rotary
@@ -119,7 +119,7 @@ def _turned(node: Node, x: Node) -> tuple[bool, frozenset[Node]] | None:
     try:
         if not all(_relative(t, x).is_same(want) for t, want in zip((second, firsts), wanted, strict=True)):
             return None
-    except (NotALayout, CannotFuse):
+    except CannotFuse:
         return None
     between = {*_between(second, x), *_between(firsts, x)}
     return interleaved, frozenset({node, joined, *views, tensors[0], *between})

@@ -15,8 +15,7 @@ from fastvit.integrations.forward import ClassHandler, only_input
 BLOCK = {"dinov2.layers.block.Block", "dinov2.layers.block.NestedTensorBlock"}
 XFORMERS_ATTENTION = "dinov2.layers.attention.MemEffAttention"
 ATTENTION = {XFORMERS_ATTENTION, "dinov2.layers.attention.Attention"}
-SWIGLU = {"dinov2.layers.swiglu_ffn.SwiGLUFFN", "dinov2.layers.swiglu_ffn.SwiGLUFFNFused"}
-MLP = {"dinov2.layers.mlp.Mlp", *SWIGLU}
+MLP = {"dinov2.layers.mlp.Mlp", "dinov2.layers.swiglu_ffn.SwiGLUFFN", "dinov2.layers.swiglu_ffn.SwiGLUFFNFused"}
 LAYER_SCALE: Classes = {nn.Identity, "dinov2.layers.layer_scale.LayerScale"}
 
 
@@ -44,8 +43,10 @@ def read_attention(attn: Any) -> AttentionSpec:
 
 
 def read_mlp(mlp: Any) -> MlpSpec:
-    if qualified_name(mlp) in SWIGLU:  # no dropout, and a function for its activation
-        *both, last = submodules(mlp, w12=LINEAR, w3=LINEAR)
+    """Read an MLP of DINOv2, or of DINOv3, whose SwiGLU has a layer each for gate and value."""
+    if "w3" in mlp._modules:  # no dropout, and a function for its activation
+        names = ("w1", "w2", "w3") if "w1" in mlp._modules else ("w12", "w3")
+        *both, last = submodules(mlp, **dict.fromkeys(names, LINEAR))
         return read.describe_gated_mlp(both, read.SILU, last)
     fc1, act, fc2, drop = submodules(mlp, fc1=LINEAR, act=read.ACTIVATIONS, fc2=LINEAR, drop=DROPOUT)
     return read.describe_mlp(fc1, act, fc2, drop, drop)

@@ -11,15 +11,15 @@ from torch import Tensor, nn
 from fastvit.blocks import read, run, spec
 from fastvit.blocks.read import DROPOUT, LINEAR, NORM
 from fastvit.blocks.recompute import DEFAULT, Recompute
-from fastvit.blocks.spec import AttentionSpec, MlpSpec, PlainLinear
+from fastvit.blocks.spec import AttentionSpec, PlainLinear
 from fastvit.blocks.submodules import CannotFuse, Classes, submodules
 from fastvit.integrations.forward import ClassHandler
+from fastvit.integrations.libraries.dinov2 import read_mlp
 from fastvit.ops import Rotary
 
 ATTENTION = {"dinov3.layers.attention.SelfAttention"}
 MASKED = "dinov3.layers.attention.LinearKMaskedBias"
-SWIGLU = {"dinov3.layers.ffn_layers.SwiGLUFFN"}
-MLP = {"dinov3.layers.ffn_layers.Mlp", *SWIGLU}
+MLP = {"dinov3.layers.ffn_layers.Mlp", "dinov3.layers.ffn_layers.SwiGLUFFN"}
 LAYER_SCALE: Classes = {nn.Identity, "dinov3.layers.layer_scale.LayerScale"}
 
 Batches = Tensor | list[Tensor]
@@ -34,14 +34,6 @@ def read_attention(attn: Any) -> AttentionSpec:
     if isinstance(layer, PlainLinear) and layer.bias is not None and "bias_mask" in qkv._buffers:
         layer = PlainLinear(layer.weight, layer.bias * qkv.bias_mask.to(layer.bias.dtype))
     return read.describe_attention((layer,), proj, attn.num_heads, None, 0.0, proj_drop)
-
-
-def read_mlp(mlp: Any) -> MlpSpec:
-    if "w1" in mlp._modules:  # no dropout, and a function for its activation
-        gate, value, last = submodules(mlp, w1=LINEAR, w2=LINEAR, w3=LINEAR)
-        return read.describe_gated_mlp((gate, value), read.SILU, last)
-    fc1, act, fc2, drop = submodules(mlp, fc1=LINEAR, act=read.ACTIVATIONS, fc2=LINEAR, drop=DROPOUT)
-    return read.describe_mlp(fc1, act, fc2, drop, drop)
 
 
 def read_block(block: Any) -> spec.BlockSpec:

@@ -4,7 +4,7 @@ or videos."""
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,15 +17,8 @@ from fastvit.modules.arguments import Statistics
 from fastvit.modules.patch_embed import is_of_patches
 from fastvit.ops import Norm
 
-
-class Patches(NamedTuple):
-    """A patch embedding. weight (D, C, ph, pw) or (D, C, pt, ph, pw); bias (D,) or None; mean, std: C values for uint8
-    images, or None."""
-
-    weight: Tensor
-    bias: Tensor | None
-    mean: Statistics
-    std: Statistics
+# weight (D, C, ph, pw) or (D, C, pt, ph, pw); bias (D,) or None; mean and std: C values for uint8 images, or None
+Patches = tuple[Tensor, Tensor | None, Statistics, Statistics]
 
 
 def run_norm_in_dtype(x: Tensor, norm: Norm) -> Tensor:
@@ -36,7 +29,7 @@ def run_norm_in_dtype(x: Tensor, norm: Norm) -> Tensor:
 def read_patches(conv: Any, mean: Statistics = None, std: Statistics = None) -> Patches:
     if not is_of_patches(conv):
         raise CannotFuse("its convolution is not one of disjoint patches")
-    return Patches(*read.read_linear(conv), mean, std)
+    return *read.read_linear(conv), mean, std
 
 
 def check_image(conv: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,14 +1,30 @@
-"""timm's Vision Transformers: vit, deit, deit3, dinov2, CLIP and SigLIP towers, and other models with their blocks."""
+"""timm's Vision Transformers: vit, deit, deit3, dinov2, CLIP and SigLIP towers, and other models with their blocks;
+EVA, EVA-02, DINOv3, Perception Encoder, ROPE-ViT and DeepSeek's vision encoder, with and without rotary positions; over
+a grid, SAM's encoder with relative or rotary positions, Swin and S3 with attention within shifted windows.
+
+EVA's blocks with norms after their branches (`EvaBlockPostNorm`) run their own forward; the modules in them are fused.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from fastvit.blocks import read, read_parallel, read_timm, run
-from fastvit.blocks.submodules import CannotFuse
+from fastvit.blocks import grid, read, read_eva, read_parallel, read_timm, run, windows
+from fastvit.blocks.grid import GridAttention, GridBlock, Positions
+from fastvit.blocks.read import DROP_PATH, LAYER_SCALE, MLP, NORM
+from fastvit.blocks.spec import AttentionSpec, HalfSpec
+from fastvit.blocks.submodules import CannotFuse, Classes, submodules
+from fastvit.blocks.windows import WindowBlock
 from fastvit.integrations.forward import ClassHandler, checked_mask
+from fastvit.ops import Rotary
+
+_SAM, _SWIN = "timm.models.vision_transformer_sam", "timm.models.swin_transformer"
+_SAM_ATTENTION: Classes = {f"{_SAM}.Attention"}
+_SAM_HALF: dict[str, Classes] = {"attn": _SAM_ATTENTION, "norm1": NORM, "ls1": LAYER_SCALE, "drop_path1": DROP_PATH}
+_SWIN_ATTENTION: Classes = {f"{_SWIN}.WindowAttention"}
+_SHIFT_BIAS = -100.0  # as `SwinTransformerBlock.get_attn_mask` has it
 
 
 def check_call(module: nn.Module, x: Any, attn_mask: Any = None, is_causal: bool = False) -> Any:
@@ -21,6 +37,73 @@ def masks(module: nn.Module, x: Any, attn_mask: Any = None, is_causal: bool = Fa
     return {"attn_mask": checked_mask(attn_mask, x.shape[1]), "is_causal": bool(is_causal)}
 
 
+def check_eva_call(module: nn.Module, x: Any, rope: Any = None, attn_mask: Any = None, is_causal: bool = False) -> Any:
+    return check_call(module, x, attn_mask, is_causal)
+
+
+def eva_masks(
+    module: nn.Module, x: Any, rope: Any = None, attn_mask: Any = None, is_causal: bool = False
+) -> dict[str, Any]:
+    return masks(module, x, attn_mask, is_causal)
+
+
+def eva_rotary(module: Any, x: Tensor, rope: Tensor | None = None, *_: Any, **__: Any) -> Rotary | None:
+    positions = read_eva.rotary(module, x, rope)
+    if positions is not None and x.shape[1] != positions.num_prefix_tokens + positions.sin.shape[-2]:
+        raise CannotFuse(f"rotary positions for {positions.sin.shape[-2]} of {x.shape[1]} tokens")
+    return positions
+
+
+def read_sam_attention(attn: Any) -> GridAttention:
+    attention = read_timm.read_attention(attn)
+    positions = Positions()
+    if attn.use_rel_pos:
+        grid.check_relative_positions(attention)
+        positions = Positions((attn.rel_pos_h, attn.rel_pos_w))
+    elif attn.rope is not None:
+        (rope,) = submodules(attn, rope={"timm.layers.pos_embed_sincos.RotaryEmbeddingCat"})
+        sin, cos = rope.get_embed().chunk(2, dim=-1)
+        positions = Positions(rotary=Rotary(sin, cos, interleaved=True))
+    return GridAttention(attention, positions)
+
+
+def read_sam_block(block: Any) -> GridBlock:
+    attention_half = read_timm.read_half(read_sam_attention, _SAM_HALF, block)
+    attention, positions = attention_half.branch
+    half = attention_half._replace(branch=attention)
+    window = (block.window_size, block.window_size) if block.window_size else None
+    return GridBlock(half, positions, read_timm.read_mlp_half(block), window, drops_windows=True)
+
+
+def read_swin_attention(attn: Any) -> AttentionSpec:
+    submodules(attn, softmax={nn.Softmax})
+    return read_timm.read_attention(attn)
+
+
+def read_swin_block(block: Any) -> WindowBlock:
+    norm1, attn, drop_path1 = submodules(block, norm1=NORM, attn=_SWIN_ATTENTION, drop_path1=DROP_PATH)
+    norm2, mlp, drop_path2 = submodules(block, norm2=NORM, mlp=MLP, drop_path2=DROP_PATH)
+    first = HalfSpec(read_swin_attention(attn), read.read_norm(norm1), None, *read.read_drop_path(drop_path1))
+    second = HalfSpec(read_timm.read_mlp(mlp), read.read_norm(norm2), None, *read.read_drop_path(drop_path2))
+    bias = windows.bias_of(attn.relative_position_bias_table, attn.relative_position_index)
+    return WindowBlock(first, second, bias, block.window_size, block.shift_size, _SHIFT_BIAS, rolls_first=True)
+
+
+def check_swin_call(block: Any, x: Tensor) -> Tensor:
+    mask = block.attn_mask
+    if mask is not None and not block.dynamic_mask:
+        (gh, gw), (wh, ww) = x.shape[1:3], block.window_size
+        if mask.shape[0] != -(-gh // wh) * -(-gw // ww):
+            raise CannotFuse(f"a grid of {gh} x {gw}, which its mask is not for")
+    return x
+
+
+_EVA_ATTENTION = ClassHandler(
+    read_eva.read_attention, run.run_attention, check_eva_call, rotary=eva_rotary, options=eva_masks
+)
+_EVA_BLOCK = ClassHandler(
+    read_eva.read_block, run.run_block, check_eva_call, rotary=eva_rotary, options=eva_masks, takes_recompute=True
+)
 HANDLERS = {
     "timm.models.vision_transformer.Block": ClassHandler(
         read_timm.read_block, run.run_block, check_call, options=masks, takes_recompute=True
@@ -31,6 +114,15 @@ HANDLERS = {
     **dict.fromkeys(
         read.ATTENTION, ClassHandler(read_timm.read_attention, run.run_attention, check_call, options=masks)
     ),
-    **dict.fromkeys(read.MLP, ClassHandler(read_timm.read_mlp, run.run_mlp, ndim=None)),
+    **dict.fromkeys(MLP, ClassHandler(read_timm.read_mlp, run.run_mlp, ndim=None)),
+    "timm.models.eva.EvaBlock": _EVA_BLOCK,
+    "timm.models.deepseek_vit.DeepseekVitBlock": _EVA_BLOCK,
+    "timm.models.eva.EvaAttention": _EVA_ATTENTION,
+    "timm.layers.attention.AttentionRope": _EVA_ATTENTION,
+    f"{_SAM}.Block": ClassHandler(read_sam_block, grid.run_block, ndim=4, takes_recompute=True),
+    **dict.fromkeys(_SAM_ATTENTION, ClassHandler(read_sam_attention, grid.run_attention, ndim=4)),
+    f"{_SWIN}.SwinTransformerBlock": ClassHandler(
+        read_swin_block, windows.run_block, check_swin_call, ndim=4, takes_recompute=True
+    ),
 }
 EMBEDDINGS = {"timm.layers.patch_embed.PatchEmbed": "proj"}

@@ -54,31 +54,31 @@ _CONVOLUTIONS = {  # of patch embeddings: class name without the prefix, and the
 ROTATES = ("DINOv3ViT", "Sapiens2", "Pixtral")  # layers with rotary positions
 
 
-def _qualified(file: str, name: str) -> str:
+def qualified(file: str, name: str) -> str:
     return f"transformers.models.{file}.modeling_{file}.{name}"
 
 
 def class_of(prefix: str, suffix: str) -> str:
     name = prefix + suffix
-    return _qualified(MODELS[prefix].file, name.replace("DINO", "Dino") if suffix == "DropPath" else name)
+    return qualified(MODELS[prefix].file, name.replace("DINO", "Dino") if suffix == "DropPath" else name)
 
 
 EMBEDDINGS = {class_of(prefix, suffix): attribute for prefix, (suffix, attribute) in _CONVOLUTIONS.items()}
 # RMSNorms with T5's code, and the MLPs of layers that are not known as a whole
 RMS_NORM: set[type | str] = {
     *(class_of(prefix, "RMSNorm") for prefix in ("Aimv2", "Ovis2", "InternVLVision", "Sapiens2", "Pixtral")),
-    _qualified("qwen2_5_vl", "Qwen2_5_VLRMSNorm"),
-    _qualified("glm4v", "Glm4vRMSNorm"),
+    qualified("qwen2_5_vl", "Qwen2_5_VLRMSNorm"),
+    qualified("glm4v", "Glm4vRMSNorm"),
 }
 OTHER_MLPS = {
-    _qualified("qwen2_5_vl", "Qwen2_5_VLMLP"),
-    _qualified("glm4v", "Glm4VisionMlp"),
+    qualified("qwen2_5_vl", "Qwen2_5_VLMLP"),
+    qualified("glm4v", "Glm4VisionMlp"),
 }
 # Attention within images or windows that cu_seqlens separates, all with the same code
 VARLEN_ATTENTION = {
-    _qualified("qwen2_vl", "VisionAttention"),
+    qualified("qwen2_vl", "VisionAttention"),
     *(
-        _qualified(file, f"{prefix}VisionAttention")
+        qualified(file, f"{prefix}VisionAttention")
         for file, prefix in {
             "qwen2_5_vl": "Qwen2_5_VL",
             "qwen3_vl": "Qwen3VL",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,6 @@ from fastvit.integrations.transformers.hooks import (
     check_version,
     checkpoint_of,
 )
-from fastvit.integrations.transformers.nested import WithoutWeights, is_nested, read_nested_attention, read_nested_mlp
 from fastvit.ops import Norm, Rotary
 from fastvit.ops.runtime.checks import takes_head_dim
 
@@ -40,6 +39,39 @@ __all__ = ["register_attention"]
 _NORM = read.NORM | RMS_NORM
 # Arguments about a model's results or its loss, which change nothing inside a layer
 _HARMLESS = ("output_hidden_states", "return_dict", "use_cache", "num_items_in_batch")
+
+
+class WithoutWeights(NamedTuple):
+    """Attention of a module that returns only the output, without weights."""
+
+    attention: AttentionSpec
+
+
+def is_nested(attn: Any) -> bool:
+    """Return whether attention is two modules, as in ViT and DeiT of transformers 5.0 to 5.8 and DINOv2 of 5.0 to 5.17:
+    the first has q, k and v, the second the last linear layer and its dropout."""
+    return "attention" in attn._modules
+
+
+def read_nested_attention(prefix: str, attn: Any) -> AttentionSpec:
+    inner = attention_of(attn, "attention", class_of(prefix, "SelfAttention"))
+    (output,) = submodules(attn, output={class_of(prefix, "SelfOutput")})
+    check_attention(inner)
+    qkv = submodules(inner, query=LINEAR, key=LINEAR, value=LINEAR)
+    proj, dropout = submodules(output, dense=LINEAR, dropout=read.DROPOUT)
+    layers = tuple(map(read.read_layer, qkv))
+    p = inner.dropout_prob if inner.training else 0.0
+    return read.describe_attention(layers, proj, inner.num_attention_heads, inner.scaling, p, dropout)
+
+
+def read_nested_mlp(prefix: str, layer: Any) -> MlpSpec:
+    """Read the MLP of ViT and DeiT in transformers 5.0 to 5.8: the first module has fc1, the second fc2 and dropout."""
+    first, last = submodules(
+        layer, intermediate={class_of(prefix, "Intermediate")}, output={class_of(prefix, "Output")}
+    )
+    fc1, act = submodules(first, dense=LINEAR, intermediate_act_fn=read.ACTIVATIONS)
+    fc2, dropout = submodules(last, dense=LINEAR, dropout=read.DROPOUT)
+    return read.describe_mlp(fc1, act, fc2, None, dropout)
 
 
 def read_attention(attn: Any, proj: str, dropout: read.Dropout = None) -> AttentionSpec:

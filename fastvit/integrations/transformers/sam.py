@@ -14,6 +14,7 @@ from fastvit.blocks.recompute import DEFAULT, Recompute
 from fastvit.blocks.spec import AttentionSpec, HalfSpec, MlpSpec
 from fastvit.blocks.submodules import CannotFuse, submodules
 from fastvit.integrations.forward import ClassHandler
+from fastvit.integrations.transformers.classes import qualified
 from fastvit.integrations.transformers.hooks import LayerSpec, attention_of, check_version, checkpoint_of
 
 _SAM = {  # files, and prefixes of the classes
@@ -58,7 +59,7 @@ def read_mlp(mlp: Any) -> MlpSpec:
 
 def read_layer(file: str, prefix: str, layer: Any) -> LayerSpec[GridBlock]:
     norm1, norm2 = submodules(layer, layer_norm1=NORM, layer_norm2=NORM)
-    (mlp,) = submodules(layer, mlp={_qualified(file, f"{prefix}MLPBlock")})
+    (mlp,) = submodules(layer, mlp={qualified(file, f"{prefix}MLPBlock")})
     attention = read_attention(attention_of(layer, "attn", *_attentions(file, prefix)))
     return _described(layer, attention, norm1, norm2, mlp, 0.0)
 
@@ -68,7 +69,7 @@ def read_vitdet_layer(layer: Any) -> LayerSpec[GridBlock]:
         raise CannotFuse("convolutions after its MLP")
     norm1, norm2 = submodules(layer, norm1=NORM, norm2=NORM)
     mlp, drop_path = submodules(
-        layer, mlp={_VITDET_MLP}, drop_path={nn.Identity, _qualified("vitdet", "VitDetDropPath")}
+        layer, mlp={_VITDET_MLP}, drop_path={nn.Identity, qualified("vitdet", "VitDetDropPath")}
     )
     attention = read_vitdet_attention(attention_of(layer, "attention", _VITDET_ATTENTION))
     return _described(layer, attention, norm1, norm2, mlp, read.read_drop_path(drop_path)[0])
@@ -112,28 +113,24 @@ def run_vitdet_attention(x: Tensor, attn: GridAttention) -> tuple[Tensor]:
     return (grid.run_attention(x, attn),)
 
 
-def _qualified(file: str, name: str) -> str:
-    return f"transformers.models.{file}.modeling_{file}.{name}"
-
-
 def _attentions(file: str, prefix: str) -> list[str]:
-    return [_qualified(file, f"{prefix}Vision{kind}Attention") for kind in ("", "Sdpa")]
+    return [qualified(file, f"{prefix}Vision{kind}Attention") for kind in ("", "Sdpa")]
 
 
-_VITDET_ATTENTION, _VITDET_MLP = _qualified("vitdet", "VitDetAttention"), _qualified("vitdet", "VitDetMlp")
+_VITDET_ATTENTION, _VITDET_MLP = qualified("vitdet", "VitDetAttention"), qualified("vitdet", "VitDetMlp")
 HANDLERS: dict[type | str, ClassHandler] = {
-    _qualified("vitdet", "VitDetLayer"): ClassHandler(
+    qualified("vitdet", "VitDetLayer"): ClassHandler(
         read_vitdet_layer, run_vitdet_layer, check_call, ndim=4, takes_recompute=True
     ),
     _VITDET_ATTENTION: ClassHandler(read_vitdet_attention, run_vitdet_attention, check_vitdet_call, ndim=4),
     _VITDET_MLP: ClassHandler(read_mlp, run.run_mlp, ndim=None),
 }
-EMBEDDINGS = {_qualified("vitdet", "VitDetEmbeddings"): "projection"}
+EMBEDDINGS = {qualified("vitdet", "VitDetEmbeddings"): "projection"}
 for _file, _prefix in _SAM.items():
-    HANDLERS[_qualified(_file, f"{_prefix}VisionLayer")] = ClassHandler(
+    HANDLERS[qualified(_file, f"{_prefix}VisionLayer")] = ClassHandler(
         partial(read_layer, _file, _prefix), run_layer, check_call, ndim=4, takes_recompute=True
     )
     # the other attention returns its weights as well
     HANDLERS[_attentions(_file, _prefix)[1]] = ClassHandler(read_attention, run_sdpa_attention, check_call, ndim=4)
-    HANDLERS[_qualified(_file, f"{_prefix}MLPBlock")] = ClassHandler(read_mlp, run.run_mlp, ndim=None)
-    EMBEDDINGS[_qualified(_file, f"{_prefix}PatchEmbeddings")] = "projection"
+    HANDLERS[qualified(_file, f"{_prefix}MLPBlock")] = ClassHandler(read_mlp, run.run_mlp, ndim=None)
+    EMBEDDINGS[qualified(_file, f"{_prefix}PatchEmbeddings")] = "projection"
