@@ -40,7 +40,7 @@ from fastvit.kernels._tiles import (
 )
 
 RELATIVE_NOT_SPECIALIZED = [
-    "M", "H", "height", "width", "grid_h", "grid_w",
+    "B", "M", "H", "height", "width", "grid_h", "grid_w",
     *(f"stride_{x}{i}" for x in ("q", "k", "v", "o", "do", "dq", "dk", "dv", "rows", "columns") for i in "bnh"),
 ]  # fmt: skip
 
