@@ -42,7 +42,7 @@ def in_place(m, x):
 
 
 def rows_for_columns(m, x):
-    """Of as many"""
+    """A norm of a square matrix: means of rows for its columns, of which there are as many."""
     s = x[0, :1].mT * x[0, :1]
     return normalized(s, s.pow(2).mean(-1)) * m.weight
 

@@ -43,7 +43,7 @@ def padding(image: Tensor) -> Tensor:
 
 
 def test_a_mask_that_no_op_takes_under_compile(vit, device) -> None:
-    """As flash attention has it, (N, N): the warning comes while the graph is made, and does not break it."""
+    """A mask (N, N), as flash attention takes it: the warning comes while the graph is made, and does not break it."""
     fastvit.accelerate(vit)
     torch._dynamo.reset()
     layer, hidden = vit.layers[0], torch.randn(2, 17, 64, device=device)

@@ -179,7 +179,7 @@ class Other(nn.Identity):
 
 @pytest.mark.parametrize("method", ["forward_features", "pool", "forward_head"])
 def test_a_replaced_method_is_refused(method):
-    """Of a subclass, and of an instance."""
+    """A method of a subclass, and one of an instance."""
     kind = type("Other", (VisionTransformer,), {method: lambda self, x: x})
     given = VisionTransformer(**SIZES)
     setattr(given, method, lambda x: x)

@@ -59,7 +59,7 @@ def test_names() -> None:
 
 
 def test_the_cost_of_timms_parallel_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the layers of both halves 3 * D rows are q's, k's and v's, and D columns attention's."""
+    """In the layers that both halves share, 3 * D rows are of q, k and v, and D columns are of attention."""
     timm, D, hidden = import_timm(), 64, 256
     block_fn = partial(timm.models.vision_transformer.ParallelScalingBlock, fuse_out_proj=True)
     small = {"img_size": 32, "embed_dim": D, "num_heads": 2, "depth": 1, "block_fn": block_fn}

@@ -215,7 +215,7 @@ def test_one_key(backend, device):
 
 
 def test_a_row_below_the_least_float32(device):
-    """Of a float64 mask, it hides all keys of float32, also in a backward pass that computes weights again."""
+    """It hides all keys from float32 queries, also in a backward pass that computes weights again."""
     mask = torch.zeros(20, 20, dtype=torch.float64, device=device)
     mask[0] = -1e300
     for p in (0.0, 0.3):

@@ -58,7 +58,7 @@ def test_dropout(backend, device):
 
 @pytest.mark.parametrize("recompute", ["none", "all"])
 def test_causal(recompute, device):
-    """As with a mask that hides what lies after a query."""
+    """Causal attention equals attention with a mask that hides what lies after a query."""
     tensors = made(PLAIN, B, N, device)
     seen = torch.ones(N, N, dtype=torch.bool, device=device).tril()
     causal, masked = (

@@ -41,7 +41,7 @@ def test_the_plot(tmp_path, capsys):
 
 
 def test_a_budget(capsys):
-    """Of other patches, and of a model of one size, whose largest image is not searched."""
+    """With other patches; and for a model of one size, whose largest image is not searched."""
     words = ["--budget", "16MiB", "--providers", "sdpa", "--json", "--batch", "2", "--device", "cpu", "--mode", "infer"]
     assert main(["memory", SMALL, "--image-size", "36", "--patch-size", "6", *words]) == 0
     (fit,) = json.loads(capsys.readouterr().out)["fits"]

@@ -184,7 +184,7 @@ def test_the_largest_that_fits(power, step):
 
 
 def test_a_search_plans_few_steps(monkeypatch):
-    """Of a batch, and of the side of eager attention, whose memory grows with its fourth power."""
+    """For the batch, and for the side of an image with eager attention, whose memory grows with its fourth power."""
     planned = []
     monkeypatch.setattr(search, "plan", lambda *args, **options: planned.append(args) or plan(*args, **options))
     source, budget, size = find.find(SMALL), 64 << 20, (64, 64)

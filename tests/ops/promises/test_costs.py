@@ -70,7 +70,7 @@ def test_flops(name, device):
 @pytest.mark.parametrize("frozen", ["x", "weight"])
 @pytest.mark.parametrize("name", ["linear gelu", "layer_norm_linear"])
 def test_no_matmul_for_a_frozen_tensor(name, frozen, device):
-    """Of x, whatever norm comes before."""
+    """If x is frozen, so is the norm before it."""
     others = ("norm_weight", "norm_bias") if frozen == "x" else ()
     assert counted(name, device, (frozen, *others)) == counted(name, device) * 2 // 3
 

@@ -58,8 +58,8 @@ def wrong_tensors(name: str, key: str, t: Tensor) -> Iterator[tuple[type[Excepti
 
 @pytest.mark.parametrize("name", ROWS)
 def test_a_wrong_tensor(name: str, device: torch.device) -> None:
-    """Of another dtype, on another device, with another last dimension, with another rank. The message names it, or the
-    tensor that it does not fit."""
+    """A tensor with another dtype, device, last dimension or rank. The message names it, or the tensor that it does not
+    fit."""
     tensors = made(name, B, N, device)
     names = {argument_of(name, key) for key in tensors} | {"head_dim"}
     for key, t in tensors.items():
