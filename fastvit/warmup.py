@@ -25,7 +25,6 @@ from unittest import mock
 import torch
 import triton
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_unflatten
 from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 
@@ -35,7 +34,7 @@ from fastvit.ops.runtime import dtypes, registry
 from fastvit.ops.runtime.backend import KernelUnsupported, Path
 from fastvit.ops.runtime.call import UNKEPT
 from fastvit.study.machine import why_no_gpu
-from fastvit.study.memory.allocations import TensorLayout
+from fastvit.study.memory.allocations import without_data
 from fastvit.study.memory.plan import trace_step
 from fastvit.study.memory.step import Setting
 from fastvit.study.sources.model_source import ModelSource
@@ -181,16 +180,9 @@ def record_step(
     seen = trace_step(source, "fastvit", image_size, batch, setting, gpu=True).seen
     with recording(recorder, multiprocessors), torch.no_grad():
         for op, leaves, nested in dict.fromkeys((op.op, op.leaves, op.nested) for op in seen.ops):
-            arguments, keywords = tree_unflatten([_on_meta(leaf) for leaf in leaves], nested)
+            arguments, keywords = without_data(leaves, nested, "meta")
             with contextlib.suppress(KernelUnsupported):
                 registry.IMPLEMENTATIONS[op](*arguments, call=UNKEPT[Path.TRITON], **keywords)
-
-
-def _on_meta(leaf: Any) -> Any:
-    """Return an argument of an op, a tensor without data for a recorded layout."""
-    if not isinstance(leaf, TensorLayout):
-        return leaf
-    return torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype, device="meta")
 
 
 def gpu_at_hand() -> tuple[str, int]:

@@ -7,7 +7,7 @@ import functools
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_iter, tree_map_only
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_iter, tree_map, tree_map_only, tree_unflatten
 
 from fastvit import _triton, ops
 from fastvit.ops.runtime import backend as backends
@@ -70,6 +70,15 @@ class TensorLayout(NamedTuple):
     @classmethod
     def of(cls, tensor: Tensor) -> TensorLayout:
         return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype)
+
+
+def without_data(leaves: Sequence[Any], nested: TreeSpec, device: str) -> Any:
+    """Return an op's arguments and keywords as `OpTrace` has them, with tensors without data for their layouts."""
+
+    def made(x: Any) -> Any:
+        return torch.empty_strided(*x[:2], dtype=x.dtype, device=device) if isinstance(x, TensorLayout) else x
+
+    return tree_map(made, tree_unflatten(leaves, nested), is_leaf=lambda x: isinstance(x, TensorLayout))
 
 
 class OpTrace(NamedTuple):

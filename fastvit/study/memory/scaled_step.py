@@ -17,14 +17,13 @@ from dataclasses import fields
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import TreeSpec, tree_map, tree_unflatten
+from torch.utils._pytree import TreeSpec
 
 from fastvit.ops.runtime import registry
 from fastvit.ops.runtime.backend import Path
 from fastvit.ops.runtime.call import UNKEPT
-from fastvit.study.memory.allocations import Allocations, OpTrace, TensorLayout, as_on
+from fastvit.study.memory.allocations import Allocations, OpTrace, as_on, without_data
 from fastvit.study.memory.peak import running_peak
 from fastvit.study.memory.plan import Parts, trace_step
 from fastvit.study.memory.step import Setting
@@ -140,13 +139,8 @@ def _scratch_of_run(op: Any, leaves: tuple[Any, ...], nested: TreeSpec, gpu: boo
     meta tensors, which are faster to make; a CPU's functions depend on the device."""
     device, fakes = ("meta", contextlib.nullcontext()) if gpu else ("cpu", FakeTensorMode())
     seen, path = Allocations(gpu), Path.TRITON if gpu else Path.ATEN
-
-    def made(x: Any) -> Any:
-        return torch.empty_strided(*x[:2], dtype=x.dtype, device=device) if isinstance(x, TensorLayout) else x
-
     with fakes:
-        laid = tree_unflatten(leaves, nested)
-        arguments, keywords = tree_map(made, laid, is_leaf=lambda x: isinstance(x, TensorLayout))
+        arguments, keywords = without_data(leaves, nested, device)
         given = set(seen.see((arguments, keywords)))
         with seen:
             result = registry.IMPLEMENTATIONS[op](*arguments, call=UNKEPT[path], **keywords)
