@@ -11,8 +11,8 @@ PYTEST := $(BIN)/pytest --numprocesses auto --maxprocesses 8 --dist worksteal
 test: $(INSTALLED)  ## the tests, over all cores; ARGS="-k attention" picks some
 	$(PYTEST) -m "not nightly" $(ARGS)
 
-test-quick: $(INSTALLED)  ## of these one case of every test and backend
-	$(PYTEST) -m "not nightly" --one-case $(ARGS)
+test-quick: $(INSTALLED)  ## of ops, modules and models one case of every test and backend, in two minutes
+	$(PYTEST) -m "not nightly" --one-case tests/ops tests/modules tests/integrations tests/weights $(ARGS)
 
 nightly: $(INSTALLED)  ## what takes long: sm_80, FLOPs of every model, rehearsals of programs for a GPU
 	$(PYTEST) -m nightly $(ARGS)

@@ -185,6 +185,7 @@ def test_every_option_builds_on_a_device_without_memory(workload):
     assert [g.shape for g in gradients] == [leaf.shape for leaf in runner.leaves]
 
 
+@pytest.mark.nightly
 def test_a_run_prints_its_tables(tmp_path):
     """Two cases, without the libraries that are compared with."""
     arguments = ["benchmarks", "--benchmark-only", "--quick", "-p", "no:cacheprovider", "-k", "[layer_norm-"]

@@ -106,7 +106,12 @@ def test_norms_of_q_and_k(case, backend, device):
     assert_op_as_accurate(case.function(ops), with_our_attention(case.function(formulas)), tensors)
 
 
-@pytest.mark.parametrize("name", ["layer_norm_attention rotary", "layer_norm_attention qk_norm"])
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [(name, "aten") for name in ("layer_norm_attention rotary", "layer_norm_attention qk_norm")]
+    + [("layer_norm_attention qk_norm", "triton")],
+    indirect=["backend"],
+)
 def test_directly_and_through_the_dispatcher(name, backend, device):
     """In place in the packed tensor, and as ops: the same bits; and a retained graph gives them twice."""
     tensors = made(name, 1, 6, device)
