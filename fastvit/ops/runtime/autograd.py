@@ -65,8 +65,14 @@ def in_backward(x: Tensor, gradient: Tensor) -> Tensor:
 
 def unviewed(output: Tensor) -> Tensor:
     """Turn a new output that is a view into a tensor without a base: a view that a Function returns, or that was made
-    under no_grad, may not be edited in place. A trace keeps its gradient."""
-    return output if is_jit_tracing() else output.detach()
+    under no_grad, may not be edited in place. A trace keeps its gradient. So does a compiler: where a graph returns two
+    views of this output, it would take the detached tensor for their base, which has no gradient."""
+    if is_jit_tracing():
+        return output
+    if torch.compiler.is_compiling():
+        plain: Tensor = torch.ops.aten._unsafe_view(output, output.shape)
+        return plain
+    return output.detach()
 
 
 Computed = tuple[tuple[Any, ...], dict[str, Any]]  # what `FusedNode.compute` returns
