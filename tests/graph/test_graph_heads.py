@@ -1,4 +1,4 @@
-"""What stands between the projection and attention in graphs: norms of q and k, rotary positions, and keys and values
+"""The patterns between the projection and attention in graphs: norms of q and k, rotary positions, and keys and values
 that heads of q share. Part of the op in the spellings of libraries, and left where it is another formula."""
 
 import pytest

@@ -1,4 +1,4 @@
-"""What `accelerate` leaves to the library, and why: at once, and in a call that its ops do not take."""
+"""Modules and calls that `accelerate` leaves to the library, and why: at once, or in a call that no op takes."""
 
 from collections.abc import Callable
 from functools import partial

@@ -1,4 +1,4 @@
-"""What a call passes next to the tokens: masks, causality, rotary positions, ends of sequences. Dropout of gated
+"""Arguments of a call next to the tokens: masks, causality, rotary positions, ends of sequences. Dropout of gated
 MLPs."""
 
 from collections.abc import Callable

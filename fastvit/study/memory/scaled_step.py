@@ -84,6 +84,7 @@ class ScaledStep:
             raise ValueError(f"{source.name} runs other functions at other sizes")
         self.pairs, self.seen = [*zip(*products, strict=True)], seen
         self.term = functools.cache(self._term)
+        self.scratch_of_run = functools.cache(_scratch_of_run)  # only here: it depends on settings, such as threads
         self.again: dict[_Arguments, list[int]] = {}  # ops with different arguments; the model's blocks share them
         for n, op in first.ops.items():
             key = op.op, op.leaves, second.ops[n].leaves, op.nested
@@ -130,10 +131,9 @@ class ScaledStep:
                 raise ValueError(f"{op} of {self.name} has an argument that grows from {a} to {b}")
             return term[0] * products[term[1]]
 
-        return _scratch_of_run(op, tuple(map(scaled, first, second)), nested, self.seen.gpu)
+        return self.scratch_of_run(op, tuple(map(scaled, first, second)), nested, self.seen.gpu)
 
 
-@functools.cache
 def _scratch_of_run(op: Any, leaves: tuple[Any, ...], nested: TreeSpec, gpu: bool) -> int:
     """Run a fused op on tensors without data, and return the most scratch memory that it holds. A GPU's launchers take
     meta tensors, which are faster to make; a CPU's functions depend on the device."""

@@ -1,4 +1,4 @@
-"""What a call costs: FLOPs, as PyTorch counts them, and what is kept for the backward pass."""
+"""The costs of a call: FLOPs, as PyTorch counts them, and what is kept for the backward pass."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What is edited in place after a call: a result may be, and whatever the backward pass needs raises, never silently
+"""Edits in place after a call: a result may be, and whatever the backward pass needs raises, never silently
 wrong."""
 
 import pytest
