@@ -1,0 +1,1 @@
+"""The host's time to queue calls: `python -m benchmarks.host`."""
