@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 import time
 import timeit
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -46,7 +46,7 @@ MODEL = Workload("model", {"name": "vit_small_patch16_224", "B": 1, "px": 224})
 MODES = {"forward": ("inference", torch.bfloat16), "both passes": ("training", torch.bfloat16)}
 AUTOCAST = {"both passes, autocast": ("training", torch.float32)}  # float32 parameters, autocast to bfloat16
 _CALLS = {BLOCK.op: 5, MODEL.op: 1}  # others: 20. CUDA queues about 1,000 launches, then the host waits
-_ROUNDS, _LOWEST = 200, 10
+_PASSES, _ROUNDS, _LOWEST = 4, 50, 10
 
 
 class Row(NamedTuple):
@@ -93,22 +93,23 @@ def rows_of_graphs(device: torch.device) -> Iterator[Row]:
         yield Row(str(op._schema.name), "in a graph", {"fastvit": partial(op, *detached)}, 20)
 
 
-def measure(row: Row, device: torch.device) -> dict[str, float]:
-    """Return by provider the microseconds of the host for one call: the mean of the lowest rounds, in random orders.
-    The clock stops when the last call is queued, whatever the GPU still has to do."""
-    microseconds: dict[str, list[float]] = {name: [] for name in row.steps}
-    for step in row.steps.values():
-        for _ in range(3):
-            step()
-    for name in (name for names in orders(row.steps, _ROUNDS) for name in names):
-        step = row.steps[name]
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        start = time.perf_counter()
-        for _ in range(row.calls):
-            step()
-        microseconds[name].append(1e6 * (time.perf_counter() - start) / row.calls)
-    return {name: fmean(sorted(each)[:_LOWEST]) for name, each in microseconds.items()}
+def measure(every: Sequence[Row], device: torch.device) -> list[dict[str, float]]:
+    """Return for each row, by provider, the microseconds of the host for one call: the mean of the lowest rounds.
+
+    The clock stops when the last call of a round is queued, whatever the GPU still has to do. Providers take turns in
+    random order. A row's rounds are spread over several passes, because a shared machine is slow for seconds.
+    """
+    samples: list[dict[str, list[float]]] = [{name: [] for name in row.steps} for row in every]
+    for row, microseconds in [*zip(every, samples, strict=True)] * _PASSES:
+        for name in (name for names in orders(row.steps, _ROUNDS) for name in names):
+            step = row.steps[name]
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            start = time.perf_counter()
+            for _ in range(row.calls):
+                step()
+            microseconds[name].append(1e6 * (time.perf_counter() - start) / row.calls)
+    return [{name: fmean(sorted(each)[:_LOWEST]) for name, each in of_row.items()} for of_row in samples]
 
 
 def cells(row: Row, measured: dict[str, float]) -> tuple[str, ...]:
@@ -144,7 +145,7 @@ def table(device: torch.device) -> list[str]:
     if device.type == "cpu" and (real := real_work(step for row in every for step in row.steps.values())):
         raise RuntimeError(f"no stand-in for {', '.join(sorted(real))}: add it to stand_ins.cpp")
     columns = "us of the host", "", "eager", "SDPA", "fastvit", "fastvit\n/ eager", "fastvit\n/ SDPA"
-    return make(columns, [cells(row, measure(row, device)) for row in every], left=2)
+    return make(columns, map(cells, every, measure(every, device)), left=2)
 
 
 def main() -> int:
