@@ -46,6 +46,7 @@ MODEL = Workload("model", {"name": "vit_small_patch16_224", "B": 1, "px": 224})
 MODES = {"forward": ("inference", torch.bfloat16), "both passes": ("training", torch.bfloat16)}
 AUTOCAST = {"both passes, autocast": ("training", torch.float32)}  # float32 parameters, autocast to bfloat16
 _CALLS = {BLOCK.op: 5, MODEL.op: 1}  # others: 20. CUDA queues about 1,000 launches, then the host waits
+_IN_A_GRAPH = "in a graph"
 _PASSES, _ROUNDS, _LOWEST = 4, 50, 10
 
 
@@ -90,7 +91,7 @@ def rows_of_graphs(device: torch.device) -> Iterator[Row]:
             workload.step("fastvit", "training", Draw(torch.bfloat16, device))[0]()
     for op, arguments in collected.calls.items():
         detached = [a.detach() if isinstance(a, torch.Tensor) else a for a in arguments]
-        yield Row(str(op._schema.name), "in a graph", {"fastvit": partial(op, *detached)}, 20)
+        yield Row(str(op._schema.name), _IN_A_GRAPH, {"fastvit": partial(op, *detached)}, 20)
 
 
 def measure(every: Sequence[Row], device: torch.device) -> list[dict[str, float]]:
@@ -105,9 +106,10 @@ def measure(every: Sequence[Row], device: torch.device) -> list[dict[str, float]
             step = row.steps[name]
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-            start = time.perf_counter()
-            for _ in range(row.calls):
-                step()
+            with torch.set_grad_enabled(row.mode != _IN_A_GRAPH):
+                start = time.perf_counter()
+                for _ in range(row.calls):
+                    step()
             microseconds[name].append(1e6 * (time.perf_counter() - start) / row.calls)
     return [{name: fmean(sorted(each)[:_LOWEST]) for name, each in of_row.items()} for of_row in samples]
 
