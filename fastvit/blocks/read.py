@@ -1,7 +1,7 @@
 """Shared by the readers of all libraries: the classes of layers that fused ops take, and functions that describe such
 layers as in `spec.py`.
 
-Modules are read again in every call, because hooks, adapters, modes and parameters can change between calls.
+A module is read when its hooks, adapters, modes, parameters or attributes have changed (`unchanged.py`).
 """
 
 from __future__ import annotations

@@ -41,10 +41,8 @@ def read_block(block: Any) -> Parallel:
     )
     mlp = read.describe_mlp(into, act, into, mlp_drop, None)
     proj, fc2 = _out_of(block, D)
-    p, scale_by_keep = 0.0, True
-    if drop_path.training and type(drop_path) is not nn.Identity:
-        p, scale_by_keep = drop_path.drop_prob, drop_path.scale_by_keep
-    rest = read.read_norm(norm), None if type(scale) is nn.Identity else scale.gamma, p, scale_by_keep
+    layer_scale = None if type(scale) is nn.Identity else scale.gamma
+    rest = read.read_norm(norm), layer_scale, *read.read_drop_path(drop_path)
     return Parallel(HalfSpec(attention._replace(proj=proj), *rest), HalfSpec(mlp._replace(fc1=fc1, fc2=fc2), *rest))
 
 

@@ -21,6 +21,7 @@ from fastvit.blocks.read import (
     describe_gated_mlp,
     describe_mlp,
     is_left_out,
+    read_drop_path,
     read_inner_norm,
     read_layer,
     read_norm,
@@ -32,7 +33,7 @@ from fastvit.blocks.spec import (
     HalfSpec,
     MlpSpec,
 )
-from fastvit.blocks.submodules import CannotFuse, Classes, submodules
+from fastvit.blocks.submodules import CannotFuse, Classes, read_or_none, submodules
 from fastvit.ops import Norm
 
 _ATTENTION_PARTS = {"qkv": LINEAR, "proj": LINEAR, "attn_drop": DROPOUT, "proj_drop": DROPOUT}
@@ -81,10 +82,7 @@ def _read_gated_mlp(mlp: Any) -> MlpSpec:
 def read_half(read_branch: Callable[[Any], Any], parts: Mapping[str, Classes], block: Any) -> HalfSpec[Any]:
     branch, norm, scale, drop_path = submodules(block, parts)
     layer_scale = None if type(scale) is nn.Identity else scale.gamma
-    p, scale_by_keep = 0.0, True
-    if drop_path.training and type(drop_path) is not nn.Identity:
-        p, scale_by_keep = drop_path.drop_prob, drop_path.scale_by_keep
-    return HalfSpec(read_branch(branch), read_norm(norm), layer_scale, p, scale_by_keep)
+    return HalfSpec(read_branch(branch), read_norm(norm), layer_scale, *read_drop_path(drop_path))
 
 
 read_attention_half: Callable[[Any], HalfSpec[AttentionSpec]] = partial(
@@ -93,6 +91,11 @@ read_attention_half: Callable[[Any], HalfSpec[AttentionSpec]] = partial(
 read_mlp_half: Callable[[Any], HalfSpec[MlpSpec]] = partial(
     read_half, read_mlp, {"mlp": MLP, "norm2": NORM, "ls2": LAYER_SCALE, "drop_path2": DROP_PATH}
 )
+
+
+def read_halves(block: Any) -> tuple[HalfSpec[AttentionSpec] | None, HalfSpec[MlpSpec] | None]:
+    """Read both halves of a block; None for one that cannot be fused."""
+    return read_or_none(read_attention_half, block), read_or_none(read_mlp_half, block)
 
 
 def read_block(block: Any) -> BlockSpec:

@@ -17,6 +17,7 @@ from fastvit.blocks.recompute import recompute_of
 from fastvit.blocks.run import runs_in_steps
 from fastvit.blocks.spec import AdaptedLinear, AttentionSpec, HalfSpec, MlpSpec, PlainLinear
 from fastvit.blocks.submodules import CannotFuse, class_name, has_own_forward
+from fastvit.blocks.unchanged import read_once
 from fastvit.blocks.windows import WindowBlock
 from fastvit.ops import Norm
 
@@ -36,8 +37,8 @@ class ClassHandler:
     rotary and options name their arguments as the class's forward does, because a call may pass any of them by name.
 
     Attributes:
-        read: function (module) that returns the description for `run`: tensors, numbers and tuples of them. It is
-            called at every call of the module.
+        read: function (module) that returns the description for `run`: tensors, numbers and tuples of them. What it
+            looks at outside of the module is in no class of `blocks/unchanged.py`.
         run: function (input, description, rotary, recompute=, and what `options` returns) that returns what the
             module's own forward returns. It gets rotary and recompute only if `rotary` and `takes_recompute` are set.
         check_call: function (module, *args, **kwargs) that checks the arguments of a call and returns the input.
@@ -99,7 +100,7 @@ def fused_forward(
         check_forward(module, kind)
         _check_not_traced(*args, **kwargs)
         x = handler.check_call(module, *args, **kwargs)
-        description = handler.read(module)
+        description = read_once(handler.read, module)
         for one in x if handler.takes_lists and isinstance(x, list) else (x,):
             check_input(one, description, handler)
         rotary = (handler.rotary(module, *args, **kwargs),) if handler.rotary is not None else ()

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from fastvit import ops
 from fastvit.blocks import read, read_timm, run
 from fastvit.blocks.submodules import read_or_none, submodules
+from fastvit.blocks.unchanged import read_once_or_none
 from fastvit.modules.arguments import (
     Device,
     Dtype,
@@ -80,7 +81,7 @@ class Attention(nn.Module):
             cu_seqlens, max_seqlen: x has the tokens of several sequences one after the other, and attention stays
                 within each, as in `fastvit.ops.attention_varlen`. They take neither a mask nor is_causal.
         """
-        attention = read_or_none(read_timm.read_attention, self)
+        attention = read_once_or_none(read_timm.read_attention, self)
         if cu_seqlens is not None or max_seqlen is not None:
             attention = for_call(attention, x, cu_seqlens, max_seqlen, attn_mask, is_causal)
         if attention is not None:

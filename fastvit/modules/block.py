@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from fastvit.blocks import read_timm, run
 from fastvit.blocks.recompute import DEFAULT
-from fastvit.blocks.submodules import read_or_none
+from fastvit.blocks.unchanged import read_once
 from fastvit.modules.arguments import (
     Device,
     Dtype,
@@ -105,7 +105,7 @@ class Block(nn.Module):
             attn_mask, is_causal, cu_seqlens, max_seqlen: as in `Attention`. Stochastic depth is drawn once a sequence.
         """
         recompute = self.fastvit_recompute
-        attention = read_or_none(read_timm.read_attention_half, self)
+        attention, mlp = read_once(read_timm.read_halves, self)
         if cu_seqlens is not None or max_seqlen is not None:
             attention = for_call(attention, x, cu_seqlens, max_seqlen, attn_mask, is_causal)
         if attention is not None:
@@ -113,7 +113,7 @@ class Block(nn.Module):
         else:
             attended = self.attn(self.norm1(x), **mask_arguments(attn_mask, is_causal, cu_seqlens, max_seqlen))
             x = x + dropped(self.drop_path1, self.ls1(attended), cu_seqlens)
-        mlp = read_or_none(read_timm.read_mlp_half, self)
+            _, mlp = read_once(read_timm.read_halves, self)  # hooks may have changed it
         if cu_seqlens is not None:
             mlp = for_call(mlp, x, cu_seqlens, max_seqlen)
         if mlp is not None:
@@ -146,7 +146,7 @@ class PostNormBlock(Block):
         Args:
             attn_mask, is_causal, cu_seqlens, max_seqlen: as in `Attention`. Stochastic depth is drawn once a sequence.
         """
-        attention = read_or_none(read_timm.read_attention_half, self)
+        attention, mlp = read_once(read_timm.read_halves, self)
         if cu_seqlens is not None or max_seqlen is not None:
             attention = for_call(attention, x, cu_seqlens, max_seqlen, attn_mask, is_causal)
         if attention is not None:
@@ -154,7 +154,7 @@ class PostNormBlock(Block):
         else:
             attended = self.attn(x, **mask_arguments(attn_mask, is_causal, cu_seqlens, max_seqlen))
             x = self.norm1(x + dropped(self.drop_path1, self.ls1(attended), cu_seqlens))
-        mlp = read_or_none(read_timm.read_mlp_half, self)
+            _, mlp = read_once(read_timm.read_halves, self)  # hooks may have changed it
         if cu_seqlens is not None:
             mlp = for_call(mlp, x, cu_seqlens, max_seqlen)
         if mlp is not None:

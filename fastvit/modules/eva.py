@@ -14,6 +14,7 @@ from fastvit import ops
 from fastvit.blocks import read_eva, run
 from fastvit.blocks.recompute import DEFAULT
 from fastvit.blocks.submodules import read_or_none
+from fastvit.blocks.unchanged import read_once_or_none
 from fastvit.modules.arguments import (
     Device,
     Dtype,
@@ -114,7 +115,7 @@ class EvaAttention(nn.Module):
             attn_mask, is_causal, cu_seqlens, max_seqlen: as in `fastvit.layers.Attention`.
         """
         rotary = read_eva.rotary(self, x, rope, cu_seqlens=cu_seqlens)
-        attention = read_or_none(read_eva.read_attention, self)
+        attention = read_once_or_none(read_eva.read_attention, self)
         if cu_seqlens is not None or max_seqlen is not None:
             attention = for_call(attention, x, cu_seqlens, max_seqlen, attn_mask, is_causal)
         if attention is not None:
@@ -231,7 +232,7 @@ class EvaBlock(nn.Module):
             rope, attn_mask, is_causal, cu_seqlens, max_seqlen: as in `EvaAttention`. Stochastic depth is drawn once a
                 sequence.
         """
-        block = read_or_none(read_eva.read_block, self)
+        block = read_once_or_none(read_eva.read_block, self)
         if cu_seqlens is not None or max_seqlen is not None:
             block = for_call(block, x, cu_seqlens, max_seqlen, attn_mask, is_causal)
         if block is not None:

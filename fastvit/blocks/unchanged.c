@@ -1,0 +1,154 @@
+/* Tell whether a module is as it was when it was read, in 6 ns a value. unchanged.py says what that is for.
+
+   record(module)                    -> a list of what the module contains, or None if it cannot be compared
+   recall(module, record, template)  -> the template with objects for weak references; None if the module has changed
+
+   One walk through the module's __dict__ and the dicts, lists, tuples and modules in it makes the record, or compares
+   with it. Plain values are the same if they are the same object, which the record holds. To tensors, modules and
+   callables it has weak references: it keeps none alive, and a new object at an old address is not the same. After each
+   comes the version tag of its type. CPython gives a type another tag, which was never used before, when an attribute
+   of the type or of a base is set: a forward replaced on a class shows, and another class of the object too. Values of
+   other types could change inside: no record is made of a module with one. No Python code runs during a walk. */
+
+#include <Python.h>
+#ifdef Py_GIL_DISABLED
+#error "another thread could change a dict during the walk"
+#endif
+
+enum { MOST_ITEMS = 5000 };            /* modules in a cycle, or that lead to the whole model, have more */
+enum Kind { TAG = 1, DICT, SEQUENCE }; /* of a number in a record */
+
+typedef struct {
+    PyObject *record;
+    PyObject **next, **end; /* the items that are left to compare; NULL while the record is made */
+} Walk;
+
+static PyTypeObject *module_type, *tensor_type;
+static PyObject *empty; /* stands for a dict, list, tuple or set without items */
+
+static int note(Walk *walk, PyObject *value) { /* Append to the record, or compare with its next item. */
+    if (walk->next != NULL) return walk->next < walk->end && *walk->next++ == value;
+    return PyList_GET_SIZE(walk->record) < MOST_ITEMS && PyList_Append(walk->record, value) == 0;
+}
+
+static int note_number(Walk *walk, enum Kind kind, double number) { /* as a complex one, which no plain value is */
+    if (walk->next != NULL) {
+        PyObject *item = walk->next < walk->end ? *walk->next++ : Py_None;
+        if (!PyComplex_CheckExact(item)) return 0;
+        return ((PyComplexObject *)item)->cval.real == kind && ((PyComplexObject *)item)->cval.imag == number;
+    }
+    PyObject *item = PyComplex_FromDoubles(kind, number);
+    int noted = item != NULL && note(walk, item);
+    Py_XDECREF(item);
+    return noted;
+}
+
+static PyObject *referent(PyObject *reference) { /* borrowed: only compared, or known to be alive */
+#if PY_VERSION_HEX >= 0x030D0000
+    PyObject *object;
+    if (PyWeakref_GetRef(reference, &object) > 0) Py_DECREF(object);
+    return object;
+#else
+    return PyWeakref_GET_OBJECT(reference);
+#endif
+}
+
+static int note_object(Walk *walk, PyObject *object) {
+    PyTypeObject *type = Py_TYPE(object);
+    int noted;
+    if (walk->next != NULL) {
+        PyObject *item = walk->next < walk->end ? *walk->next++ : Py_None;
+        noted = PyWeakref_CheckRef(item) && referent(item) == object;
+    } else {
+        if (type->tp_version_tag == 0) Py_XDECREF(PyObject_GetAttrString((PyObject *)type, "__init__")); /* sets it */
+        PyObject *item = PyWeakref_NewRef(object, NULL);
+        noted = item != NULL && type->tp_version_tag != 0 && note(walk, item);
+        Py_XDECREF(item);
+    }
+    return noted && note_number(walk, TAG, type->tp_version_tag);
+}
+
+static int visit(Walk *walk, PyObject *value);
+
+static inline int same_or_visit(Walk *walk, PyObject *value) { /* Most values are plain, or empty dicts. */
+    if (walk->next < walk->end) {
+        PyObject *item = *walk->next;
+        if (item == value || (item == empty && PyDict_Check(value) && PyDict_GET_SIZE(value) == 0))
+            return walk->next++ != NULL;
+    }
+    return visit(walk, value);
+}
+
+static int visit_items(Walk *walk, PyObject *container, enum Kind kind, Py_ssize_t length) {
+    if (length == 0) return note(walk, empty);
+    int noted = note_number(walk, kind, length);
+    PyObject *key, *value;
+    for (Py_ssize_t i = 0, place = 0; noted && i < length; i++) {
+        if (kind == SEQUENCE) noted = same_or_visit(walk, PySequence_Fast_GET_ITEM(container, i));
+        else if (PyDict_Next(container, &place, &key, &value))
+            noted = same_or_visit(walk, key) && same_or_visit(walk, value);
+    }
+    return noted;
+}
+
+static int visit(Walk *walk, PyObject *value) {
+    if (PyDict_Check(value)) return visit_items(walk, value, DICT, PyDict_GET_SIZE(value));
+    if (PyTuple_Check(value) || PyList_Check(value))
+        return visit_items(walk, value, SEQUENCE, PySequence_Fast_GET_SIZE(value));
+    if (PyAnySet_Check(value)) return PySet_GET_SIZE(value) == 0 && note(walk, empty);
+    if (value == Py_None || PyBool_Check(value) || PyLong_CheckExact(value) || PyFloat_CheckExact(value) ||
+        PyUnicode_CheckExact(value))
+        return note(walk, value);
+    if (!PyObject_TypeCheck(value, module_type))
+        return (PyObject_TypeCheck(value, tensor_type) || PyCallable_Check(value)) && note_object(walk, value);
+    PyObject *dict = note_object(walk, value) ? PyObject_GenericGetDict(value, NULL) : NULL;
+    int noted = dict != NULL && visit(walk, dict);
+    Py_XDECREF(dict);
+    return noted;
+}
+
+static PyObject *record(PyObject *self, PyObject *module) {
+    Walk walk = {PyList_New(0), NULL, NULL};
+    int collects = PyGC_Disable(); /* it could run code that changes a dict */
+    int noted = walk.record != NULL && visit(&walk, module);
+    if (collects) PyGC_Enable();
+    if (noted) return walk.record;
+    Py_XDECREF(walk.record);
+    PyErr_Clear();
+    Py_RETURN_NONE;
+}
+
+static PyObject *filled(PyObject *part) {
+    if (PyWeakref_CheckRef(part)) return Py_NewRef(referent(part));
+    if (!PyTuple_Check(part)) return Py_NewRef(part);
+    PyObject *copy = Py_TYPE(part)->tp_alloc(Py_TYPE(part), PyTuple_GET_SIZE(part));
+    for (Py_ssize_t i = 0; copy != NULL && i < PyTuple_GET_SIZE(part); i++)
+        PyTuple_SET_ITEM(copy, i, filled(PyTuple_GET_ITEM(part, i)));
+    return copy;
+}
+
+static PyObject *recall(PyObject *self, PyObject *const *args, Py_ssize_t count) {
+    PyObject **items = PySequence_Fast_ITEMS(args[1]);
+    Walk walk = {args[1], items, items + PyList_GET_SIZE(args[1])};
+    if (!visit(&walk, args[0]) || walk.next < walk.end) Py_RETURN_NONE;
+    int collects = PyGC_Disable();
+    PyObject *description = filled(args[2]);
+    if (collects) PyGC_Enable();
+    return description;
+}
+
+static PyMethodDef functions[] = {
+    {"record", record, METH_O},
+    {"recall", (PyCFunction)(void (*)(void))recall, METH_FASTCALL},
+    {NULL},
+};
+static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "unchanged", NULL, -1, functions};
+
+PyMODINIT_FUNC PyInit_unchanged(void) {
+    PyObject *torch = PyImport_ImportModule("torch"), *nn = PyImport_ImportModule("torch.nn");
+    if (torch == NULL || nn == NULL) return NULL;
+    module_type = (PyTypeObject *)PyObject_GetAttrString(nn, "Module");
+    tensor_type = (PyTypeObject *)PyObject_GetAttrString(torch, "Tensor");
+    empty = PyList_New(0);
+    return PyModule_Create(&definition);
+}
