@@ -136,6 +136,17 @@ def _compilers() -> Iterator[Finding]:
         yield Finding("compilers", "C", f"{missing}: Triton's launcher needs one", status)
 
 
+def _calls() -> Finding:
+    """Report whether later calls of an op are replayed in C."""
+    from fastvit.ops.runtime import record
+
+    why = record.why_not()
+    if why is None and torch.version.hip:
+        why = "launches on AMD GPUs go by Triton's own way"
+    status = OK if why is None else NOTE
+    return Finding("ops", "calls", f"in Python every time: {why}" if why else "replayed in C once seen", status)
+
+
 def _ops() -> Iterator[Finding]:
     """Report the path of every op on the default device: a GPU if there is one."""
     from fastvit.ops.runtime import backend as backends
@@ -145,6 +156,7 @@ def _ops() -> Iterator[Finding]:
     for name, default in backends.VARIABLES.items():
         value = os.environ.get(name)
         yield Finding("ops", name, f"{value or default}{'' if value else ', the default'}", NOTE if value else OK)
+    yield _calls()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     for op in verification.OPS:
         path, why = _path(device, backend)

@@ -3,14 +3,13 @@ launch and cost on the host."""
 
 import contextlib
 import sys
-from pathlib import Path
 from unittest import mock
 
 import torch
 from op_cases import ROWS
 
-import fastvit
 from fastvit import ops
+from fastvit.ops.runtime import backend, registry
 from fastvit.ops.runtime import call as runtime_call
 from fastvit.ops.runtime import launch as runtime_launch
 
@@ -30,6 +29,14 @@ def _beginning(function):
         for module in [module for name, module in sys.modules.items() if name.startswith("fastvit.ops")]:
             if getattr(module, "begin", None) is original:
                 stack.enter_context(mock.patch.object(module, "begin", begin))
+        yield
+
+
+@contextlib.contextmanager
+def by_dispatcher():
+    """Let ops call their registered ops within the context, as a compiled graph does."""
+    begin, dispatched = registry.begin, _beginning(lambda call: runtime_call.UNKEPT[backend.Path.DISPATCHER])
+    with dispatched, mock.patch.object(registry, "begin", begin):
         yield
 
 
@@ -96,9 +103,6 @@ def x_of(device, *shape, dtype=torch.float32):
 
 def attended(x, weights, heads, **options):
     return ops.layer_norm_attention(x, *weights[:2], *heads, 1, **options)
-
-
-PACKAGE = f"{Path(fastvit.__file__).parent}/"
 
 
 def functions_entered(call):

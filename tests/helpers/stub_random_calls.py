@@ -26,6 +26,7 @@ from stub_launches import DTYPES, _hooked
 from benchmarks.codegen.stub_driver import stub_gpu
 from fastvit import ops
 from fastvit.ops.runtime import call as runtime_call
+from fastvit.ops.runtime.record import Recorder
 from fastvit.study.accuracy.cases import WITHOUT_GRADIENT
 from fastvit.warmup import in_library
 
@@ -182,6 +183,25 @@ def _launched(gpu, settings, name, tensors, options):
     return launches, error, len(seen)
 
 
+@contextlib.contextmanager
+def _replays(count):
+    """Append to the list for every plan that is called whether it was replayed."""
+    original = Recorder.plan
+
+    def counting(self, outputs):
+        plan = original(self, outputs)
+
+        def replay(inputs):
+            results = plan(inputs)
+            count.append(results is not None)
+            return results
+
+        return plan and replay
+
+    with mock.patch.object(Recorder, "plan", counting):
+        yield
+
+
 def main(calls):
     draw, settings = random.Random(1), {name: choices[0] for name, choices in SETTINGS.items()}
 
@@ -192,7 +212,8 @@ def main(calls):
     names = [*ROWS]
     states = {name: [_fresh(draw, name, 16, dtype) for dtype in (torch.bfloat16, torch.float32)] for name in names}
     launches = remembered = errors = 0
-    with stub_gpu() as gpu, in_library(wants_triton=on_triton), counted() as count:
+    replayed = []
+    with stub_gpu() as gpu, in_library(wants_triton=on_triton), counted() as count, _replays(replayed):
         for step in range(calls):
             if step % 40 == 0:  # a few ops at a time, so that calls are alike
                 some = draw.sample(names, 4)
@@ -215,7 +236,17 @@ def main(calls):
                 print(json.dumps({"problem": f"call {step} of {name} with {options}: {got}, wanted {want}"}))
                 sys.exit(1)
             launches, errors = launches + len(got[0]), errors + bool(got[1])
-    print(json.dumps({"calls": calls, "launches": launches, "remembered": remembered, "errors": errors}))
+    print(
+        json.dumps(
+            {
+                "calls": calls,
+                "launches": launches,
+                "remembered": remembered,
+                "replayed": sum(replayed),
+                "errors": errors,
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -134,7 +134,7 @@ def test_what_is_equal_and_may_change(weights, heads, recorder, device):
         scale.fill_(value)
         launches.append(recorder.launched(lambda: attended(x, weights, heads, scale=scale)))
     assert launches[0] != launches[1]
-    assert not runtime_call._kept
+    assert all(name.startswith("dispatched ") for name, _ in runtime_call._kept)  # by the ops within
 
 
 def test_a_state_that_is_forgotten_during_a_call(triton_backend, device):
@@ -215,7 +215,7 @@ def test_what_is_kept(weights, recorder, device, monkeypatch):
     for rows in range(1, 12):
         call(x_of(device, rows, D), weights)
         assert 1 <= len(runtime_call._kept) <= 4
-    kept = [later for alike in runtime_call._kept.values() for _, later in alike]
+    kept = [later for alike in runtime_call._kept.values() for *_, later in alike]
     assert kept
     assert not any(isinstance(t, torch.Tensor) for later in kept for t in _flat(later))
     monkeypatch.setattr(runtime_call, "_MOST_ALIKE", 3)

@@ -14,22 +14,22 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from fastvit import ops
 from fastvit.ops.runtime import autograd
 
-# The Python functions that a call of a row may enter
+# The Python functions that a call of a row may enter once it is replayed
 MOST = {
-    "layer_norm": 12,
-    "rms_norm": 15,
-    "add_layer_norm": 20,
-    "linear residual": 16,
-    "attention": 18,
-    "attention_qkvpacked": 18,
-    "layer_norm_linear": 21,
-    "layer_norm_attention": 31,
-    "layer_norm_attention rotary": 64,
-    "qk_norm": 56,
-    "mlp gelu": 25,
-    "layer_norm_mlp gelu": 27,
-    "mlp swiglu": 31,
-    "patch_embed": 21,
+    "layer_norm": 11,
+    "rms_norm": 12,
+    "add_layer_norm": 11,
+    "linear residual": 11,
+    "attention": 11,
+    "attention_qkvpacked": 11,
+    "layer_norm_linear": 14,
+    "layer_norm_attention": 8,
+    "layer_norm_attention rotary": 19,
+    "qk_norm": 17,
+    "mlp gelu": 9,
+    "layer_norm_mlp gelu": 9,
+    "mlp swiglu": 10,
+    "patch_embed": 12,
 }
 
 
@@ -43,14 +43,12 @@ def call_of(name):
 def test_python_functions_per_call(name):
     call = call_of(name)
     with torch.inference_mode():
-        direct = [call() for _ in range(2)][-1]  # after which it is remembered
+        direct = [call() for _ in range(4)][-1]  # after which it is replayed, if it can be
         entered = functions_entered(call)
         with Calls():
             dispatched = call()
     torch.testing.assert_close(direct, dispatched, rtol=0, atol=0)
     assert len(entered) <= MOST[name], "\n".join(entered)
-    overloads = [f for f in entered if f.endswith("_ops.py:__call__")]
-    assert len(overloads) == ("attention" in name)  # ATen's attention, which has no other name
 
 
 @pytest.mark.parametrize("cast", [False, True], ids=["plain", "autocast"])

@@ -27,6 +27,7 @@ def test_random_calls_launch_what_first_calls_do(calls: int) -> None:
     assert counts["calls"] == calls
     assert counts["launches"] > calls
     assert counts["remembered"] > calls / 8
+    assert counts["replayed"] > calls / 50
 
 
 def test_an_expanded_row_is_laid_out_alike_at_every_batch_size() -> None:

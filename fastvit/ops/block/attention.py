@@ -93,7 +93,10 @@ def layer_norm_attention(
     tensors = x, norm_weight, norm_bias, qkv_weight, qkv_bias, proj_weight, proj_bias, layer_scale, row_scale
     after = None if residual is x else residual, rotary, scale_norm, qk_norm, attn_mask, cu_seqlens
     options = residual is x, num_heads, type(num_heads), eps, norm, scale, dropout_p, is_causal, recompute, max_seqlen
-    call = begin("layer_norm_attention", (*tensors, *after), options)
+    arguments = (*tensors, *after)
+    call = begin("layer_norm_attention", arguments, options)
+    if (results := call.replay(arguments)) is not None:
+        return results[0]
     autograd, o = call.once(
         "checked", _checked, x, before, qkv_weight, qkv_bias, proj_weight, proj_bias, num_heads, scale, dropout_p,
         epilogue, rotary, scale_norm, qk_norm, attn_mask, is_causal, cu_seqlens, max_seqlen, recompute,
@@ -113,7 +116,7 @@ def layer_norm_attention(
         cu_seqlens=cu_seqlens, seed=draw_seeds(1, x.device) if dropout_p else None, sin=sin, cos=cos, options=o,
         call=call,
     )  # fmt: skip
-    out: Tensor = run(NormAttention, autograd, t)
+    out: Tensor = run(NormAttention, autograd, t, arguments)
     return out
 
 

@@ -93,20 +93,23 @@ def _flat_fc1(weight: Weights, bias: Biases) -> tuple[Any, ...]:
     return weight[0], biases[0], weight[1], biases[1]
 
 
-def _inputs(
-    op: str, x: Tensor, norm: NormTuple | None, fc1: tuple[Any, Any], fc2: tuple[Tensor, Tensor | None],
-    inner_norm: InnerNorm | None, epilogue: EpilogueTuple, options: tuple[str, float, str],
-) -> tuple[bool, MlpInputs]:  # fmt: skip
-    """Begin and check a call of the op of that name; return whether it needs autograd, and its inputs. options:
-    activation, dropout_p, recompute."""
+def _run(
+    node: type[Mlp], op: str, x: Tensor, norm: NormTuple | None, fc1: tuple[Any, Any],
+    fc2: tuple[Tensor, Tensor | None], inner_norm: InnerNorm | None, epilogue: EpilogueTuple,
+    options: tuple[str, float, str],
+) -> Tensor:  # fmt: skip
+    """Run the op of that name. options: activation, dropout_p, recompute."""
     layer_scale, row_scale, residual = epilogue
     norm_weight, norm_bias, eps, kind = norm or NO_NORM
-    tensors = x, norm_weight, norm_bias, *fc1, *fc2, inner_norm, layer_scale, row_scale
-    call = begin(op, (*tensors, None if residual is x else residual), (residual is x, eps, kind, *options))
+    added = None if residual is x else residual
+    arguments = x, norm_weight, norm_bias, *fc1, *fc2, inner_norm, layer_scale, row_scale, added
+    call = begin(op, arguments, (residual is x, eps, kind, *options))
+    if (results := call.replay(arguments)) is not None:
+        return results[0]
     autograd, o = call.once("checked", _checked, op, x, norm, fc1, fc2, inner_norm, epilogue, options)
     inner = NO_NORM if inner_norm is None else Norm(*inner_norm)
     fc1_weight, fc1_bias, value_weight, value_bias = _flat_fc1(*fc1)
-    return autograd, MlpInputs(
+    t = MlpInputs(
         x=x, norm_weight=norm_weight, norm_bias=norm_bias,
         fc1_weight=fc1_weight, fc1_bias=fc1_bias, value_weight=value_weight, value_bias=value_bias,
         inner_weight=inner[0], inner_bias=inner[1], fc2_weight=fc2[0], fc2_bias=fc2[1],
@@ -114,6 +117,8 @@ def _inputs(
         residual=None if o.residual_is_x else residual,  # torch.compile refuses one tensor as two inputs
         seeds=draw_seeds(2, x.device) if o.dropout_p else None, options=o, call=call,
     )  # fmt: skip
+    out: Tensor = run(node, autograd, t, arguments)
+    return out
 
 
 def mlp(
@@ -155,8 +160,7 @@ def mlp(
     """
     fc1, fc2 = (fc1_weight, fc1_bias), (fc2_weight, fc2_bias)
     epilogue, options = (layer_scale, row_scale, residual), (activation, dropout_p, recompute)
-    out: Tensor = run(PlainMlp, *_inputs("mlp", x, None, fc1, fc2, inner_norm, epilogue, options))
-    return out
+    return _run(PlainMlp, "mlp", x, None, fc1, fc2, inner_norm, epilogue, options)
 
 
 def layer_norm_mlp(
@@ -186,5 +190,4 @@ def layer_norm_mlp(
     """
     before, fc1, fc2 = (norm_weight, norm_bias, eps, norm), (fc1_weight, fc1_bias), (fc2_weight, fc2_bias)
     epilogue, options = (layer_scale, row_scale, residual), (activation, dropout_p, recompute)
-    out: Tensor = run(Mlp, *_inputs("layer_norm_mlp", x, before, fc1, fc2, inner_norm, epilogue, options))
-    return out
+    return _run(Mlp, "layer_norm_mlp", x, before, fc1, fc2, inner_norm, epilogue, options)

@@ -114,7 +114,7 @@ def qk_norm(q: Tensor, k: Tensor, q_norm: Norm, k_norm: Norm, rotary: Rotary | N
     autograd, options, norm = call.once("checked", _checked, q, k, q_norm, k_norm, rotary)
     (q_weight, q_bias), (k_weight, k_bias) = Norm(*q_norm)[:2], Norm(*k_norm)[:2]
     if rotary is None and call.path is Path.ATEN:  # PyTorch's own norm, and its statistics are kept
-        q = run(LayerNormNode, autograd, NormInputs(q, q_weight, q_bias, norm, call))
+        q = run(LayerNormNode, autograd, NormInputs(q, q_weight, q_bias, norm, call.child("q")))
         return q, run(LayerNormNode, autograd, NormInputs(k, k_weight, k_bias, norm, call))
     sin, cos = (None, None) if rotary is None else broadcast_tables(rotary)
     tensors = q, k, q_weight, q_bias, k_weight, k_bias, sin, cos

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections import namedtuple
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,7 +12,7 @@ from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
 from fastvit.ops.runtime.backend import is_jit_tracing
-from fastvit.ops.runtime.call import begin
+from fastvit.ops.runtime.call import Call, begin
 from fastvit.ops.runtime.torch_private import (
     add_batch_dim,
     are_functorch_transforms_active,
@@ -119,6 +118,8 @@ class FusedNode:
     variadic = False
     in_one_step: Callable[..., Any]
     in_two_steps: Any
+    replay: Callable[..., Any]  # a later call, see `Call.learn`
+    named: Callable[[Sequence[Any]], Any]  # Inputs of what a Function takes
     cast_inputs: Callable[[Any], Any]  # Inputs in autocast's dtype
 
     @classmethod
@@ -147,10 +148,8 @@ class FusedNode:
         Inputs, fixed = cls.Inputs, len(cls.Inputs._fields) - 1
         of_inputs = tuple([name for name in cls.saves if name in Inputs._fields])
         made = tuple([name for name in cls.saves if name not in Inputs._fields])
-        names = of_inputs + made
-        place = {name: i for i, name in enumerate(names)}
+        call_place, has_sizes = Inputs._fields.index("call"), cls.sizes is not FusedNode.sizes
         cast_places = tuple([Inputs._fields.index(name) for name in cls.casts])
-        saves_result, values_of = "result" in place, operator.attrgetter(*of_inputs, "options", "call")
 
         def named(inputs: Sequence[Any]) -> Any:
             return Inputs(*inputs[:fixed], inputs[fixed:]) if cls.variadic else Inputs(*inputs)
@@ -162,17 +161,18 @@ class FusedNode:
                     found[i] = found[i].to(dtype)
             return found
 
-        def save(ctx: Any, t: Any, values: list[Any], kept: dict[str, Any], results: Any) -> None:
-            if saves_result:
-                kept["result"] = results[0]
-            values += [kept.get(name) for name in made]
-            for name, is_read in cls.reads(t, kept, named(ctx.needs_input_grad)).items():
-                if not is_read:
-                    values[place[name]] = None
-            ctx.names, ctx.options, ctx.sizes = names, t.options, cls.sizes(t)
+        def saved(t: Any, kept: dict[str, Any], results: Any, wants: Any) -> dict[Any, Any]:
+            """Return what the backward pass reads, by name, without None."""
+            values: dict[Any, Any] = {name: getattr(t, name) for name in of_inputs}
+            values |= {name: results[0] if name == "result" else kept.get(name) for name in made}
             if cls.variadic:
-                ctx.names = *names, *range(len(t[-1]) // 2)
-                values += t[-1][: len(t[-1]) // 2]
+                values |= dict(enumerate(t[-1][: len(t[-1]) // 2]))
+            reads = cls.reads(t, kept, wants)
+            return {name: value for name, value in values.items() if value is not None and reads.get(name, True)}
+
+        def save(ctx: Any, inputs: Sequence[Any], names: tuple[Any, ...], values: Sequence[Any], count: int) -> None:
+            sizes = cls.sizes(named(inputs)) if has_sizes else ()
+            ctx.of_backward = inputs[call_place - 1], names, sizes, ctx.needs_input_grad, count
             ctx.save_for_backward(*values)
             ctx.set_materialize_grads(False)
 
@@ -186,32 +186,67 @@ class FusedNode:
             kept = cls.kept(t)
             count = len(output) - len(kept)
             ctx.mark_non_differentiable(*output[count:])
-            values = [getattr(t, name) for name in of_inputs]
-            save(ctx, t, values, dict(zip(kept, output[count:], strict=True)), output)
-            ctx.count = count
+            values = saved(t, dict(zip(kept, output[count:], strict=True)), output, named(ctx.needs_input_grad))
+            save(ctx, inputs, tuple(values), [*values.values()], count)
 
         def forward_in_one_step(ctx: Any, *inputs: Any) -> Any:
-            t = named(inputs)
-            if cls.casts and t.options.cast is not None:
-                t = named(cast(inputs, t.options.cast))
-            results, kept = cls.compute(t)
-            save(ctx, t, [*values_of(t)[:-2]], kept, results)  # torch.compile does not know attrgetter
-            ctx.count = len(results)
-            return results[0] if cls.single else results
+            names: tuple[Any, ...] = ()
+
+            def compute(_: Any) -> tuple[Any, ...]:
+                nonlocal names
+                t = named(inputs)
+                if cls.casts and t.options.cast is not None:
+                    t = named(cast(inputs, t.options.cast))
+                results, kept = cls.compute(t)
+                values = saved(t, kept, results, named(ctx.needs_input_grad))
+                names = tuple(values)
+                return *results, *values.values()
+
+            call = inputs[call_place]
+            outputs = call.run(compute, [*inputs])
+            names = call.once("names", lambda: names)
+            count = len(outputs) - len(names)
+            save(ctx, inputs, names, outputs[count:], count)
+            call.once("of backward", lambda: ctx.of_backward)
+            return outputs[0] if cls.single else outputs[:count]
+
+        def forward_of_arguments(ctx: Any, call: Any, *arguments: Any) -> Any:
+            if (outputs := call.replay_inputs(arguments)) is None:
+                raise _NotReplayed
+            ctx.of_backward = *_, count = call.once("of backward", None)
+            ctx.places = call.places
+            ctx.save_for_backward(*outputs[count:])
+            ctx.set_materialize_grads(False)
+            return outputs[:count]
 
         def backward(ctx: Any, *douts: Any) -> Any:
-            wants = ctx.needs_input_grad
-            douts = douts[: ctx.count]
-            if all([dout is None for dout in douts]):
-                return (None,) * len(wants)
-            return _backward(ctx, cls, douts, named(wants))
+            return _backward(ctx, cls, douts)
 
+        def backward_of_arguments(ctx: Any, *douts: Any) -> Any:
+            gradients = (*_backward(ctx, cls, douts), None)  # places of -1 take the last
+            return None, *[gradients[i] for i in ctx.places]
+
+        cls.named = staticmethod(named)
         cls.cast_inputs = staticmethod(lambda t: named(cast(_flat(cls, t), t.options.cast)))
         two = {"forward": forward, "setup_context": setup_context, "backward": backward}
         one = {"forward": forward_in_one_step, "backward": backward}
         cls.in_two_steps = _function(cls.__name__, two, generate_vmap_rule=True)
         # not its `apply`, which looks at the signature of `forward` to fill in defaults, for 20 us a call
         cls.in_one_step = super(torch.autograd.Function, _function(cls.__name__, one)).apply  # type: ignore[misc]
+        of_arguments = {"forward": forward_of_arguments, "backward": backward_of_arguments}
+        apply = super(torch.autograd.Function, _function(cls.__name__, of_arguments)).apply  # type: ignore[misc]
+
+        def replay(call: Any, *arguments: Any) -> Any:
+            try:
+                return apply(call, *arguments)
+            except _NotReplayed:
+                return None
+
+        cls.replay = staticmethod(replay)
+
+
+class _NotReplayed(Exception):
+    """A plan does not take these tensors."""
 
 
 def _function(name: str, methods: dict[str, Callable[..., Any]], **attributes: Any) -> Any:
@@ -220,16 +255,16 @@ def _function(name: str, methods: dict[str, Callable[..., Any]], **attributes: A
     return type(name, (torch.autograd.Function,), {**static, **attributes})
 
 
-def run(node: type[FusedNode], autograd: bool, t: Any) -> Any:
+def run(node: type[FusedNode], autograd: bool, t: Any, arguments: tuple[Any, ...] = ()) -> Any:
     """Return the results of an op for its Inputs: a tensor or a tuple. Then remember its call. autograd: whether it may
-    need a gradient."""
+    need a gradient. arguments: what the call has begun with, if the op looks for results with `Call.replay`."""
     call, in_two_steps = t.call, autograd and (unwrap_if_dead is None or transforming() or is_dynamo_compiling())
-    if (in_two_steps or not autograd) and node.casts and t.options.cast is not None:
-        t = node.cast_inputs(t)
+    casts = node.casts and t.options.cast is not None
     if not autograd:
-        results, _ = node.compute(t)
+        results = call.run(lambda _: node.compute(node.cast_inputs(t) if casts else t)[0], [*_flat(node, t)])
         results = results[0] if node.single else results
     elif in_two_steps:
+        t = node.cast_inputs(t) if casts else t
         names = node.kept(t)
         outputs = node.in_two_steps.apply(*_repeats_as_views(_flat(node, t)))
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
@@ -244,6 +279,8 @@ def run(node: type[FusedNode], autograd: bool, t: Any) -> Any:
         results = node.in_one_step(*[unwrap_if_dead(a) if isinstance(a, Tensor) else a for a in _flat(node, t)])
     if call.is_first:
         call.remember()
+    if arguments and call.may_learn:
+        call.learn(node.replay if autograd else None, arguments, _flat(node, t))
     return results
 
 
@@ -279,35 +316,47 @@ class _DifferentiableOnce(torch.autograd.Function):
         raise NotImplementedError(f"fastvit.ops.{ctx.name} does not support double backward")
 
 
-def _backward(ctx: Any, node: type[FusedNode], douts: tuple[Any, ...], wants: Any) -> Any:
+def _backward(ctx: Any, node: type[FusedNode], douts: tuple[Any, ...]) -> Any:
     """Return the gradients of all inputs. Differentiating them again raises an error that names the op; an opaque op
     alone would give no gradient."""
-    o, names, sizes, count = ctx.options, ctx.names, ctx.sizes, len(douts)
+    o, names, sizes, needs, count = ctx.of_backward
+    douts = douts[:count]
+    if all([dout is None for dout in douts]):
+        return (None,) * len(needs)
 
-    def work(s: dict[str, Any], *douts: Any) -> Any:
-        call = begin(node.__name__, (*douts, *s.values()), (o, wants, sizes), kernels_only=True)
+    def gradients(inputs: list[Any], call: Call) -> tuple[Any, ...]:
+        douts, s = (*inputs[:count],), dict.fromkeys(node.saves) | dict(zip(names, inputs[count:], strict=True))
+        inputs.clear()
         if sizes:
             s["sizes"] = sizes
-        gradients = node.gradients(s, douts, o, wants, call)
-        each = tuple([gradients.pop(name, None) for name in wants._fields])
-        assert not gradients, f"{node.__name__} returns gradients {[*gradients]} of inputs {wants._fields}"
-        if call.is_first:
-            call.remember()
+        wants = node.named(needs)
+        found = node.gradients(s, douts, o, wants, call)
+        each = tuple([found.pop(name, None) for name in wants._fields])
+        assert not found, f"{node.__name__} returns gradients {[*found]} of inputs {wants._fields}"
         return (*each[:-1], *(each[-1] or (None,) * len(wants[-1]))) if node.variadic else each
 
-    saved = dict(zip(names, ctx.saved_tensors, strict=True))
+    def work(saved: list[Any], *douts: Any) -> Any:
+        inputs = [*douts, *saved]
+        saved.clear()
+        call = begin(node.__name__, tuple(inputs), (o, needs, sizes))
+        found = call.run(lambda inputs: gradients(inputs, call), inputs)
+        if call.is_first:
+            call.remember()
+        return found
+
+    saved = [*ctx.saved_tensors]
     if torch.is_grad_enabled():
 
         def from_flat(*tensors: Any) -> Any:
-            return _without_autocast(work, dict(zip(names, tensors[count:], strict=True)), *tensors[:count])
+            return _without_autocast(work, [*tensors[count:]], *tensors[:count])
 
-        return _DifferentiableOnce.apply(o.op, from_flat, *douts, *saved.values())
+        return _DifferentiableOnce.apply(o.op, from_flat, *douts, *saved)
     if clear_saved_tensors is not None and not is_dynamo_compiling():
         ctx.maybe_clear_saved_tensors()
     return _without_autocast(work, saved, *douts)
 
 
-def _without_autocast(work: Callable[..., Any], saved: dict[str, Any], *douts: Any) -> Any:
+def _without_autocast(work: Callable[..., Any], saved: list[Any], *douts: Any) -> Any:
     """Run work(saved, *douts) without autocast: the forward pass has chosen the dtypes."""
     if is_dynamo_compiling():
         # At the first such question Dynamo gives up and traces the backward pass once more. Within the context below,
@@ -315,13 +364,19 @@ def _without_autocast(work: Callable[..., Any], saved: dict[str, Any], *douts: A
         next(dout for dout in douts if dout is not None).is_contiguous()
     if is_any_autocast_enabled is None or is_any_autocast_enabled() or is_dynamo_compiling():
         kind = next(dout.device.type for dout in douts if dout is not None)
-        if kind != "meta":  # autocast refuses meta tensors
+        if is_dynamo_compiling() and kind != "meta":  # autocast refuses meta tensors
             with torch.autocast(kind, enabled=False):
                 return _for_each_gradient(work, saved, *douts)
+        if kind != "meta" and torch.is_autocast_enabled(kind):
+            torch.set_autocast_enabled(kind, False)  # a tenth of the context's time
+            try:
+                return _for_each_gradient(work, saved, *douts)
+            finally:
+                torch.set_autocast_enabled(kind, True)
     return _for_each_gradient(work, saved, *douts)
 
 
-def _for_each_gradient(work: Callable[..., Any], saved: dict[str, Any], *douts: Any) -> Any:
+def _for_each_gradient(work: Callable[..., Any], saved: list[Any], *douts: Any) -> Any:
     """Run `work` once for each gradient of a batch, and once where there is no batch.
 
     `torch.autograd.grad(is_grads_batched=True)` and `jacobian(vectorize=True)` map over gradients with a vmap that is
@@ -338,7 +393,7 @@ def _for_each_gradient(work: Callable[..., Any], saved: dict[str, Any], *douts: 
     try:
         found = []
         for i in range(len(each[batched.index(True)])):
-            found.append(work({**saved}, *(a[i] if b else a for a, b in zip(each, batched, strict=True))))
+            found.append(work([*saved], *(a[i] if b else a for a, b in zip(each, batched, strict=True))))
     finally:
         set_dispatch_key_included("VmapMode", True)
     return tuple([None if of[0] is None else add_batch_dim(torch.stack(of), 0, 1) for of in zip(*found, strict=True)])

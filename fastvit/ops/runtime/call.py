@@ -1,33 +1,36 @@
-"""One call of an op: which path it takes, and what it works out once for all calls like it.
+"""How a call of an op lives: first, remembered, replayed.
 
-At batch 1 the host takes longer to prepare a call than a GPU to run it: checks, launch configurations, strides, grids.
+At batch 1 the host takes longer to prepare a call than a GPU to run it: checks, launch configurations, strides, grids,
+allocations, views. So like calls are prepared once.
 
     call = begin("linear", (x, weight, bias), (activation,))
     needs_gradient, options = call.once("checked", _checked, x, weight, bias, activation)
-    y = linear_fwd(x, weight, bias, activation, call=call)
+    (y,) = call.run(lambda inputs: (linear_fwd(*inputs, activation, call=call),), [x, weight, bias])
     call.remember()
 
-In the first call `once` computes a value and stores it under its name; a second value of that name is an error, and an
-op that runs twice gets `call.child("fc1")`, with names of its own. `remember`, when nothing has raised, keeps the
-values. `begin` finds them for later calls, in which `once` returns them and computes nothing; a name that is missing
-is an error.
+1. First: `once` computes a value and stores it under its name; a second value of that name is an error, and an op that
+   runs twice gets `call.child("fc1")`, with names of its own. `remember`, when nothing has raised, keeps the values.
+   On ATen a call is the first when one like it was seen before.
+2. Remembered: `begin` finds what calls like it have worked out. `once` returns it and computes nothing; a name that is
+   missing is an error. In the first such call `run` also records what its function does (record.py).
+3. Replayed: from then on `run` replays that in C (replay.c): the same allocations, views, calls of PyTorch's functions
+   and launches, on other tensors. What cannot be recorded is run in Python again.
 
 Two calls are alike if op, path and options are equal, and grad mode, autocast's dtype and the precision of float32
 matmuls; and if their tensors have the same classes, dtypes, devices, shapes, strides, requires_grad and dispatch keys,
-and are repeated at the same places. No value is kept of a call on the dispatcher's path, of one whose kernels read
-copies of its tensors, or that a kernel refused; and never a tensor.
+and are repeated at the same places. Nothing is kept of a call on the dispatcher's path, of one whose kernels read
+copies of its tensors, or that a kernel refused; and never a tensor. Without a C compiler nothing is kept.
 
-So what is kept cannot be stale: all that `once` computes follows from what is compared. Values may also depend on
-tuned tables, and on what a launch means in tests and plans of memory: when these change, everything is forgotten.
-Addresses are looked at in every launch.
+So what is kept cannot be stale: all that `once` computes, and all that `run` decides, follows from what is compared. It
+may also depend on tuned tables, and on what a launch means in tests and plans of memory: when these change, everything
+is forgotten. Addresses are looked at in every launch.
 """
 
 from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import compress, repeat
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -38,10 +41,12 @@ from fastvit.kernels import _tuned
 from fastvit.ops.runtime.backend import Path, has_lazy_values, is_observed, is_on_current_device, wants_triton
 from fastvit.ops.runtime.device import float32_precision
 from fastvit.ops.runtime.dtypes import autocast_dtype
+from fastvit.ops.runtime.record import Function, Plan, available, record
 from fastvit.ops.runtime.torch_private import TensorGuards, is_any_autocast_enabled, unwrap_if_dead
 
 T = TypeVar("T")
 Key = tuple[Any, ...]
+Apply = Callable[..., tuple[Any, ...] | None]  # (call, *arguments) -> results
 Alike = Callable[..., bool]  # whether tensors are like those of the first call
 
 
@@ -49,7 +54,7 @@ class Call:
     """A call of which nothing is kept. is_plain: whether its tensors are known to have memory of their own."""
 
     __slots__ = ("path",)
-    is_first = is_plain = False
+    is_first = is_plain = may_learn = False
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -66,6 +71,15 @@ class Call:
         """Return each tensor as a kernel reads it: itself, or `convert` of it."""
         return [convert(t) for t in tensors]
 
+    def run(self, function: Function, inputs: list[Any]) -> tuple[Any, ...]:
+        """Return function(inputs), a tuple of tensors and None that depends on the inputs and on what `begin` compares.
+        The function may empty the list, so that memory that nobody else holds is freed early."""
+        return function(inputs)
+
+    def replay(self, arguments: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        """Return the results of a call that began with these arguments, or None if it has to go on in Python."""
+        return None
+
     def remember(self) -> None:
         """Keep what the call has worked out, after it has succeeded. Does nothing unless it is the first."""
 
@@ -76,13 +90,13 @@ class Call:
 class FirstCall(Call):
     """The first call of its kind."""
 
-    __slots__ = ("_alike", "_is_kept", "_kept", "_key", "_values", "_whole")
+    __slots__ = ("_is_kept", "_kept", "_key", "_signature", "_values", "_whole")
     is_first = is_plain = True
 
-    def __init__(self, path: Path, key: Key | None, alike: Alike, whole: FirstCall | None = None) -> None:
+    def __init__(self, path: Path, key: Key | None, signature: tuple[Any, ...], whole: FirstCall | None = None) -> None:
         self.path = path
         self._key = key  # None for a part of a call, and for one that is remembered
-        self._alike = alike
+        self._signature = signature
         self._kept = _kept  # may be forgotten before the call has succeeded
         self._values: dict[str, Any] = {}
         self._whole = whole  # that this is a part of
@@ -95,7 +109,7 @@ class FirstCall(Call):
         return value
 
     def child(self, name: str) -> Call:
-        return self.once(name, FirstCall, self.path, None, self._alike, self._whole or self)
+        return self.once(name, FirstCall, self.path, None, (), self._whole or self)
 
     def as_read(self, convert: Callable[[Any], Any], *tensors: Tensor | None) -> Any:
         converted = [convert(t) for t in tensors]
@@ -109,7 +123,7 @@ class FirstCall(Call):
                 self._kept.clear()
             others = self._kept.get(self._key, ())
             later = self.later() if self._is_kept else UNKEPT[self.path]
-            self._kept[self._key] = (*others[1 - _MOST_ALIKE :], (self._alike, later))
+            self._kept[self._key] = (*others[1 - _MOST_ALIKE :], (*self._signature, later))
             self._key = None
 
     def forget(self) -> None:
@@ -121,16 +135,57 @@ class FirstCall(Call):
         return LaterCall(self.path, values)
 
 
+def _none(inputs: list[Any]) -> None:
+    """Stand for the plan of a call that cannot be recorded."""
+
+
 class LaterCall(Call):
     """All later calls of their kind. If a kernel refuses one, ATen's results have the layout of the kernel's, so that
     what is kept holds for the rest of the call."""
 
-    __slots__ = ("_values",)
+    __slots__ = ("_apply", "_pick", "_plan", "_values", "may_learn", "places")
     is_plain = True
 
     def __init__(self, path: Path, values: dict[str, Any]) -> None:
         self.path = path
         self._values = values
+        self._plan: Plan | None = None  # of `run`, from the first of these calls on
+        self._pick: Any = None  # (arguments of `begin`, and None) -> inputs of `run`
+        self._apply: Apply | None = None
+        self.may_learn = True
+        self.places: list[int] = []  # by argument of `begin`: the input of `run` that it is, or -1
+
+    def run(self, function: Function, inputs: list[Any]) -> tuple[Any, ...]:
+        if self._plan is None:
+            outputs, plan = record(function, inputs)
+            self._plan = plan or _none
+            return outputs
+        replayed = self._plan(inputs)
+        return function(inputs) if replayed is None else replayed
+
+    def learn(self, apply: Apply | None, arguments: tuple[Any, ...], inputs: Sequence[Any]) -> None:
+        """Let `replay` run later calls from the arguments of `begin` alone, if the inputs of `run` are these tensors,
+        each once. apply: runs a call by its autograd Function; None for a call without a gradient."""
+        self.may_learn = False
+        if self._plan is _none:
+            return
+        numbers = {id(t): i for i, t in enumerate(arguments) if isinstance(t, Tensor)}
+        order = [numbers.get(id(t)) if isinstance(t, Tensor) else -1 for t in inputs]
+        found = [i for i in order if i != -1]
+        if None not in found and len({*found}) == len(found) == sum(isinstance(t, Tensor) for t in arguments):
+            self.places = [order.index(i) if i in order else -1 for i in range(len(arguments))]
+            self._apply = apply
+            self._pick = operator.itemgetter(*order)  # last: another thread may be in `replay`
+
+    def replay(self, arguments: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        if self._pick is None:
+            return None
+        return self.replay_inputs(arguments) if self._apply is None else self._apply(self, *arguments)
+
+    def replay_inputs(self, arguments: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        """Return what `run` does."""
+        plan: Any = self._plan
+        return plan([*self._pick((*arguments, None))])
 
     def once(self, name: str, function: Callable[..., T], *args: Any) -> T:
         value: T = self._values[name]
@@ -145,66 +200,65 @@ class LaterCall(Call):
 
 
 UNKEPT = {path: Call(path) for path in Path}
-_DISPATCHED, _ON_TRITON, _ON_ATEN = (UNKEPT[path] for path in (Path.DISPATCHER, Path.TRITON, Path.ATEN))
+_DISPATCHED = UNKEPT[Path.DISPATCHER]
 
-_MOST = 8192  # keys, some 3 KB each; then all are forgotten
-_MOST_ALIKE = 16  # calls of one key
-Kept = dict[Key, tuple[tuple[Alike, Call], ...]]  # UNKEPT if later calls have to work out everything, too
-_kept: Kept = {}
+_MOST = 4096  # keys, some 20 KB each; then all are forgotten
+_MOST_ALIKE = 32  # calls of one key
+# (op, shape of the first tensor) -> calls: pattern, options, settings, guards, and UNKEPT if later calls have to work
+# out everything, too. `find` of replay.c looks it up.
+_kept: dict[Key, tuple[tuple[Any, Key, Key, Alike, Call], ...]] = {}
 launches_are_watched: Callable[[], bool] = bool  # False, until `launch.py` is imported and asks Triton's hooks
-_NONES = repeat(None)
 _VALUES = frozenset({bool, int, float, str, type(None), torch.dtype, type})  # the same where they are equal
 _TENSORS = frozenset({Tensor, Parameter, type(None)})  # no subclass such as a fake, a distributed or a tracer's
 
 
-def begin(op: str, arguments: tuple[Any, ...], options: Key = (), *, kernels_only: bool = False) -> Call:
+def begin(op: str, arguments: tuple[Any, ...], options: Key = ()) -> Call:
     """Begin a call: choose its path, and find what calls like it have worked out.
 
     The path is that of `backend.choose_path`, but under autocast a call that runs kernels stays on the Triton path,
     because ops cast their inputs themselves.
 
     Args:
-        arguments: x, then other tensors, None, or tuples and lists of these and of plain values. Arguments of other
-            kinds go by the dispatcher's path, and the op's checks see them.
+        arguments: tensors, None, plain values, and tuples and lists of these; one at least is a tensor, and the first
+            of them is x. Arguments of other kinds go by the dispatcher's path, and the op's checks see them.
         options: plain values, or tuples of them.
-        kernels_only: the call works out nothing but launches, so that nothing is kept of it on the ATen path.
     """
     if is_observed():
         return _DISPATCHED
+    if _module is not None and (call := _module.find(_kept, op, arguments, options, _settings)) is not None:
+        found: Call = call
+        return found
+    return _first(op, arguments, options)
+
+
+def _settings(x: Tensor) -> Key | None:
+    """Return what a call depends on beside its arguments, whether it runs on Triton first; None where the dispatcher
+    has to see it."""
+    if type(x) not in _TENSORS or not (x.is_cuda or x.is_cpu):
+        return None
+    if wants_triton(x):
+        if x.is_cuda and not is_on_current_device(x):
+            return None
+        cast = autocast_dtype(x) if is_any_autocast_enabled() else None
+        return True, torch.is_grad_enabled(), launches_are_watched(), float32_precision(), cast
+    return None if is_any_autocast_enabled() else (False, torch.is_grad_enabled())
+
+
+def _first(op: str, arguments: tuple[Any, ...], options: Key) -> Call:
+    """Begin a call of which nothing is kept."""
+    global _module
+    tensors: list[Any] = []
     try:
-        x, types = arguments[0], tuple(map(type, arguments))
-        if x is None:  # no gradient of a first result
-            x = next(t for t in arguments if t is not None)
-        if type(x) not in _TENSORS or not (x.is_cuda or x.is_cpu):
-            return _DISPATCHED
-        if not _TENSORS.issuperset(types):
-            flat: list[Any] = []
-            structure: list[Any] = []
-            _flatten(arguments, flat, structure)
-            arguments, options, types = tuple(flat), (options, *structure), tuple(map(type, flat))
-        settings = None
-        if on_triton := wants_triton(x):
-            if x.is_cuda and not is_on_current_device(x):
-                return _DISPATCHED
-            settings = float32_precision(), autocast_dtype(x) if is_any_autocast_enabled() else None
-        elif is_any_autocast_enabled():
-            return _DISPATCHED
-        elif kernels_only:
-            return _ON_ATEN
-        key = op, types, x.shape, options, torch.is_grad_enabled(), settings
-        if type(None) in types:
-            arguments = tuple(compress(arguments, map(operator.is_not, arguments, _NONES)))  # in C
-        for alike, later in _kept.get(key, ()):
-            if alike(*arguments):
-                return _ON_TRITON if on_triton and launches_are_watched() else later
-        return _first(Path.TRITON if on_triton else Path.ATEN, key, types, options, arguments)
-    # RuntimeError: from a nested tensor, which has no shape; SystemError: from guards with other arguments
-    except (AttributeError, TypeError, StopIteration, RuntimeError, SystemError):
+        pattern = tuple, *[_pattern(a, tensors) for a in arguments]
+        x = next((t for t in tensors), None)
+        settings = None if x is None else _settings(x)
+        shape = None if x is None else x.shape
+    except (AttributeError, TypeError, RuntimeError):  # RuntimeError: from a nested tensor, which has no shape
         return _DISPATCHED
-
-
-def _first(path: Path, key: Key, types: tuple[type, ...], options: Key, tensors: Sequence[Any]) -> Call:
-    if not _TENSORS.issuperset(types) or (path is Path.TRITON and has_lazy_values(tensors)):
+    if settings is None:
+        return _DISPATCHED
+    path = Path.TRITON if settings[0] else Path.ATEN
+    if path is Path.TRITON and has_lazy_values(tensors):
         return _DISPATCHED
     if unwrap_if_dead is None or TensorGuards is None:
         return UNKEPT[path]
@@ -212,9 +266,27 @@ def _first(path: Path, key: Key, types: tuple[type, ...], options: Key, tensors:
         return _DISPATCHED  # it knows what is in the wrapper of a functorch transform that has ended
     if (path is Path.TRITON and launches_are_watched()) or not _are_values(options):
         return UNKEPT[path]
-    if path is Path.ATEN and not _was_seen(hash(key)):
+    key = op, shape
+    if path is Path.ATEN and not _was_seen(hash((key, options))):
         return UNKEPT[path]
-    return FirstCall(path, key, _guards(tensors))
+    _module = available()
+    return FirstCall(path, key, (pattern, options, settings, _guards(tensors))) if _module else UNKEPT[path]
+
+
+_module: Any = None  # of replay.c, from the first call that is kept
+
+
+def _pattern(argument: Any, tensors: list[Any]) -> Any:
+    """Return what `find` compares an argument with, and append its tensors to the list."""
+    kind = type(argument)
+    if kind in _TENSORS:
+        tensors.extend([argument] * (argument is not None))
+        return kind
+    if isinstance(argument, tuple | list):
+        return kind, *[_pattern(a, tensors) for a in argument]
+    if kind in _VALUES:
+        return [argument]
+    raise TypeError(f"{kind.__name__} is neither a tensor nor a plain value")
 
 
 _seen: set[int] = set()  # hashes of keys
@@ -259,21 +331,6 @@ def _guards(tensors: Sequence[Tensor]) -> Alike:
         return alike(*each(others)[:-1])
 
     return alike_with_repeats
-
-
-def _flatten(arguments: Iterable[Any], tensors: list[Any], structure: list[Any]) -> None:
-    """Append the tensors in the arguments, and in tuples among them, to one list, and everything else with its place to
-    the other."""
-    for value in arguments:
-        if value is None or isinstance(value, Tensor):
-            tensors.append(value)
-        elif isinstance(value, tuple | list):
-            structure += len(tensors), type(value), len(value)
-            _flatten(value, tensors, structure)
-        elif type(value) in _VALUES:
-            structure += len(tensors), value
-        else:
-            raise TypeError(f"{type(value).__name__} is neither a tensor nor a plain value")
 
 
 def _forget() -> None:

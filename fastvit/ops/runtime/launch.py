@@ -27,7 +27,7 @@ from torch import Tensor
 from triton.errors import TritonError
 from triton.runtime import driver
 
-from fastvit.ops.runtime import backend, call, device
+from fastvit.ops.runtime import backend, call, device, record
 from fastvit.ops.runtime.backend import KernelUnsupported
 
 # Versions in which `Compiled` is called as below, and a CUDA kernel depends on nothing outside the key of `launch`
@@ -170,6 +170,9 @@ class Launch:
         self._direct: Compiled | None = None  # for aligned tensors; the numbers before the constexprs
 
     def __call__(self, *tensors: Tensor | None) -> None:
+        if (recorder := record.current()) is not None:
+            recorder.launch(self, tensors)
+            return
         if self._direct is not None:
             pointers = [0 if t is None else t.data_ptr() for t in tensors]
             if not functools.reduce(operator.or_, pointers) & 15:
@@ -182,6 +185,16 @@ class Launch:
         compiled = launch(self.kernel, self.programs, tensors, self.numbers, self.constants)
         if compiled is not None:
             self._direct = compiled._replace(constexprs=(*self.numbers, *compiled.constexprs))
+
+    def direct(self) -> Any:
+        """Return what a launch of aligned tensors calls: a function, its arguments before the stream, a function that
+        returns the stream, and arguments before and after the addresses. None before the first such launch, and where
+        `launch` must not be left out."""
+        if self._direct is None or _instead is not None:
+            return None
+        run, stream, device, function, metadata, rest, _ = self._direct
+        before, after = (self.programs, 1, 1), (function, metadata, None, None, None)
+        return run, before, functools.partial(stream, device), after, rest
 
 
 def _is_aligned(t: Tensor | None) -> bool:

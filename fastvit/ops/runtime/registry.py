@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from fastvit.ops.runtime.backend import KernelUnsupported, Path, choose_path, is_jit_tracing, settings, wants_triton
-from fastvit.ops.runtime.call import UNKEPT, Call
+from fastvit.ops.runtime.call import UNKEPT, Call, begin
+from fastvit.ops.runtime.torch_private import is_any_autocast_enabled
 
 _LIB = torch.library.Library("fastvit", "DEF")
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {}  # overload -> its decomposition
@@ -85,14 +86,25 @@ def register(
                 return aten(*args) if out is None else aten(*args, out=out)
 
     def dispatched(*args: Any) -> Any:
-        with _isolated(args[0]):
-            return op(*args, call=UNKEPT[Path.TRITON if wants_triton(args[0]) else Path.ATEN])
+        x = args[0]
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                return dispatched(*args)
+        call = begin(dispatched_name, args)
+        if call.path is _DISPATCHER or is_any_autocast_enabled is None or is_any_autocast_enabled():
+            with _isolated(x):
+                return op(*args, call=UNKEPT[Path.TRITON if wants_triton(x) else Path.ATEN])
+        results = call.run(lambda _: _as_tuple(op(*args, call=call)), [*args])
+        if call.is_first:
+            call.remember()
+        return results if has_results else results[0]
 
     @functools.wraps(fake)
     def faked(*args: Any) -> Any:
         _keep_messages_short()
         return fake(*args)
 
+    dispatched_name, has_results = f"dispatched {name}", schema.endswith(")")
     _LIB.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
     _LIB.impl(name, dispatched, "CPU")
     _LIB.impl(name, dispatched, "CUDA")
@@ -106,6 +118,10 @@ def register(
 
         register_flop_formula(getattr(torch.ops.fastvit, name))(flops)
     return op
+
+
+def _as_tuple(results: Any) -> tuple[Any, ...]:
+    return (results,) if isinstance(results, Tensor) else tuple(results)
 
 
 def _keep_messages_short() -> None:

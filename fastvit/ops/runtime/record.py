@@ -1,0 +1,303 @@
+"""Record a call of an op as a plan, which `replay.c` runs without Python in between.
+
+    recorder = Recorder(inputs)
+    with recorder:
+        outputs = function(*inputs)
+    plan = recorder.plan(outputs)  # plan([*inputs]) -> outputs, for inputs that `begin` finds alike
+
+A recorder is a TorchFunctionMode: it sees every function of PyTorch that the call runs, and every launch. It writes
+down what a later call has to do. Allocations and views need no function; what only looks at a tensor's shape, dtype or
+strides is left out, since it is the same in every call like this one. A function that returns anything else, such as a
+tensor's values as numbers, cannot be recorded: there is no plan then.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+from fastvit.ops.runtime import native
+from fastvit.ops.runtime.torch_private import (
+    AUTOGRAD_KEYS,
+    DisableTorchFunction,
+    DispatchKeySet,
+    ExcludeDispatchKeys,
+    current_function_mode,
+    is_torch_function_mode_enabled,
+)
+
+_SOURCE = Path(__file__).with_name("replay.c")
+Function = Callable[[list[Any]], tuple[Any, ...]]
+Plan = Callable[[list[Any]], tuple[Any, ...] | None]
+
+# as in replay.c
+_CONSTANT, _TENSOR, _ADDRESS, _STREAM, _LIST, _TUPLE = range(6)
+_EMPTY, _VIEW, _CALL = range(3)
+_ANYTHING, _A_TENSOR, _AN_ALIGNED_TENSOR = range(3)
+
+_ALLOCATE = {
+    torch.empty, torch.empty_like, torch.empty_strided, Tensor.new_empty, Tensor.new_empty_strided,
+}  # fmt: skip
+# what looks at nothing but what `begin` compares
+_LOOK = {torch.promote_types} | {
+    getattr(Tensor, name).__get__
+    for name in ("shape", "dtype", "device", "is_cuda", "is_cpu", "ndim", "requires_grad", "itemsize")
+} | {
+    getattr(Tensor, name)
+    for name in ("dim", "size", "stride", "numel", "is_contiguous", "element_size", "is_floating_point", "__len__")
+}  # fmt: skip
+# what returns its tensor where there is nothing to do
+_CONVERT = {
+    Tensor.to, Tensor.contiguous, Tensor.float, Tensor.reshape, Tensor.view, Tensor.flatten, Tensor.expand,
+    Tensor.unflatten,
+}  # fmt: skip
+# what returns tensors whose shapes depend on values
+_VARYING = {"nonzero", "masked_select", "unique", "unique_consecutive", "bincount", "argwhere"}
+_CASTS = {torch.bfloat16: Tensor.bfloat16, torch.float16: Tensor.half, torch.float32: Tensor.float}
+
+
+@functools.cache
+def available() -> Any:
+    """Return the module of `replay.c`, or None if it cannot be built here, or this torch lacks a name that it needs."""
+    private = current_function_mode, DisableTorchFunction, ExcludeDispatchKeys, DispatchKeySet, *AUTOGRAD_KEYS
+    if any(name is None for name in private):
+        return None
+    module = native.load(_SOURCE)
+    if module is not None:
+        keys = functools.reduce(operator.or_, map(DispatchKeySet, AUTOGRAD_KEYS))
+        below_autograd = functools.partial(ExcludeDispatchKeys, keys)
+        module.set_up(torch.empty(0), torch.nn.Parameter, torch.empty_strided, below_autograd)
+    return module
+
+
+def why_not() -> str | None:
+    """Return why calls are not replayed on this machine, or None if they are."""
+    if available() is not None:
+        return None
+    return native.why_not(_SOURCE) or f"torch {torch.__version__} lacks a name that is not public"
+
+
+def current() -> Recorder | None:
+    """Return the recorder of the call that this thread is in, if it is being recorded."""
+    if is_torch_function_mode_enabled is None or not is_torch_function_mode_enabled():
+        return None
+    mode = current_function_mode()
+    return mode if type(mode) is Recorder else None
+
+
+def record(function: Function, inputs: list[Any]) -> tuple[tuple[Any, ...], Plan | None]:
+    """Return function(inputs), and a plan of it, if it can be recorded. It returns tensors and None."""
+    if available() is None:
+        return function(inputs), None
+    recorder = Recorder(inputs)
+    with recorder:
+        outputs = function(inputs)
+    return outputs, recorder.plan(outputs)
+
+
+class Recorder(TorchFunctionMode):
+    """Writes down what happens in its context.
+
+    inputs: of the call: tensors and anything else.
+    """
+
+    def __init__(self, inputs: Sequence[Any]) -> None:
+        super().__init__()
+        self._numbers: Any = WeakIdKeyDictionary()  # tensor -> its number
+        self._count = len(inputs)
+        self._inputs = [_A_TENSOR if isinstance(t, Tensor) else _ANYTHING for t in inputs]
+        self._bases = [*range(len(inputs))]  # by number: the tensor that it is a view of, or itself
+        self._steps: list[tuple[int, tuple[int, ...], tuple[Any, ...], set[int]]] = []  # kind, made, rest, last: read
+        self.refusal: str | None = None  # why the call cannot be recorded
+        for number, t in enumerate(inputs):
+            if isinstance(t, Tensor):
+                self._numbers.setdefault(t, number)
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if self.refusal is None and function not in _LOOK:
+            try:
+                self._note(function, args, kwargs or {}, result)
+            except _CannotRecord as reason:
+                self.refusal = str(reason)
+        return result
+
+    def _note(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        is_sequence = isinstance(result, tuple | list)
+        results = [*result] if is_sequence else [result]
+        if function is Tensor.__setitem__:
+            results = [args[0]]
+        if not results or any(not isinstance(t, Tensor) for t in results if t is not None or not is_sequence):
+            raise _CannotRecord(f"{_name(function)} returns {type(result).__name__}")
+        if function in _ALLOCATE:
+            self._add(_EMPTY, [self._new(result)], (*_extents(result), *_placement(result)), [])
+            return
+        read = _tensors((args, kwargs))
+        if _name(function) in _VARYING or (function is Tensor.__getitem__ and any(map(_is_mask, read[1:]))):
+            raise _CannotRecord(f"{_name(function)} returns a shape that depends on values")
+        if all(t in self._numbers for t in results if t is not None):
+            if function in _CONVERT:
+                return
+            results, is_sequence = [], False
+        elif all(_owner(t, read) is not None for t in results):
+            for t in results:
+                self._view(t, _owner(t, read))
+            return
+        if function is torch.nn.functional.linear and not kwargs and _is_product(*args[:2]):
+            self._note_linear(result, *args)
+            return
+        function, args = _shorter(function, args, kwargs)
+        arguments = tuple([self._argument(a) for a in (*args, *kwargs.values())])
+        made = [-1 if t is None else self._new(t) for t in results]
+        self._add(_CALL, made, (function, arguments, tuple(kwargs) or None, is_sequence), read)
+
+    def _note_linear(self, result: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
+        """Write down what PyTorch's function does, in half the time: a product of matrices."""
+        rows, transposed, product = x.view(-1, x.shape[-1]), weight.t(), result.view(-1, result.shape[-1])
+        self._view(rows, x)
+        self._view(transposed, weight)
+        factors = [t for t in (bias, rows, transposed) if t is not None]
+        function = torch.mm if bias is None else torch.addmm
+        arguments = tuple([self._argument(t) for t in factors])
+        self._add(_CALL, [self._new(product)], (function, arguments, None, False), factors)
+        self._view(result, product)
+
+    def launch(self, launch: Any, tensors: tuple[Tensor | None, ...]) -> None:
+        """Run a launch, and write down what it calls: Triton's launcher, with addresses."""
+        refusal, self.refusal = self.refusal, "a kernel was refused"
+        with DisableTorchFunction():
+            launch(*tensors)
+        self.refusal = refusal or self._note_launch(launch.direct(), tensors)
+
+    def _note_launch(self, direct: Any, tensors: tuple[Tensor | None, ...]) -> str | None:
+        if direct is None:
+            return "a kernel is launched by Triton's public way"
+        function, before, stream, after, rest = direct
+        read = [t for t in tensors if t is not None]
+        try:
+            addresses = [(_CONSTANT, 0) if t is None else (_ADDRESS, self._number(t)) for t in tensors]
+        except _CannotRecord as reason:
+            return str(reason)
+        constants = [[(_CONSTANT, value) for value in values] for values in (before, after, rest)]
+        arguments = *constants[0], (_STREAM, stream), *constants[1], *addresses, *constants[2]
+        for t in read:
+            if (base := self._bases[self._number(t)]) < len(self._inputs):
+                self._inputs[base] = _AN_ALIGNED_TENSOR
+        self._add(_CALL, [], (function, arguments, None, False), read)
+        return None
+
+    def plan(self, outputs: Sequence[Tensor | None]) -> Plan | None:
+        """Return a plan that makes these outputs, or None if there is none; `refusal` says why."""
+        try:
+            numbers = [-1 if t is None else self._number(t) for t in outputs]
+        except _CannotRecord as reason:
+            self.refusal = self.refusal or str(reason)
+        if self.refusal is not None:
+            return None
+        last = {number: i for i, (*_, read) in enumerate(self._steps) for number in read}
+        dead: list[list[int]] = [[] for _ in self._steps]
+        for number, i in last.items():
+            if number not in numbers:
+                dead[i].append(number)
+        steps = [(kind, made, tuple(dead[i]), rest) for i, (kind, made, rest, _) in enumerate(self._steps)]
+        plan: Plan = available().Plan(bytes(self._inputs), self._count, tuple(steps), tuple(numbers))
+        return plan
+
+    def _number(self, t: Tensor) -> int:
+        number: int | None = self._numbers.get(t)
+        if number is None:
+            raise _CannotRecord(f"a tensor of shape {tuple(t.shape)} comes from elsewhere")
+        return number
+
+    def _new(self, t: Tensor, base: int | None = None) -> int:
+        number = self._numbers[t] = self._count
+        self._bases.append(number if base is None else base)
+        self._count += 1
+        return number
+
+    def _add(self, kind: int, made: list[int], rest: tuple[Any, ...], read: Sequence[Tensor]) -> None:
+        numbers = {*map(self._number, read), *(number for number in made if number >= 0)}
+        self._steps.append((kind, tuple(made), rest, numbers))
+
+    def _view(self, t: Tensor, owner: Tensor) -> None:
+        number, offset = self._number(owner), t.storage_offset() - owner.storage_offset()
+        self._add(_VIEW, [self._new(t, self._bases[number])], (*_extents(t), number, offset), [owner])
+
+    def _argument(self, value: Any) -> tuple[int, Any]:
+        if isinstance(value, Tensor):
+            return _TENSOR, self._number(value)
+        if isinstance(value, tuple | list) and _tensors(value):
+            return _LIST if isinstance(value, list) else _TUPLE, tuple([self._argument(member) for member in value])
+        if isinstance(value, dict):
+            raise _CannotRecord("a dict is an argument")  # of tensors, maybe
+        return _CONSTANT, value
+
+
+class _CannotRecord(Exception):
+    pass
+
+
+def _is_product(x: Tensor, weight: Tensor) -> bool:
+    """Return whether F.linear multiplies matrices: the rows of x, which are not copied, and the weight's."""
+    return x.is_contiguous() and x.dim() >= 2 == weight.dim() and x.numel() > 0 < weight.numel()
+
+
+def _shorter(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...]]:
+    """Return a function that does the same with less work on the host, and its arguments."""
+    if isinstance(function, torch._ops.OpOverload):
+        return function._op, args  # without a call in Python
+    if function is Tensor.to and len(args) == 2 and not kwargs and args[1] in _CASTS:
+        return _CASTS[args[1]], args[:1]
+    if function in (torch.matmul, Tensor.matmul, Tensor.__matmul__) and args[0].dim() == args[1].dim() == 2:
+        return torch.mm, args
+    return function, args
+
+
+def _name(function: Any) -> str:
+    return getattr(function, "__name__", str(function))
+
+
+def _is_mask(t: Tensor) -> bool:
+    return t.dtype in (torch.bool, torch.uint8)
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    """Return the tensors in nested tuples, lists and dicts."""
+    if isinstance(values, Tensor):
+        return [values]
+    if isinstance(values, dict):
+        values = values.values()
+    elif not isinstance(values, tuple | list):
+        return []
+    return [t for value in values for t in _tensors(value)]
+
+
+def _owner(t: Any, read: list[Tensor]) -> Any:
+    """Return the tensor, of those that a function reads, that t is a view of, or None."""
+    for other in read if t is not None else ():
+        if other.dtype is t.dtype and _memory(other) == _memory(t) and not t.is_neg():
+            return other
+    return None
+
+
+def _memory(t: Tensor) -> int:
+    return t.untyped_storage()._cdata
+
+
+def _extents(t: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return tuple(t.shape), t.stride()
+
+
+def _placement(t: Tensor) -> tuple[Any, dict[str, Any]]:
+    """Return where an empty tensor like t is, for libtorch and for PyTorch."""
+    return available().placement(t), {"dtype": t.dtype, "device": t.device}
