@@ -270,11 +270,14 @@ def attention(
         return found
     if layout != "bnhd":
         return _heads_first(layout, q, k, v, attn_mask, is_causal, scale, dropout_p)
-    call = begin("attention", (q, k, v, attn_mask), (scale, dropout_p, is_causal))
+    tensors = q, k, v, attn_mask
+    call = begin("attention", tensors, (scale, dropout_p, is_causal))
+    if (results := call.replay(tensors)) is not None:
+        return results[0]
     autograd, options = call.once("checked", _checked, q, k, v, attn_mask, is_causal, scale, dropout_p)
     mask = None if attn_mask is None else broadcast_mask(attn_mask, k.shape[1])
     seed = draw_seeds(1, q.device) if dropout_p > 0.0 else None
-    out: Tensor = run(_Attention, autograd, _Inputs(q, k, v, mask, seed, options, call))
+    out: Tensor = run(_Attention, autograd, _Inputs(q, k, v, mask, seed, options, call), tensors)
     return out
 
 
@@ -339,11 +342,14 @@ def attention_qkvpacked(
     Raises:
         TypeError, ValueError: as `attention`.
     """
-    call = begin("attention_qkvpacked", (qkv, attn_mask), (scale, dropout_p, is_causal))
+    tensors = qkv, attn_mask
+    call = begin("attention_qkvpacked", tensors, (scale, dropout_p, is_causal))
+    if (results := call.replay(tensors)) is not None:
+        return results[0]
     autograd, options = call.once("checked", _checked_packed, qkv, attn_mask, is_causal, scale, dropout_p)
     mask = None if attn_mask is None else broadcast_mask(attn_mask, qkv.shape[1])
     seed = draw_seeds(1, qkv.device) if dropout_p > 0.0 else None
-    out: Tensor = run(_AttentionQkvPacked, autograd, _PackedInputs(qkv, mask, seed, options, call))
+    out: Tensor = run(_AttentionQkvPacked, autograd, _PackedInputs(qkv, mask, seed, options, call), tensors)
     return out
 
 
