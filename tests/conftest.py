@@ -35,6 +35,14 @@ if HAVE_TRITON and not HAVE_GPU:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--one-case", action="store_true", help="of every test one case, and of every backend")
+    parser.addoption("--replayed", action="store_true", help="record a call where it is first seen, and replay it")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--replayed"):
+        import remembered
+
+        remembered.replay_at_once()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
