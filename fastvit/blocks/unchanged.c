@@ -118,12 +118,18 @@ static PyObject *record(PyObject *self, PyObject *module) {
     Py_RETURN_NONE;
 }
 
-static PyObject *filled(PyObject *part) {
-    if (PyWeakref_CheckRef(part)) return Py_NewRef(referent(part));
+static PyObject *filled(PyObject *part) { /* NULL if an object of a weak reference is gone */
+    if (PyWeakref_CheckRef(part)) {
+        PyObject *object = referent(part);
+        return object == NULL || object == Py_None ? NULL : Py_NewRef(object);
+    }
     if (!PyTuple_Check(part)) return Py_NewRef(part);
     PyObject *copy = Py_TYPE(part)->tp_alloc(Py_TYPE(part), PyTuple_GET_SIZE(part));
-    for (Py_ssize_t i = 0; copy != NULL && i < PyTuple_GET_SIZE(part); i++)
-        PyTuple_SET_ITEM(copy, i, filled(PyTuple_GET_ITEM(part, i)));
+    for (Py_ssize_t i = 0; copy != NULL && i < PyTuple_GET_SIZE(part); i++) {
+        PyObject *item = filled(PyTuple_GET_ITEM(part, i));
+        if (item == NULL) Py_CLEAR(copy);
+        else PyTuple_SET_ITEM(copy, i, item);
+    }
     return copy;
 }
 
@@ -134,6 +140,7 @@ static PyObject *recall(PyObject *self, PyObject *const *args, Py_ssize_t count)
     int collects = PyGC_Disable();
     PyObject *description = filled(args[2]);
     if (collects) PyGC_Enable();
+    if (description == NULL && !PyErr_Occurred()) Py_RETURN_NONE; /* an object is gone: read again */
     return description;
 }
 

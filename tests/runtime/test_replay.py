@@ -283,6 +283,23 @@ def test_a_tensor_that_is_given_twice(device, refusals):
         assert torch.equal(gradient(once, once)[0], want)
 
 
+def test_what_is_saved_under_another_name(device, refusals):
+    """A frozen bias, and a frozen LayerScale of its shape in its place: one calls for another backward pass."""
+    x, fc1, fc2 = (torch.randn(*shape, device=device) for shape in ((B, N, 16), (24, 16), (16, 24)))
+    vector, x = torch.randn(16, device=device), x.requires_grad_()
+
+    def gradient(**options):
+        out = ops.mlp(x, fc1, None, fc2, options.pop("bias", None), **options)
+        return torch.autograd.grad(out.square().sum(), x)[0]
+
+    calls = [{"bias": vector}, {"layer_scale": vector}]
+    with runtime_call.forgotten():
+        want = [gradient(**call) for call in calls]
+    for _ in range(CALLS):
+        for call, expected in zip(calls, want, strict=True):
+            assert torch.equal(gradient(**call), expected)
+
+
 @pytest.mark.parametrize("name", HALVES)
 def test_errors_of_replayed_calls(name, device, refusals):
     """Double backward, forward mode, and an edit of what is saved."""

@@ -338,7 +338,7 @@ def _backward(ctx: Any, node: type[FusedNode], douts: tuple[Any, ...]) -> Any:
     def work(saved: list[Any], *douts: Any) -> Any:
         inputs = [*douts, *saved]
         saved.clear()
-        call = begin(node.__name__, tuple(inputs), (o, needs, sizes))
+        call = begin(node.__name__, tuple(inputs), (o, names, needs, sizes))
         found = call.run(lambda inputs: gradients(inputs, call), inputs)
         if call.is_first:
             call.remember()

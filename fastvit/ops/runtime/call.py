@@ -167,7 +167,7 @@ class LaterCall(Call):
         """Let `replay` run later calls from the arguments of `begin` alone, if the inputs of `run` are these tensors,
         each once. apply: runs a call by its autograd Function; None for a call without a gradient."""
         self.may_learn = False
-        if self._plan is _none:
+        if self._plan is None or self._plan is _none:
             return
         numbers = {id(t): i for i, t in enumerate(arguments) if isinstance(t, Tensor)}
         order = [numbers.get(id(t)) if isinstance(t, Tensor) else -1 for t in inputs]

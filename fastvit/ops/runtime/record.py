@@ -14,7 +14,6 @@ tensor's values as numbers, cannot be recorded: there is no plan then.
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,10 +25,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fastvit.ops.runtime import native
 from fastvit.ops.runtime.torch_private import (
-    AUTOGRAD_KEYS,
     DisableTorchFunction,
-    DispatchKeySet,
-    ExcludeDispatchKeys,
     current_function_mode,
     is_torch_function_mode_enabled,
 )
@@ -67,14 +63,11 @@ _CASTS = {torch.bfloat16: Tensor.bfloat16, torch.float16: Tensor.half, torch.flo
 @functools.cache
 def available() -> Any:
     """Return the module of `replay.c`, or None if it cannot be built here, or this torch lacks a name that it needs."""
-    private = current_function_mode, DisableTorchFunction, ExcludeDispatchKeys, DispatchKeySet, *AUTOGRAD_KEYS
-    if any(name is None for name in private):
+    if current_function_mode is None or DisableTorchFunction is None:
         return None
     module = native.load(_SOURCE)
     if module is not None:
-        keys = functools.reduce(operator.or_, map(DispatchKeySet, AUTOGRAD_KEYS))
-        below_autograd = functools.partial(ExcludeDispatchKeys, keys)
-        module.set_up(torch.empty(0), torch.nn.Parameter, torch.empty_strided, below_autograd)
+        module.set_up(torch.empty(0), torch.nn.Parameter, torch.empty_strided)
     return module
 
 
@@ -190,6 +183,8 @@ class Recorder(TorchFunctionMode):
             return str(reason)
         constants = [[(_CONSTANT, value) for value in values] for values in (before, after, rest)]
         arguments = *constants[0], (_STREAM, stream), *constants[1], *addresses, *constants[2]
+        if any(t.data_ptr() % 16 for t in read):
+            return "a launch was made for other addresses"
         for t in read:
             if (base := self._bases[self._number(t)]) < len(self._inputs):
                 self._inputs[base] = _AN_ALIGNED_TENSOR
@@ -258,7 +253,11 @@ def _shorter(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tu
         return function._op, args  # without a call in Python
     if function is Tensor.to and len(args) == 2 and not kwargs and args[1] in _CASTS:
         return _CASTS[args[1]], args[:1]
-    if function in (torch.matmul, Tensor.matmul, Tensor.__matmul__) and args[0].dim() == args[1].dim() == 2:
+    if (
+        function in (torch.matmul, Tensor.matmul, Tensor.__matmul__)
+        and not kwargs
+        and args[0].dim() == args[1].dim() == 2
+    ):
         return torch.mm, args
     return function, args
 

@@ -34,8 +34,7 @@ extern int32_t aoti_torch_delete_tensor_object(Handle tensor);
 /* THPVariable_Wrap(const at::TensorBase &), which makes a tensor into a Python object, by its name in the library */
 extern PyObject *wrap(Handle tensor) __asm__("_Z16THPVariable_WrapRKN2at10TensorBaseE");
 
-static PyObject *empty_strided;  /* torch.empty_strided, for its exception */
-static PyObject *below_autograd; /* returns an object while which lives autograd sees no function */
+static PyObject *empty_strided; /* torch.empty_strided, for its exception */
 static PyObject *tensor_type, *parameter_type, *shape_name;
 static Py_ssize_t handle_offset; /* where a Python tensor holds its at::Tensor, in bytes */
 
@@ -259,10 +258,9 @@ static PyObject *replay(PyObject *self, PyObject *const *arguments, size_t flags
             Py_RETURN_NONE;
         values[i].object = input;
     }
-    PyObject *guard = PyObject_CallNoArgs(below_autograd);
     for (int i = 0; i < plan->input_count; i++)
         Py_XINCREF(values[i].object);
-    int failed = guard == NULL || PyList_SetSlice(inputs, 0, plan->input_count, NULL);
+    int failed = PyList_SetSlice(inputs, 0, plan->input_count, NULL);
     for (const Step *step = plan->steps; !failed && step < plan->steps + plan->step_count; step++) {
         failed = step->kind == EMPTY ? run_empty(step, values)
                  : step->kind == VIEW ? run_view(step, values)
@@ -274,7 +272,6 @@ static PyObject *replay(PyObject *self, PyObject *const *arguments, size_t flags
         outputs = outputs_of(plan, values);
     for (int i = 0; i < plan->tensor_count; i++)
         let_go(&values[i]);
-    Py_XDECREF(guard);
     return outputs;
 }
 
@@ -453,31 +450,33 @@ static PyObject *find(PyObject *module, PyObject *const *given, Py_ssize_t count
     PyObject *shape = PyObject_GetAttr(x, shape_name), *settings = NULL;
     PyObject *key = shape == NULL ? NULL : PyTuple_Pack(2, op, shape);
     PyObject *kept = key == NULL ? NULL : PyDict_GetItemWithError(given[0], key);
-    if (kept != NULL && (settings = PyObject_CallOneArg(given[4], x)) != NULL) {
-        Py_INCREF(kept); /* while other threads may change the table */
-        for (Py_ssize_t i = 0; result == NULL && i < PyTuple_GET_SIZE(kept); i++)
+    Py_XINCREF(kept); /* while Python code runs, other threads may change the table */
+    if (kept != NULL && (settings = PyObject_CallOneArg(given[4], x)) != NULL)
+        for (Py_ssize_t i = 0; result == NULL && !PyErr_Occurred() && i < PyTuple_GET_SIZE(kept); i++)
             if (is_alike(PyTuple_GET_ITEM(kept, i), arguments, options, settings))
                 result = Py_NewRef(PyTuple_GET_ITEM(PyTuple_GET_ITEM(kept, i), 4));
-        Py_DECREF(kept);
+    Py_XDECREF(kept), Py_XDECREF(settings), Py_XDECREF(key), Py_XDECREF(shape);
+    if (result == NULL && PyErr_Occurred()) {
+        if (!PyErr_ExceptionMatches(PyExc_Exception)) /* such as KeyboardInterrupt */
+            return NULL;
+        PyErr_Clear();
     }
-    Py_XDECREF(settings), Py_XDECREF(key), Py_XDECREF(shape);
-    PyErr_Clear();
     return result == NULL ? Py_NewRef(Py_None) : result;
 }
 
 /* ---- the module ---- */
 
-/* set_up(tensor, parameter type, empty_strided, below_autograd): find where a Python tensor holds its at::Tensor, which is
+/* set_up(tensor, parameter type, empty_strided): find where a Python tensor holds its at::Tensor, which is
    a pointer to what `_cdata` says. */
 static PyObject *set_up(PyObject *module, PyObject *arguments) {
     PyObject *tensor, *address;
-    if (!PyArg_ParseTuple(arguments, "OOOO", &tensor, &parameter_type, &empty_strided, &below_autograd) ||
+    if (!PyArg_ParseTuple(arguments, "OOO", &tensor, &parameter_type, &empty_strided) ||
         (address = PyObject_GetAttrString(tensor, "_cdata")) == NULL)
         return NULL;
     void *implementation = PyLong_AsVoidPtr(address);
     Py_DECREF(address);
     tensor_type = Py_NewRef((PyObject *)Py_TYPE(tensor));
-    Py_INCREF(parameter_type), Py_INCREF(empty_strided), Py_INCREF(below_autograd);
+    Py_INCREF(parameter_type), Py_INCREF(empty_strided);
     Py_ssize_t end = Py_TYPE(tensor)->tp_basicsize - (Py_ssize_t)sizeof(void *);
     for (handle_offset = sizeof(PyObject); handle_offset <= end; handle_offset += sizeof(void *))
         if (*(void **)handle_of(tensor) == implementation)

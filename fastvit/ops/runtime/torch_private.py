@@ -39,11 +39,6 @@ set_dispatch_key_included = _find("_C._dispatch_tls_set_dispatch_key_included")
 # what records and replays calls
 current_function_mode = _find("overrides._get_current_function_mode")
 DisableTorchFunction = _find("_C.DisableTorchFunction")
-ExcludeDispatchKeys = _find("_C._ExcludeDispatchKeyGuard")
-DispatchKeySet = _find("_C.DispatchKeySet")
-AUTOGRAD_KEYS = [
-    _find(f"_C.DispatchKey.{key}") for key in ("AutogradFunctionality", "AutogradOther", "ADInplaceOrView")
-]
 FakeTensor = _find("_subclasses.fake_tensor.FakeTensor")  # studies plan with it
 select_conv_backend = _find("_C._select_conv_backend")  # whose scratch memory they plan
 gelu_ = _find("_C._nn.gelu_")  # F.gelu has no in-place form
