@@ -51,7 +51,7 @@ _PASSES, _ROUNDS, _LOWEST = 4, 50, 10
 
 
 class Row(NamedTuple):
-    """What is measured, by provider, and how many calls make a round."""
+    """Steps by provider, and how many calls make a round."""
 
     what: str
     mode: str

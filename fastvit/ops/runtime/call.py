@@ -135,7 +135,7 @@ class FirstCall(Call):
         return LaterCall(self.path, values)
 
 
-def _none(inputs: list[Any]) -> None:
+def _not_recorded(inputs: list[Any]) -> None:
     """Stand for the plan of a call that cannot be recorded."""
 
 
@@ -158,7 +158,7 @@ class LaterCall(Call):
     def run(self, function: Function, inputs: list[Any]) -> tuple[Any, ...]:
         if self._plan is None:
             outputs, plan = record(function, inputs)
-            self._plan = plan or _none
+            self._plan = plan or _not_recorded
             return outputs
         replayed = self._plan(inputs)
         return function(inputs) if replayed is None else replayed
@@ -167,7 +167,7 @@ class LaterCall(Call):
         """Let `replay` run later calls from the arguments of `begin` alone, if the inputs of `run` are these tensors,
         each once. apply: runs a call by its autograd Function; None for a call without a gradient."""
         self.may_learn = False
-        if self._plan is None or self._plan is _none:
+        if self._plan is None or self._plan is _not_recorded:
             return
         numbers = {id(t): i for i, t in enumerate(arguments) if isinstance(t, Tensor)}
         order = [numbers.get(id(t)) if isinstance(t, Tensor) else -1 for t in inputs]
@@ -250,9 +250,9 @@ def _first(op: str, arguments: tuple[Any, ...], options: Key) -> Call:
     tensors: list[Any] = []
     try:
         pattern = tuple, *[_pattern(a, tensors) for a in arguments]
-        x = next((t for t in tensors), None)
-        settings = None if x is None else _settings(x)
-        shape = None if x is None else x.shape
+        if not tensors:
+            return _DISPATCHED
+        settings, shape = _settings(tensors[0]), tensors[0].shape
     except (AttributeError, TypeError, RuntimeError):  # RuntimeError: from a nested tensor, which has no shape
         return _DISPATCHED
     if settings is None:

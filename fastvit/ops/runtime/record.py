@@ -2,8 +2,8 @@
 
     recorder = Recorder(inputs)
     with recorder:
-        outputs = function(*inputs)
-    plan = recorder.plan(outputs)  # plan([*inputs]) -> outputs, for inputs that `begin` finds alike
+        outputs = function(inputs)
+    plan = recorder.plan(outputs)  # plan(inputs) -> outputs, for inputs that `begin` finds alike
 
 A recorder is a TorchFunctionMode: it sees every function of PyTorch that the call runs, and every launch. It writes
 down what a later call has to do. Allocations and views need no function; what only looks at a tensor's shape, dtype or
@@ -62,20 +62,19 @@ _CASTS = {torch.bfloat16: Tensor.bfloat16, torch.float16: Tensor.half, torch.flo
 
 @functools.cache
 def available() -> Any:
-    """Return the module of `replay.c`, or None if it cannot be built here, or this torch lacks a name that it needs."""
+    """Return the module of `replay.c`, or None if it cannot be built here, or this torch lacks what it needs."""
     if current_function_mode is None or DisableTorchFunction is None:
         return None
     module = native.load(_SOURCE)
-    if module is not None:
-        module.set_up(torch.empty(0), torch.nn.Parameter, torch.empty_strided)
-    return module
+    is_ready = module is not None and module.set_up(torch.empty(0), torch.nn.Parameter, torch.empty_strided)
+    return module if is_ready else None
 
 
 def why_not() -> str | None:
     """Return why calls are not replayed on this machine, or None if they are."""
     if available() is not None:
         return None
-    return native.why_not(_SOURCE) or f"torch {torch.__version__} lacks a name that is not public"
+    return native.why_not(_SOURCE) or f"torch {torch.__version__} has changed inside"
 
 
 def current() -> Recorder | None:

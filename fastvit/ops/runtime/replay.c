@@ -466,8 +466,8 @@ static PyObject *find(PyObject *module, PyObject *const *given, Py_ssize_t count
 
 /* ---- the module ---- */
 
-/* set_up(tensor, parameter type, empty_strided): find where a Python tensor holds its at::Tensor, which is
-   a pointer to what `_cdata` says. */
+/* set_up(tensor, parameter type, empty_strided) -> whether it is known where a Python tensor holds its at::Tensor, which
+   is a pointer to what `_cdata` says. */
 static PyObject *set_up(PyObject *module, PyObject *arguments) {
     PyObject *tensor, *address;
     if (!PyArg_ParseTuple(arguments, "OOO", &tensor, &parameter_type, &empty_strided) ||
@@ -480,8 +480,8 @@ static PyObject *set_up(PyObject *module, PyObject *arguments) {
     Py_ssize_t end = Py_TYPE(tensor)->tp_basicsize - (Py_ssize_t)sizeof(void *);
     for (handle_offset = sizeof(PyObject); handle_offset <= end; handle_offset += sizeof(void *))
         if (*(void **)handle_of(tensor) == implementation)
-            Py_RETURN_NONE;
-    return PyErr_Format(PyExc_RuntimeError, "a Python tensor of this torch holds no at::Tensor");
+            Py_RETURN_TRUE;
+    Py_RETURN_FALSE;
 }
 
 /* placement(tensor) -> its dtype, device type and device index, as libtorch numbers them */
@@ -503,7 +503,8 @@ static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "replay", NULL, -
 
 PyMODINIT_FUNC PyInit_replay(void) {
     PyObject *module = PyModule_Create(&definition);
-    if (module == NULL || (shape_name = PyUnicode_InternFromString("shape")) == NULL || PyType_Ready(&PlanType) || PyModule_AddObjectRef(module, "Plan", (PyObject *)&PlanType))
+    if (module == NULL || (shape_name = PyUnicode_InternFromString("shape")) == NULL || PyType_Ready(&PlanType) ||
+        PyModule_AddObjectRef(module, "Plan", (PyObject *)&PlanType))
         return NULL;
     return module;
 }
