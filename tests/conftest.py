@@ -40,9 +40,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--replayed"):
-        import remembered
+        import replaying
 
-        remembered.replay_at_once()
+        replaying.replay_at_once()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

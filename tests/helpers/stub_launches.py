@@ -148,7 +148,7 @@ def the_same_binary_as_triton_and_the_same_arguments():
 
 
 def hooks_see_every_launch():
-    """Also those of a remembered call, whose launches are kept."""
+    """Also those of a call that is replayed without a hook."""
     seen = []
     name = "layer_norm_mlp gelu"
     op, tensors = function(name), made(name, 2, 16, torch.device("cpu"), torch.bfloat16, hidden=64)

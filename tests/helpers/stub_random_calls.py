@@ -1,5 +1,5 @@
-"""Attack the memory of calls: random calls, with everything that a caller may change changed between them. Each has to
-launch what it launches when nothing is remembered.
+"""Attack replayed calls: random calls, with everything that a caller may change changed between them. Each has to
+launch what it launches when nothing is kept.
 
     python tests/helpers/stub_random_calls.py 300        # prints what was seen, or the first difference, as JSON
 
@@ -20,13 +20,12 @@ from unittest import mock
 import torch
 from layouts import LAYOUTS
 from op_cases import ROWS, made, more, outputs_of
-from remembered import counted
+from replaying import replays
 from stub_launches import DTYPES, _hooked
 
 from benchmarks.codegen.stub_driver import stub_gpu
 from fastvit import ops
 from fastvit.ops.runtime import call as runtime_call
-from fastvit.ops.runtime.record import Recorder
 from fastvit.study.accuracy.cases import WITHOUT_GRADIENT
 from fastvit.warmup import in_library
 
@@ -56,7 +55,7 @@ CHANGES = (
 )
 
 
-def _fresh(draw, name, tokens=None, dtype=None):
+def fresh(draw, name, tokens=None, dtype=None):
     """Draw the tensors anew: of other sizes, dtypes, or without those that are optional."""
     samples, tokens = draw.choice((1, 2, 2, 3)), tokens or draw.choice((15, 16, 16, 33))
     sizes = SIZES | {"hidden": draw.choice((64, 128)), "gated": draw.choice((32, 64))}
@@ -68,14 +67,14 @@ def _fresh(draw, name, tokens=None, dtype=None):
     return tensors
 
 
-def _changed(draw, name, tensors):
+def changed(draw, name, tensors):
     """Change one tensor, exchange two of a shape, give one twice, or draw all anew."""
     tensors = dict(tensors)
     given = [key for key, t in tensors.items() if t is not None]
     key = draw.choice(given)
     kind = draw.random()
     if kind < 0.15:
-        return _fresh(draw, name)
+        return fresh(draw, name)
     if kind < 0.3:
         same = [k for k in given if tensors[k].shape == tensors[key].shape and k not in WITHOUT_GRADIENT]
         other = draw.choice(same or [key])
@@ -99,7 +98,7 @@ OPTIONS = {
 }
 
 
-def _options(draw, name):
+def drawn_options(draw, name):
     """Draw options of the row's op."""
     row = ROWS[name]
     taken = inspect.signature(getattr(ops, row.op)).parameters
@@ -183,25 +182,6 @@ def _launched(gpu, settings, name, tensors, options):
     return launches, error, len(seen)
 
 
-@contextlib.contextmanager
-def _replays(count):
-    """Append to the list for every plan that is called whether it was replayed."""
-    original = Recorder.plan
-
-    def counting(self, outputs):
-        plan = original(self, outputs)
-
-        def replay(inputs):
-            results = plan(inputs)
-            count.append(results is not None)
-            return results
-
-        return plan and replay
-
-    with mock.patch.object(Recorder, "plan", counting):
-        yield
-
-
 def main(calls):
     draw, settings = random.Random(1), {name: choices[0] for name, choices in SETTINGS.items()}
 
@@ -210,10 +190,9 @@ def main(calls):
         return settings["FASTVIT_BACKEND"] != "aten"
 
     names = [*ROWS]
-    states = {name: [_fresh(draw, name, 16, dtype) for dtype in (torch.bfloat16, torch.float32)] for name in names}
-    launches = remembered = errors = 0
-    replayed = []
-    with stub_gpu() as gpu, in_library(wants_triton=on_triton), counted() as count, _replays(replayed):
+    states = {name: [fresh(draw, name, 16, dtype) for dtype in (torch.bfloat16, torch.float32)] for name in names}
+    launches = errors = 0
+    with stub_gpu() as gpu, in_library(wants_triton=on_triton), replays() as replayed:
         for step in range(calls):
             if step % 40 == 0:  # a few ops at a time, so that calls are alike
                 some = draw.sample(names, 4)
@@ -223,30 +202,18 @@ def main(calls):
                 settings[setting] = draw.choice(SETTINGS[setting])
                 gc.collect(draw.choice((0, 0, 0, 0, 0, 0, 0, 2)))
             if draw.random() < 0.6:
-                states[name].append(_changed(draw, name, draw.choice(states[name])))
+                states[name].append(changed(draw, name, draw.choice(states[name])))
                 del states[name][:-4]
-            tensors, options = draw.choice(states[name]), _options(draw, name)
+            tensors, options = draw.choice(states[name]), drawn_options(draw, name)
             got = _launched(gpu, settings, name, tensors, options)
-            remembered += len(count)
             kept, runtime_call._kept = runtime_call._kept, {}
             want = _launched(gpu, settings, name, tensors, options)
             runtime_call._kept = kept
-            count.clear()
             if got != want:
                 print(json.dumps({"problem": f"call {step} of {name} with {options}: {got}, wanted {want}"}))
                 sys.exit(1)
             launches, errors = launches + len(got[0]), errors + bool(got[1])
-    print(
-        json.dumps(
-            {
-                "calls": calls,
-                "launches": launches,
-                "remembered": remembered,
-                "replayed": sum(replayed),
-                "errors": errors,
-            }
-        )
-    )
+    print(json.dumps({"calls": calls, "launches": launches, "replayed": sum(replayed), "errors": errors}))
 
 
 if __name__ == "__main__":

@@ -9,8 +9,6 @@ pytest.importorskip("triton")
 from fastvit.kernels import _attention_configs, _configs
 from fastvit.ops.attention.launch import attention_fwd as launch_forward
 from fastvit.ops.attention.launch import launch_backward
-from fastvit.ops.runtime.backend import Path
-from fastvit.ops.runtime.call import UNKEPT
 from fastvit.study.accuracy.formulas import attention
 
 MARGIN = 8  # elements of NaN around every gradient
@@ -39,12 +37,11 @@ def autograd(q, k, v, do, scale, dtype):
 
 def fused(q, k, v, do, scale):
     """Run the forward kernel and return dq, dk, dv of the backward kernels."""
-    call = UNKEPT[Path.TRITON]
-    o, lse = launch_forward(q, k, v, None, None, scale, 0.0, call=call)
+    o, lse = launch_forward(q, k, v, None, None, scale, 0.0)
     B, N, H, d = q.shape
     frame = torch.full((B * N * 3 * H * d + 2 * MARGIN,), torch.nan, dtype=q.dtype, device=q.device)
     packed = frame[MARGIN:-MARGIN].view(B, N, 3, H, d)
-    launch_backward(do, q, k, v, None, o, lse, None, scale, 0.0, False, packed.unbind(2), None, call)
+    launch_backward(do, q, k, v, None, o, lse, None, scale, 0.0, False, packed.unbind(2), None)
     assert frame[:MARGIN].isnan().all(), "written before the gradients"
     assert frame[-MARGIN:].isnan().all(), "written after the gradients"
     return packed.unbind(2)

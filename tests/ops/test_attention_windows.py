@@ -13,8 +13,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fastvit import ops
 from fastvit.ops.attention import aten, relative_aten
 from fastvit.ops.runtime import backend as backends
-from fastvit.ops.runtime.backend import Path
-from fastvit.ops.runtime.call import UNKEPT
 from fastvit.study.accuracy.formulas import attention_windows as eager
 from fastvit.study.memory.allocations import Allocations, as_on
 
@@ -66,7 +64,7 @@ def test_windows_wider_than_32_bits_are_refused(triton_backend):
     qkv = torch.empty_strided((1, 2, 1 << 10, 3, 1, 16), (1 << 31, 1 << 30, 1 << 20, 16, 16, 1), device="meta")
     rows, columns = (torch.zeros(1, 2, 1 << 10, 1, 2, device="meta") for _ in range(2))
     with pytest.raises(backends.KernelUnsupported, match=r"within 2\^31 elements, got 2147483648"):
-        launch.attention_windows_relative_fwd(qkv, rows, columns, 1.0, call=UNKEPT[Path.TRITON])
+        launch.attention_windows_relative_fwd(qkv, rows, columns, 1.0)
 
 
 @pytest.mark.skipif(not backends.HAVE_TRITON, reason="triton is not installed")

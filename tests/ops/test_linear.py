@@ -129,7 +129,7 @@ def test_what_tma_cannot_copy_is_loaded(first, width, k, by_tma, device, launche
     rows = torch.zeros(90 * width + first, dtype=F16, device=device)[first:].view(90, width)[:, :k]
     rows.copy_(inputs("integer", 90, k, dtype=F16, device=device, seed=1))
     weight = inputs("integer", 72, k, dtype=F16, device=device, seed=2)
-    for _ in range(3):  # a remembered call, too
+    for _ in range(3):  # a replayed call, too
         got = ops.linear(rows, weight, activation="relu")
         assert torch.equal(got, torch.relu(rows @ weight.T))
     assert set(launched_by_tma) == {by_tma}

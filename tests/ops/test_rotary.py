@@ -6,8 +6,6 @@ from op_cases import tensors_of
 from oracle import assert_op_as_accurate, inputs
 
 from fastvit import ops
-from fastvit.ops.runtime.backend import Path
-from fastvit.ops.runtime.call import UNKEPT
 from fastvit.study.accuracy import formulas
 
 EPS = 1e-5
@@ -73,7 +71,7 @@ def test_an_expanded_table_is_one():
     one, each = torch.randn(1, 1, 5, 16), torch.randn(2, 3, 5, 16)
 
     def read(sin, cos):
-        sin, cos = launch.readable_tables(sin, cos, UNKEPT[Path.TRITON])
+        sin, cos = launch.readable_tables(sin, cos)
         assert sin.stride() == cos.stride()
         return launch.tables_as_read(sin)
 

@@ -1,8 +1,8 @@
-"""Parameters of remembered.py's two ops, and what records their launches."""
+"""Parameters of replaying.py's two ops."""
 
 import pytest
 import torch
-from remembered import D, recording
+from replaying import D
 
 
 @pytest.fixture
@@ -15,9 +15,3 @@ def weights(device):
 def heads(device):
     torch.manual_seed(2)
     return [torch.randn(*s, device=device) for s in ((48, D), (48,), (D, D), (D,))]
-
-
-@pytest.fixture
-def recorder(triton_backend):
-    with recording() as recorder:
-        yield recorder

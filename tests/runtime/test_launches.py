@@ -20,13 +20,12 @@ def test_launches() -> None:
 @needs_triton
 @pytest.mark.parametrize("calls", [200, pytest.param(10_000, marks=pytest.mark.nightly)])
 def test_random_calls_launch_what_first_calls_do(calls: int) -> None:
-    """Nothing that is remembered of a call is stale: with parameters exchanged, gradients wanted or not, other dtypes,
+    """Nothing that is kept of a call is stale: with parameters exchanged, gradients wanted or not, other dtypes,
     strides, alignments and subclasses, and with other modes, settings, environment variables and threads between."""
     counts = json.loads(python("tests/helpers/stub_random_calls.py", str(calls)).splitlines()[-1])
     assert "problem" not in counts, counts["problem"]
     assert counts["calls"] == calls
     assert counts["launches"] > calls
-    assert counts["remembered"] > calls / 8
     assert counts["replayed"] > calls / 50
 
 

@@ -5,11 +5,12 @@ import contextlib
 import re
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
 from op_cases import ROWS, function, made, results
-from remembered import by_dispatcher
+from replaying import NODES, by_dispatcher
 
 from fastvit import ops
 from fastvit.ops.runtime import call as runtime_call
@@ -17,17 +18,14 @@ from fastvit.ops.runtime import record
 
 pytestmark = pytest.mark.skipif(record.available() is None, reason="there is no C compiler, or no triton")
 B, N = 2, 8
-# two calls of which nothing is kept, one that is remembered, one that is recorded, two that are replayed
+# one that runs in Python, one that is recorded, and others that are replayed
 CALLS = 6
 # why a row is not recorded on ATen, forward and backward
 OF_MASKS, OF_LENGTHS, OF_SEEDS = "__bool__ returns bool", "tolist returns list", "__int__ returns int"
-OF_WINDOWS = "a tensor of shape {} comes from elsewhere"  # a table that is kept
 
 
 def refused(name):
     """Return why calls of the row are not recorded, or None."""
-    if name.startswith("attention_windows"):
-        return OF_WINDOWS
     if "varlen" in name or "lengths" in name:
         return OF_LENGTHS
     if "dropout" in name:
@@ -56,6 +54,30 @@ def outcomes(op, tensors, seed):
     return [t for t in results(op, tensors) if t is not None]
 
 
+@pytest.mark.parametrize("kind", ["empty", "strided"])
+@pytest.mark.parametrize("name", NODES)
+def test_replayed_calls_of_other_layouts(name, kind, device, refusals):
+    def drawn(seed):
+        torch.manual_seed(seed)
+        tensors = made(name, 0 if kind == "empty" else B, N, device)
+        return strided(tensors) if kind == "strided" else tensors
+
+    later = [outcomes(function(name), drawn(seed), seed) for seed in range(CALLS)]
+    for seed, got in enumerate(later):
+        with runtime_call.forgotten():
+            assert all(map(torch.equal, got, outcomes(function(name), drawn(seed), seed)))
+
+
+def strided(tensors):
+    """Return copies with rows further apart, or with a stride of 2."""
+    copies = {}
+    for name, t in tensors.items():
+        room = t.detach().new_zeros((*t.shape[:-1], 2 * t.shape[-1]))
+        view = room[..., : t.shape[-1]] if t.dim() > 1 else room[::2]
+        copies[name] = view.copy_(t.detach()).requires_grad_(t.requires_grad)
+    return copies
+
+
 @pytest.mark.parametrize("within", [contextlib.nullcontext, by_dispatcher], ids=["direct", "dispatcher"])
 @pytest.mark.parametrize("name", ROWS)
 def test_a_replayed_call_equals_a_first_one(name, within, device, refusals):
@@ -79,19 +101,32 @@ def test_a_replayed_call_equals_a_first_one(name, within, device, refusals):
 
 
 def recorded(function, *inputs):
-    outputs, plan = record.record(lambda inputs: function(*inputs), [*inputs])
-    return outputs, plan
+    recorder = record.Recorder(inputs)
+    with recorder:
+        outputs = function(*inputs)
+    return outputs, recorder.plan(outputs)
 
 
 def test_what_begins_elsewhere_in_memory():
     """Views of an input are taken from where it begins."""
     x = torch.randn(4, 6)
-    _, plan = recorded(lambda x: (x[1:].t() + 1, x[:, 2:]), x)
+    _, plan = recorded(lambda x: (x[1:].t() + 1, x[:, 2:].t()[1:] * 2), x)
     for y in (torch.randn(5, 6)[1:], torch.randn(4, 6)):
-        added, view = plan([y])
-        assert torch.equal(added, y[1:].t() + 1)
-        assert view.data_ptr() == y[:, 2:].data_ptr()
-        assert view.stride() == y[:, 2:].stride()
+        got = plan([y])
+        assert all(map(torch.equal, got, (y[1:].t() + 1, y[:, 2:].t()[1:] * 2)))
+
+
+def test_a_view_of_an_input_as_an_output():
+    """An edit of the input is an edit of the view, of which autograd then knows."""
+    x = torch.randn(1, 6)
+    _, plan = recorded(lambda x: (x[None].expand(2, 3, 6),), x)
+    x = torch.randn(1, 6)
+    (view,) = plan([x])
+    assert view._version == x._version
+    x.add_(1.0)
+    assert torch.equal(view, x[None].expand(2, 3, 6))
+    assert view._version == x._version
+    assert recorded(lambda x: (x[:, 2:],), x)[1] is None
 
 
 def test_lists_keywords_and_writes():
@@ -111,6 +146,26 @@ def test_lists_keywords_and_writes():
         assert all(map(torch.equal, got[:2], want[:2]))
         assert got[2] is None
         assert got[3] is x
+
+
+@pytest.mark.parametrize("size", [None, 64, 1], ids=["no bias", "a bias", "an expanded bias"])
+def test_linear_layers(size):
+    """Recorded as products of matrices, where these round alike."""
+    x, weight = torch.randn(2, 16, 64).bfloat16(), torch.randn(64, 64).bfloat16()
+    bias = None if size is None else torch.randn(size).bfloat16().expand(64)
+    want, plan = recorded(lambda *layer: (torch.nn.functional.linear(*layer),), x, weight, bias)
+    assert torch.equal(plan([x, weight, bias])[0], want[0])
+
+
+def test_a_launch_that_reads_a_part_of_an_input():
+    """Which may be aligned where the input is not, and the other way round."""
+    launch = SimpleNamespace(directly=lambda *tensors: (lambda *_: None, (), lambda: 0, (), ()))
+    for start, is_recorded in ((2, False), (4, True)):
+        x = torch.randn(12)[start - 4 if start == 4 else start :]
+        recorder = record.Recorder([x])
+        with recorder:
+            recorder.launch(launch, (x[start:],))
+        assert (recorder.plan([x]) is not None) == is_recorded
 
 
 elsewhere = torch.ones(3)
@@ -246,12 +301,23 @@ def saved_elsewhere(op, tensors):
     return torch.autograd.grad(out, wanted(tensors))
 
 
+def saved_without_storage(op, tensors):
+    """Also while the call is recorded."""
+    with runtime_call.forgotten():
+        for _ in range(CALLS):
+            with torch.autograd.graph.saved_tensors_hooks(lambda t: t.to_sparse(), lambda t: t.to_dense()):
+                out = op(**tensors).sum()
+            gradients = torch.autograd.grad(out, wanted(tensors))
+    return gradients
+
+
 WAYS = {
     "twice": twice,
     "checkpoint": by_checkpoint,
     "reentrant checkpoint": by_reentrant_checkpoint,
     "threads": in_a_thread,
     "saved elsewhere": saved_elsewhere,
+    "saved without storage": saved_without_storage,
 }
 HALVES = ["layer_norm_attention", "layer_norm_mlp gelu"]
 

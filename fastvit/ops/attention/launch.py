@@ -26,7 +26,6 @@ from fastvit.ops.attention.workload import (
     sizes_of,
     stored,
 )
-from fastvit.ops.runtime.call import Call
 from fastvit.ops.runtime.launch import Launch, cdiv
 from fastvit.ops.runtime.rows import contiguous, empty_like, unexpanded
 
@@ -35,7 +34,7 @@ MAX_STRIDE = 1 << 22  # elements between two tokens, so that offsets within a ti
 
 def attention_fwd(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None, scale: float, dropout_p: float,
-    causal: bool = False, *, call: Call,
+    causal: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Launch the forward kernel. q (B, M, H, d), k and v (B, N, H or a divisor of it, d), one of float32, bfloat16,
     float16, are read by stride; mask (B or 1, H or 1, M or 1, N), bool or float, by stride, or None; seed int64 [1], or
@@ -44,70 +43,64 @@ def attention_fwd(
     Return o (B, M, H, d), contiguous, and LSE (B, H, M) float32, natural logarithm; with a float mask (B, H, 2, M), the
     maximum of the scores and the sum of exp(scores - maximum). Raise `KernelUnsupported` for what kernels cannot take.
     """
-    o, lse, launch, tensors = forward(q, k, v, mask, seed, scale, dropout_p, causal, None, call)
-    launch(*tensors)
-    return o, lse
+    return forward(q, k, v, mask, seed, scale, dropout_p, causal, None)
 
 
 def attention_qkvpacked_fwd(
-    qkv: Tensor, mask: Tensor | None, seed: Tensor | None, scale: float, dropout_p: float, causal: bool = False,
-    *, call: Call,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    qkv: Tensor, mask: Tensor | None, seed: Tensor | None, scale: float, dropout_p: float, causal: bool = False
+) -> tuple[Tensor, Tensor]:
     """Run `attention_fwd` on qkv (B, N, 3, H, d)."""
     q, k, v = qkv.unbind(2)
-    o, lse, launch, tensors = forward(q, k, v, mask, seed, scale, dropout_p, causal, None, call)
-    launch(*tensors)
-    return o, lse
+    return forward(q, k, v, mask, seed, scale, dropout_p, causal, None)
 
 
 def attention_varlen_fwd(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, cu_seqlens_k: Tensor | None, seed: Tensor | None,
-    max_seqlen: int, max_seqlen_k: int, scale: float, dropout_p: float, *, call: Call,
+    max_seqlen: int, max_seqlen_k: int, scale: float, dropout_p: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Run the forward kernel on sequences of q (T, H, d) that begin and end at cu_seqlens (B + 1,), int32 or int64, and
     of k and v, at cu_seqlens_k or at the same places.
 
     Return o (T, H, d), and LSE (T * H,), sequence by sequence (H, N).
     """
-    sequences = _sequences(cu_seqlens, cu_seqlens_k, max_seqlen, max_seqlen_k, call)
-    o, lse, launch, tensors = forward(q[None], k[None], v[None], None, seed, scale, dropout_p, False, sequences, call)
-    launch(*tensors)
+    sequences = _sequences(cu_seqlens, cu_seqlens_k, max_seqlen, max_seqlen_k)
+    o, lse = forward(q[None], k[None], v[None], None, seed, scale, dropout_p, False, sequences)
     return o[0].detach(), lse.view(-1)  # no view, as in aten.linear
 
 
 def attention_varlen_qkvpacked_fwd(
-    qkv: Tensor, cu_seqlens: Tensor, seed: Tensor | None, max_seqlen: int, scale: float, dropout_p: float, *, call: Call
+    qkv: Tensor, cu_seqlens: Tensor, seed: Tensor | None, max_seqlen: int, scale: float, dropout_p: float
 ) -> tuple[Tensor, Tensor]:
     """Run the forward kernel as `attention_varlen_fwd` does, on qkv (T, 3, H, d)."""
     q, k, v = qkv[None].unbind(2)
-    sequences = _sequences(cu_seqlens, None, max_seqlen, max_seqlen, call)
-    o, lse, launch, tensors = forward(q, k, v, None, seed, scale, dropout_p, False, sequences, call)
-    launch(*tensors)
+    sequences = _sequences(cu_seqlens, None, max_seqlen, max_seqlen)
+    o, lse = forward(q, k, v, None, seed, scale, dropout_p, False, sequences)
     return o[0].detach(), lse.view(-1)
 
 
-def _sequences(ends: Tensor, ends_k: Tensor | None, longest: int, longest_k: int, call: Call) -> Sequences:
+def _sequences(ends: Tensor, ends_k: Tensor | None, longest: int, longest_k: int) -> Sequences:
     """Return the sequences as the kernels read them."""
     if ends_k is None:
-        (ends,) = call.as_read(contiguous, ends)
+        ends = contiguous(ends)
     else:
-        ends, ends_k = call.as_read(contiguous, ends, ends_k)
+        ends, ends_k = map(contiguous, (ends, ends_k))
     return Sequences(ends, longest, ends_k, longest_k)
 
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None, scale: float, dropout_p: float,
-    causal: bool, within: Within, call: Call,
-) -> tuple[Tensor, Tensor, Launch, tuple[Tensor | None, ...]]:  # fmt: skip
-    """Return o and LSE, still empty, the launch that fills them, and its tensors."""
-    q, k, v = call.as_read(readable, q, k, v)
+    causal: bool, within: Within,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Launch the forward kernel; return o and LSE."""
+    q, k, v = map(readable, (q, k, v))
     if mask is not None:
-        (mask,) = call.as_read(readable_mask, mask)
-    launch, shape = call.once("attention_fwd", _forward_launch, q, k, v, mask, seed, scale, dropout_p, causal, within)
+        mask = readable_mask(mask)
+    launch, shape = _forward_launch(q, k, v, mask, seed, scale, dropout_p, causal, within)
     o = empty_like(q)
     lse = q.new_empty(shape, dtype=torch.float32)
     ends, ends_k = (within.ends, within.ends_k) if isinstance(within, Sequences) else (None, None)
-    return o, lse, launch, (q, k, v, mask, ends, ends_k, seed, o, lse)
+    launch(q, k, v, mask, ends, ends_k, seed, o, lse)
+    return o, lse
 
 
 Gradients = Sequence[Tensor]  # dq, dk and dv, written by stride; their last dimensions are contiguous
@@ -115,53 +108,53 @@ Gradients = Sequence[Tensor]  # dq, dk and dv, written by stride; their last dim
 
 def attention_bwd(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, o: Tensor, lse: Tensor, seed: Tensor | None,
-    scale: float, dropout_p: float, causal: bool = False, *, out: Sequence[Tensor] | None = None, call: Call,
+    scale: float, dropout_p: float, causal: bool = False, *, out: Sequence[Tensor] | None = None,
 ) -> Gradients:  # fmt: skip
     """Launch the backward kernels. out: three tensors to write the gradients to, instead of new ones."""
     gradients = out or (empty_like(q), empty_like(k), empty_like(v))
-    launch_backward(do, q, k, v, mask, o, lse, seed, scale, dropout_p, causal, gradients, None, call)
+    launch_backward(do, q, k, v, mask, o, lse, seed, scale, dropout_p, causal, gradients, None)
     return gradients
 
 
 def attention_qkvpacked_bwd(
     do: Tensor, qkv: Tensor, mask: Tensor | None, o: Tensor, lse: Tensor, seed: Tensor | None, scale: float,
-    dropout_p: float, causal: bool = False, *, call: Call,
+    dropout_p: float, causal: bool = False,
 ) -> Tensor:  # fmt: skip
     dqkv = empty_like(qkv)
     q, k, v = qkv.unbind(2)
-    launch_backward(do, q, k, v, mask, o, lse, seed, scale, dropout_p, causal, dqkv.unbind(2), None, call)
+    launch_backward(do, q, k, v, mask, o, lse, seed, scale, dropout_p, causal, dqkv.unbind(2), None)
     return dqkv
 
 
 def attention_varlen_bwd(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, cu_seqlens_k: Tensor | None, o: Tensor,
     lse: Tensor, seed: Tensor | None, max_seqlen: int, max_seqlen_k: int, scale: float, dropout_p: float, *,
-    out: Sequence[Tensor] | None = None, call: Call,
+    out: Sequence[Tensor] | None = None,
 ) -> Gradients:  # fmt: skip
-    sequences = _sequences(cu_seqlens, cu_seqlens_k, max_seqlen, max_seqlen_k, call)
+    sequences = _sequences(cu_seqlens, cu_seqlens_k, max_seqlen, max_seqlen_k)
     gradients = out or (empty_like(q), empty_like(k), empty_like(v))
     launch_backward(
         do[None], q[None], k[None], v[None], None, o[None], lse, seed, scale, dropout_p, False,
-        [t[None] for t in gradients], sequences, call,
+        [t[None] for t in gradients], sequences,
     )  # fmt: skip
     return gradients
 
 
 def attention_varlen_qkvpacked_bwd(
     do: Tensor, qkv: Tensor, cu_seqlens: Tensor, o: Tensor, lse: Tensor, seed: Tensor | None, max_seqlen: int,
-    scale: float, dropout_p: float, *, call: Call,
+    scale: float, dropout_p: float,
 ) -> Tensor:  # fmt: skip
     dqkv = empty_like(qkv)
     q, k, v = qkv.unbind(1)
     out = dqkv.unbind(1)
     lengths = max_seqlen, max_seqlen
-    attention_varlen_bwd(do, q, k, v, cu_seqlens, None, o, lse, seed, *lengths, scale, dropout_p, out=out, call=call)
+    attention_varlen_bwd(do, q, k, v, cu_seqlens, None, o, lse, seed, *lengths, scale, dropout_p, out=out)
     return dqkv
 
 
 def launch_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, o: Tensor, lse: Tensor, seed: Tensor | None,
-    scale: float, dropout_p: float, causal: bool, gradients: Gradients, within: Within, call: Call,
+    scale: float, dropout_p: float, causal: bool, gradients: Gradients, within: Within,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Write the gradients of attention's inputs. Return q, k, v, do and the mask as the kernels read them, and the
     statistics of `attention_bwd_dq_kernel`; with a mask they are always computed, otherwise this may be empty.
@@ -186,11 +179,11 @@ def launch_backward(
             torch.add(do, nothing, out=dv)
             return ()
     zero_without_queries(q, dk, dv)
-    do, q, k, v = call.as_read(readable, do, q, k, v)
+    do, q, k, v = map(readable, (do, q, k, v))
     if mask is not None:
-        (mask,) = call.as_read(readable_mask, mask)
+        mask = readable_mask(mask)
     strided = q, k, v, o, do, dq, dk, dv
-    first, second, shape = call.once("attention_bwd", _backward, strided, mask, seed, scale, dropout_p, causal, within)
+    first, second, shape = _backward(strided, mask, seed, scale, dropout_p, causal, within)
     if second is None:
         first(q, k, v, o, do, lse, seed, dq, dk, dv)
         return ()

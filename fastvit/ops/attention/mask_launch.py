@@ -21,51 +21,48 @@ from fastvit.ops.attention.workload import (
     sizes_of,
 )
 from fastvit.ops.runtime import device
-from fastvit.ops.runtime.call import Call
-from fastvit.ops.runtime.column_sum import ColumnSums
+from fastvit.ops.runtime.column_sum import column_sums
 from fastvit.ops.runtime.launch import Constants, Launch, cdiv
 from fastvit.ops.runtime.rows import empty_like
 
 
 def attention_bwd_with_mask(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, o: Tensor, lse: Tensor, seed: Tensor | None,
-    scale: float, dropout_p: float, causal: bool = False, *, out: Sequence[Tensor] | None = None, call: Call,
+    scale: float, dropout_p: float, causal: bool = False, *, out: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Return dq, dk, dv and the gradient of a float mask, contiguous. out: three tensors for the first three."""
     gradients = out or (empty_like(q), empty_like(k), empty_like(v))
-    return *gradients, launch_with_mask(
-        do, q, k, v, mask, o, lse, seed, scale, dropout_p, causal, gradients, None, call
-    )
+    return *gradients, launch_with_mask(do, q, k, v, mask, o, lse, seed, scale, dropout_p, causal, gradients, None)
 
 
 def attention_qkvpacked_bwd_with_mask(
     do: Tensor, qkv: Tensor, mask: Tensor, o: Tensor, lse: Tensor, seed: Tensor | None, scale: float,
-    dropout_p: float, causal: bool = False, *, call: Call,
+    dropout_p: float, causal: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     dqkv = empty_like(qkv)
     q, k, v = qkv.unbind(2)
     gradients = dqkv.unbind(2)
-    return dqkv, launch_with_mask(do, q, k, v, mask, o, lse, seed, scale, dropout_p, causal, gradients, None, call)
+    return dqkv, launch_with_mask(do, q, k, v, mask, o, lse, seed, scale, dropout_p, causal, gradients, None)
 
 
 def launch_with_mask(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, o: Tensor, lse: Tensor, seed: Tensor | None,
-    scale: float, dropout_p: float, causal: bool, gradients: Gradients, within: Within, call: Call,
+    scale: float, dropout_p: float, causal: bool, gradients: Gradients, within: Within,
 ) -> Tensor:  # fmt: skip
     """Write dq, dk and dv; return the mask's gradient."""
     q, k, v, do, read_mask, statistics = launch_backward(
-        do, q, k, v, mask, o, lse, seed, scale, dropout_p, causal, gradients, within, call
+        do, q, k, v, mask, o, lse, seed, scale, dropout_p, causal, gradients, within
     )
     if q.numel() == 0:
         return torch.zeros_like(mask, memory_format=torch.contiguous_format)
     strided = q, k, v, do
-    launch, shape, dtype, sums = call.once(
-        "attention_bwd_mask", _mask_launch, strided, mask, read_mask, seed, scale, dropout_p, causal, within
-    )
-    parts = mask.new_empty(shape, dtype=dtype if sums is None else torch.float32)
+    launch, shape = _mask_launch(strided, mask, read_mask, seed, scale, dropout_p, causal, within)
+    # a mask of one row has the sum of all rows for its gradient
+    dtype = mask.dtype if mask.shape[2] == shape[2] else torch.float32
+    parts = mask.new_empty(shape, dtype=dtype if shape[0] == 1 else torch.float32)
     launch(*strided, statistics, read_mask, seed, parts)
-    if sums is not None:
-        (parts,) = sums(parts.view(1, shape[0], -1))
+    if shape[0] > 1:
+        (parts,) = column_sums(parts.view(1, shape[0], -1), [dtype])
     dmask = parts.view(*mask.shape[:2], *shape[2:])[..., : mask.shape[3]]
     return dmask.contiguous() if mask.shape[2] == shape[2] else dmask.sum(2, keepdim=True).to(mask.dtype)
 
@@ -73,9 +70,9 @@ def launch_with_mask(
 def _mask_launch(
     strided: tuple[Tensor, ...], mask: Tensor, read_mask: Tensor, seed: Tensor | None, scale: float, dropout_p: float,
     causal: bool, within: Within,
-) -> tuple[Launch, tuple[int, ...], torch.dtype, ColumnSums | None]:  # fmt: skip
-    """Return the launch; the shape of its results, of which there may be several to be summed; the sum's dtype; and the
-    launch of the sum. strided: q, k, v, do. read_mask: the mask as it is read."""
+) -> tuple[Launch, tuple[int, ...]]:  # fmt: skip
+    """Return the launch, and the shape of its results, of which there may be several to be summed. strided: q, k, v,
+    do. read_mask: the mask as it is read."""
     heads, strides, of_mask, workload = described(strided, read_mask, seed, scale, causal, within)
     q, k = strided[:2]
     M, N, H = workload.queries, workload.keys, q.shape[2]
@@ -88,11 +85,8 @@ def _mask_launch(
     sizes = *sizes_of(q, k, workload)[:3], samples, mask_heads, planes, share
     numbers: Any = *sizes, *numbers_of_windows(within), *strides, *of_mask, scale, dropout_p
     padded = cdiv(N, 16) * 16
-    # a mask of one row has the sum of all rows for its gradient
-    dtype = mask.dtype if mask.shape[2] == M else torch.float32
-    sums = None if splits == 1 else ColumnSums((1, splits, planes * M * padded), [dtype], device.arch(q))
     launch = Launch(attention_bwd_mask_kernel, splits * tiles, numbers, constants)
-    return launch, (splits, planes, M, padded), dtype, sums
+    return launch, (splits, planes, M, padded)
 
 
 @_tuned.cached

@@ -13,7 +13,6 @@ from fastvit.ops.attention.aten import lse_shape
 from fastvit.ops.attention.relative import (
     AttentionRelative,
     Relative,
-    RelativeInputs,
     RelativeOptions,
     check_alone,
     check_relative,
@@ -21,8 +20,8 @@ from fastvit.ops.attention.relative import (
 )
 from fastvit.ops.dropout.op import draw_seeds
 from fastvit.ops.runtime import decompositions
-from fastvit.ops.runtime.autograd import Computed, FusedNode, inputs, needs_autograd, run
-from fastvit.ops.runtime.call import Call, begin
+from fastvit.ops.runtime.autograd import Computed, FusedNode, Prepared, inputs, needs_autograd, run
+from fastvit.ops.runtime.backend import Path
 from fastvit.ops.runtime.checks import check_dropout, check_float, check_head_dim, check_like
 from fastvit.ops.runtime.dtypes import autocast_dtype, stat_dtype
 from fastvit.ops.runtime.registry import register
@@ -122,18 +121,18 @@ class _Attention(FusedNode):
 
     @staticmethod
     def compute(t: Any) -> Computed:
-        *tensors, o, call = t
-        out, lse = attention_fwd(*tensors, o.scale, o.dropout_p, o.causal, call=call)
+        o, path, *tensors = t
+        out, lse = attention_fwd(*tensors, o.scale, o.dropout_p, o.causal, path=path)
         return (out,), {"lse": lse}
 
     @staticmethod
-    def gradients(s: dict[str, Any], douts: Any, o: AttentionOptions, wants: Any, call: Call) -> dict[str, Any]:
+    def gradients(s: dict[str, Any], douts: Any, o: AttentionOptions, wants: Any, path: Path) -> dict[str, Any]:
         q, k, v, mask, seed, out, lse = s.values()
         arguments = *douts, q, k, v, mask, out, lse, seed, o.scale, o.dropout_p, o.causal
         if wants.mask:
-            dq, dk, dv, dmask = attention_bwd_with_mask(*arguments, call=call)
+            dq, dk, dv, dmask = attention_bwd_with_mask(*arguments, path=path)
             return {"q": dq, "k": dk, "v": dv, "mask": dmask}
-        dq, dk, dv = attention_bwd(*arguments, call=call)
+        dq, dk, dv = attention_bwd(*arguments, path=path)
         return {"q": dq, "k": dk, "v": dv}
 
 
@@ -149,17 +148,17 @@ class _AttentionQkvPacked(FusedNode):
     @staticmethod
     def compute(t: Any) -> Computed:
         o = t.options
-        out, lse = attention_qkvpacked_fwd(t.qkv, t.mask, t.seed, o.scale, o.dropout_p, o.causal, call=t.call)
+        out, lse = attention_qkvpacked_fwd(t.qkv, t.mask, t.seed, o.scale, o.dropout_p, o.causal, path=t.path)
         return (out,), {"lse": lse}
 
     @staticmethod
-    def gradients(s: dict[str, Any], douts: Any, o: AttentionOptions, wants: Any, call: Call) -> dict[str, Any]:
+    def gradients(s: dict[str, Any], douts: Any, o: AttentionOptions, wants: Any, path: Path) -> dict[str, Any]:
         qkv, mask, seed, out, lse = s.values()
         arguments = *douts, qkv, mask, out, lse, seed, o.scale, o.dropout_p, o.causal
         if wants.mask:
-            dqkv, dmask = attention_qkvpacked_bwd_with_mask(*arguments, call=call)
+            dqkv, dmask = attention_qkvpacked_bwd_with_mask(*arguments, path=path)
             return {"qkv": dqkv, "mask": dmask}
-        return {"qkv": attention_qkvpacked_bwd(*arguments, call=call)}
+        return {"qkv": attention_qkvpacked_bwd(*arguments, path=path)}
 
 
 # ---- public functions ----
@@ -263,21 +262,12 @@ def attention(
         TypeError, ValueError: naming the argument, for dtypes, devices, shapes and values that do not fit.
     """
     if relative is not None:
-        others = attn_mask, is_causal, scale, dropout_p, layout
-        call = begin("attention", (q, k, v, relative, attn_mask), others[1:])
-        autograd, of_relative = call.once("checked", _checked_relative, q, k, v, relative, *others)
-        found: Tensor = run(AttentionRelative, autograd, RelativeInputs(q, k, v, *relative, of_relative, call))
+        check_alone(attn_mask=attn_mask, is_causal=is_causal, dropout_p=dropout_p, layout=layout)
+        found: Tensor = run("attention", _prepared_relative, (q, k, v, relative), (scale,))
         return found
     if layout != "bnhd":
         return _heads_first(layout, q, k, v, attn_mask, is_causal, scale, dropout_p)
-    tensors = q, k, v, attn_mask
-    call = begin("attention", tensors, (scale, dropout_p, is_causal))
-    if (results := call.replay(tensors)) is not None:
-        return results[0]
-    autograd, options = call.once("checked", _checked, q, k, v, attn_mask, is_causal, scale, dropout_p)
-    mask = None if attn_mask is None else broadcast_mask(attn_mask, k.shape[1])
-    seed = draw_seeds(1, q.device) if dropout_p > 0.0 else None
-    out: Tensor = run(_Attention, autograd, _Inputs(q, k, v, mask, seed, options, call), tensors)
+    out: Tensor = run("attention", _prepared, (q, k, v, attn_mask), (is_causal, scale, dropout_p))
     return out
 
 
@@ -298,8 +288,7 @@ def _heads_first(
 
 def _checked(
     q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool, scale: float | None, dropout_p: float
-) -> tuple[bool, AttentionOptions]:
-    """Check a call; return whether it needs autograd."""
+) -> AttentionOptions:
     check_float("q", q)
     cast = autocast_dtype(q)
     if q.dim() != 4:
@@ -311,19 +300,30 @@ def _checked(
     check_causal(is_causal)
     if attn_mask is not None:
         check_mask(attn_mask, "q", q, q.shape[0], q.shape[1], q.shape[2], k.shape[1])
-    options = AttentionOptions("attention", scale, dropout_p, is_causal, cast)
-    return needs_autograd("attention", q, k, v, attn_mask), options
+    return AttentionOptions("attention", scale, dropout_p, is_causal, cast)
 
 
-def _checked_relative(
-    q: Tensor, k: Tensor, v: Tensor, relative: Relative, attn_mask: Tensor | None, is_causal: bool,
-    scale: float | None, dropout_p: float, layout: str,
-) -> tuple[bool, RelativeOptions]:  # fmt: skip
-    """Check a call with relative positions; return whether it needs autograd."""
-    check_alone(attn_mask=attn_mask, is_causal=is_causal, dropout_p=dropout_p, layout=layout)
-    _, options = _checked(q, k, v, None, False, scale, 0.0)
-    check_relative(relative, q, k, dtype=options.cast is None)
-    return needs_autograd("attention", q, k, v, *relative), RelativeOptions("attention", options.scale, options.cast)
+def _prepared(
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool, scale: float | None, dropout_p: float
+) -> Prepared:
+    options = _checked(q, k, v, attn_mask, is_causal, scale, dropout_p)
+    autograd = needs_autograd("attention", q, k, v, attn_mask)
+    return _Attention, autograd, options, (q, k, v, *_mask_and_seed(attn_mask, dropout_p, k, k.shape[1]))
+
+
+def _mask_and_seed(
+    attn_mask: Tensor | None, dropout_p: float, x: Tensor, keys: int
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the mask as the ops take it, and a seed on x's device if there is dropout."""
+    mask = None if attn_mask is None else broadcast_mask(attn_mask, keys)
+    return mask, draw_seeds(1, x.device) if dropout_p > 0.0 else None
+
+
+def _prepared_relative(q: Tensor, k: Tensor, v: Tensor, relative: Relative, scale: float | None) -> Prepared:
+    _, scale, *_, cast = _checked(q, k, v, None, False, scale, 0.0)
+    check_relative(relative, q, k, dtype=cast is None)
+    autograd = needs_autograd("attention", q, k, v, *relative)
+    return AttentionRelative, autograd, RelativeOptions("attention", scale, cast), (q, k, v, *relative)
 
 
 def attention_qkvpacked(
@@ -342,21 +342,13 @@ def attention_qkvpacked(
     Raises:
         TypeError, ValueError: as `attention`.
     """
-    tensors = qkv, attn_mask
-    call = begin("attention_qkvpacked", tensors, (scale, dropout_p, is_causal))
-    if (results := call.replay(tensors)) is not None:
-        return results[0]
-    autograd, options = call.once("checked", _checked_packed, qkv, attn_mask, is_causal, scale, dropout_p)
-    mask = None if attn_mask is None else broadcast_mask(attn_mask, qkv.shape[1])
-    seed = draw_seeds(1, qkv.device) if dropout_p > 0.0 else None
-    out: Tensor = run(_AttentionQkvPacked, autograd, _PackedInputs(qkv, mask, seed, options, call), tensors)
+    out: Tensor = run("attention_qkvpacked", _prepared_packed, (qkv, attn_mask), (is_causal, scale, dropout_p))
     return out
 
 
-def _checked_packed(
+def _prepared_packed(
     qkv: Tensor, attn_mask: Tensor | None, is_causal: bool, scale: float | None, dropout_p: float
-) -> tuple[bool, AttentionOptions]:
-    """Check a call of `attention_qkvpacked`; return whether it needs autograd."""
+) -> Prepared:
     check_float("qkv", qkv)
     if qkv.dim() != 5 or qkv.shape[2] != 3:
         raise ValueError(f"qkv must have shape (B, N, 3, H, d), got {tuple(qkv.shape)}")
@@ -365,4 +357,5 @@ def _checked_packed(
     if attn_mask is not None:
         check_mask(attn_mask, "qkv", qkv, qkv.shape[0], qkv.shape[1], qkv.shape[3])
     options = AttentionOptions("attention_qkvpacked", scale, dropout_p, is_causal, autocast_dtype(qkv))
-    return needs_autograd("attention_qkvpacked", qkv, attn_mask), options
+    autograd = needs_autograd("attention_qkvpacked", qkv, attn_mask)
+    return _AttentionQkvPacked, autograd, options, (qkv, *_mask_and_seed(attn_mask, dropout_p, qkv, qkv.shape[1]))

@@ -11,7 +11,7 @@ from torch import Tensor
 from fastvit.ops.attention import relative_aten as aten
 from fastvit.ops.runtime import decompositions
 from fastvit.ops.runtime.autograd import Computed, FusedNode, inputs
-from fastvit.ops.runtime.call import Call
+from fastvit.ops.runtime.backend import Path
 from fastvit.ops.runtime.checks import check_like
 from fastvit.ops.runtime.dtypes import stat_dtype
 from fastvit.ops.runtime.registry import register
@@ -80,13 +80,13 @@ class AttentionRelative(FusedNode):
 
     @staticmethod
     def compute(t: Any) -> Computed:
-        *tensors, o, call = t
-        out, lse = attention_relative_fwd(*tensors, o.scale, call=call)
+        o, path, *tensors = t
+        out, lse = attention_relative_fwd(*tensors, o.scale, path=path)
         return (out,), {"lse": lse}
 
     @staticmethod
-    def gradients(s: dict[str, Any], douts: Any, o: RelativeOptions, wants: Any, call: Call) -> dict[str, Any]:
-        return dict(zip(_NAMES, attention_relative_bwd(*douts, *s.values(), o.scale, call=call), strict=True))
+    def gradients(s: dict[str, Any], douts: Any, o: RelativeOptions, wants: Any, path: Path) -> dict[str, Any]:
+        return dict(zip(_NAMES, attention_relative_bwd(*douts, *s.values(), o.scale, path=path), strict=True))
 
 
 def check_relative(relative: Any, q: Tensor, k: Tensor, *, dtype: bool) -> None:

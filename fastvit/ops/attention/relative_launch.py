@@ -20,28 +20,23 @@ from fastvit.ops.attention.window_layout import Windows, if_several, relative_wi
 from fastvit.ops.attention.workload import DTYPES, in_units, shape_of_strides, stored
 from fastvit.ops.runtime import device
 from fastvit.ops.runtime.backend import KernelUnsupported
-from fastvit.ops.runtime.call import Call
 from fastvit.ops.runtime.device import dot_precision
 from fastvit.ops.runtime.launch import Constants, Launch, cdiv
 from fastvit.ops.runtime.rows import empty_like
 
 
 def attention_relative_fwd(
-    q: Tensor, k: Tensor, v: Tensor, rows: Tensor, columns: Tensor, scale: float, *, call: Call
+    q: Tensor, k: Tensor, v: Tensor, rows: Tensor, columns: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Launch the forward kernel. q (B, M, H, d), k and v (B, gh * gw, H, d), rows (B, M, H, gh), columns (B, M, H, gw):
     one of float32, bfloat16, float16, read by stride.
 
     Return o (B, M, H, d), contiguous, and LSE (B, H, M) float32. Raise `KernelUnsupported` for another dtype.
     """
-    o, lse, launch, tensors = _prepared(q, k, v, rows, columns, scale, None, call)
-    launch(*tensors, o, lse)
-    return o, lse
+    return _run_forward(q, k, v, rows, columns, scale, None)
 
 
-def attention_windows_relative_fwd(
-    qkv: Tensor, rows: Tensor, columns: Tensor, scale: float, *, call: Call
-) -> tuple[Tensor, Tensor]:
+def attention_windows_relative_fwd(qkv: Tensor, rows: Tensor, columns: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Launch the forward kernel for the windows of qkv (B, gh, gw, 3, H, d), rows (B, gh, gw, H, wh) and columns (B,
     gh, gw, H, ww).
 
@@ -50,51 +45,50 @@ def attention_windows_relative_fwd(
     q, k, v = qkv.flatten(1, 2).unbind(2)
     windows = if_several(relative_windows_of(qkv, rows, columns))
     rows, columns = rows.flatten(1, 2), columns.flatten(1, 2)
-    o, lse, launch, tensors = _prepared(q, k, v, rows, columns, scale, windows, call)
-    launch(*tensors, o, lse)
+    o, lse = _run_forward(q, k, v, rows, columns, scale, windows)
     return o.view(*qkv.shape[:3], *o.shape[2:]).detach(), lse  # no view, as in aten.linear
 
 
-def _prepared(
-    q: Tensor, k: Tensor, v: Tensor, rows: Tensor, columns: Tensor, scale: float, windows: Windows | None, call: Call
-) -> tuple[Tensor, Tensor, Launch, tuple[Tensor, ...]]:
-    """Return o and LSE, still empty, the launch that fills them, and the tensors that it takes before them."""
-    tensors = call.as_read(readable, q, k, v, rows, columns)
-    launch, of_lse = call.once("attention_relative_fwd", _forward, tensors, scale, windows)
-    return empty_like(q), q.new_empty(of_lse, dtype=torch.float32), launch, tensors
+def _run_forward(
+    q: Tensor, k: Tensor, v: Tensor, rows: Tensor, columns: Tensor, scale: float, windows: Windows | None
+) -> tuple[Tensor, Tensor]:
+    tensors = tuple(map(readable, (q, k, v, rows, columns)))
+    launch, of_lse = _forward(tensors, scale, windows)
+    o, lse = empty_like(q), q.new_empty(of_lse, dtype=torch.float32)
+    launch(*tensors, o, lse)
+    return o, lse
 
 
 def attention_relative_bwd(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, columns: Tensor, o: Tensor, lse: Tensor, scale: float,
-    *, call: Call,
-) -> tuple[Tensor, ...]:  # fmt: skip
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, columns: Tensor, o: Tensor, lse: Tensor, scale: float
+) -> tuple[Tensor, ...]:
     """Launch the backward kernels. Return the gradients of q, k, v, rows and columns, contiguous."""
     gradients = empty_like(q), empty_like(k), empty_like(v)
-    return *gradients, *_run_backward(do, q, k, v, rows, columns, o, lse, gradients, scale, None, call)
+    return *gradients, *_run_backward(do, q, k, v, rows, columns, o, lse, gradients, scale, None)
 
 
 def attention_windows_relative_bwd(
-    do: Tensor, qkv: Tensor, rows: Tensor, columns: Tensor, o: Tensor, lse: Tensor, scale: float, *, call: Call
+    do: Tensor, qkv: Tensor, rows: Tensor, columns: Tensor, o: Tensor, lse: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Launch the backward kernels for windows. Return the gradients of qkv, rows and columns, contiguous."""
     dqkv = empty_like(qkv)
     q, k, v = qkv.flatten(1, 2).unbind(2)
     do, rows_, columns_, o = (t.flatten(1, 2) for t in (do, rows, columns, o))
     gradients, windows = dqkv.flatten(1, 2).unbind(2), if_several(relative_windows_of(qkv, rows, columns))
-    drows, dcolumns = _run_backward(do, q, k, v, rows_, columns_, o, lse, gradients, scale, windows, call)
+    drows, dcolumns = _run_backward(do, q, k, v, rows_, columns_, o, lse, gradients, scale, windows)
     return dqkv, drows.view(rows.shape).detach(), dcolumns.view(columns.shape).detach()
 
 
 def _run_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, columns: Tensor, o: Tensor, lse: Tensor,
-    gradients: Sequence[Tensor], scale: float, windows: Windows | None, call: Call,
+    gradients: Sequence[Tensor], scale: float, windows: Windows | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Write dq, dk and dv; return the gradients of rows and columns."""
-    do, q, k, v, rows, columns = call.as_read(readable, do, q, k, v, rows, columns)
+    do, q, k, v, rows, columns = map(readable, (do, q, k, v, rows, columns))
     (dq, dk, dv), dcolumns = gradients, empty_like(columns)
     zero_without_queries(q, dk, dv)
     strided = q, k, v, o, do, dq, dk, dv, rows, columns
-    first, second, parts = call.once("attention_relative_bwd", _backward, strided, scale, windows)
+    first, second, parts = _backward(strided, scale, windows)
     drows = rows.new_empty((parts, *rows.shape), dtype=rows.dtype if parts == 1 else torch.float32)
     statistics = lse.new_empty((*lse.shape[:2], 2, lse.shape[2]))
     first(q, k, v, o, do, rows, columns, lse, dq, drows, dcolumns, statistics)

@@ -12,8 +12,8 @@ from fastvit.ops.attention import varlen_aten as aten
 from fastvit.ops.attention.op import checked_scale
 from fastvit.ops.dropout.op import draw_seeds
 from fastvit.ops.runtime import decompositions
-from fastvit.ops.runtime.autograd import Computed, FusedNode, inputs, needs_autograd, run
-from fastvit.ops.runtime.call import Call, begin
+from fastvit.ops.runtime.autograd import Computed, FusedNode, Prepared, inputs, needs_autograd, run
+from fastvit.ops.runtime.backend import Path
 from fastvit.ops.runtime.checks import check_float, check_like
 from fastvit.ops.runtime.dtypes import autocast_dtype, stat_dtype
 from fastvit.ops.runtime.registry import register
@@ -107,16 +107,16 @@ class _AttentionVarlen(FusedNode):
 
     @staticmethod
     def compute(t: Any) -> Computed:
-        *tensors, o, call = t
-        out, lse = attention_varlen_fwd(*tensors, o.max_seqlen, o.max_seqlen_k, o.scale, o.dropout_p, call=call)
+        o, path, *tensors = t
+        out, lse = attention_varlen_fwd(*tensors, o.max_seqlen, o.max_seqlen_k, o.scale, o.dropout_p, path=path)
         return (out,), {"lse": lse}
 
     @staticmethod
-    def gradients(s: dict[str, Any], douts: Any, o: _Options, wants: Any, call: Call) -> dict[str, Any]:
+    def gradients(s: dict[str, Any], douts: Any, o: _Options, wants: Any, path: Path) -> dict[str, Any]:
         q, k, v, cu_seqlens, cu_seqlens_k, seed, out, lse = s.values()
         options = o.max_seqlen, o.max_seqlen_k, o.scale, o.dropout_p
         arguments = *douts, q, k, v, cu_seqlens, cu_seqlens_k, out, lse, seed, *options
-        dq, dk, dv = attention_varlen_bwd(*arguments, call=call)
+        dq, dk, dv = attention_varlen_bwd(*arguments, path=path)
         return {"q": dq, "k": dk, "v": dv}
 
 
@@ -131,15 +131,15 @@ class _AttentionVarlenQkvPacked(FusedNode):
 
     @staticmethod
     def compute(t: Any) -> Computed:
-        *tensors, o, call = t
-        out, lse = attention_varlen_qkvpacked_fwd(*tensors, o.max_seqlen, o.scale, o.dropout_p, call=call)
+        o, path, *tensors = t
+        out, lse = attention_varlen_qkvpacked_fwd(*tensors, o.max_seqlen, o.scale, o.dropout_p, path=path)
         return (out,), {"lse": lse}
 
     @staticmethod
-    def gradients(s: dict[str, Any], douts: Any, o: _Options, wants: Any, call: Call) -> dict[str, Any]:
+    def gradients(s: dict[str, Any], douts: Any, o: _Options, wants: Any, path: Path) -> dict[str, Any]:
         qkv, cu_seqlens, seed, out, lse = s.values()
         arguments = *douts, qkv, cu_seqlens, out, lse, seed, o.max_seqlen, o.scale, o.dropout_p
-        return {"qkv": attention_varlen_qkvpacked_bwd(*arguments, call=call)}
+        return {"qkv": attention_varlen_qkvpacked_bwd(*arguments, path=path)}
 
 
 def attention_varlen(
@@ -170,19 +170,14 @@ def attention_varlen(
             of cu_seqlens, and whether max_seqlen is too small, are checked on ATen only.
     """
     tensors = q, k, v, cu_seqlens, cu_seqlens_k
-    lengths = max_seqlen, max_seqlen_k
-    call = begin("attention_varlen", tensors, (*lengths, *map(type, lengths), scale, dropout_p))
-    autograd, options = call.once("checked", _checked, *tensors, *lengths, scale, dropout_p)
-    seed = draw_seeds(1, q.device) if dropout_p > 0.0 else None
-    out: Tensor = run(_AttentionVarlen, autograd, _Inputs(*tensors, seed, options, call))
+    out: Tensor = run("attention_varlen", _prepared, tensors, (max_seqlen, max_seqlen_k, scale, dropout_p))
     return out
 
 
-def _checked(
+def _prepared(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, cu_seqlens_k: Tensor | None, max_seqlen: int | None,
     max_seqlen_k: int | None, scale: float | None, dropout_p: float,
-) -> tuple[bool, _Options]:  # fmt: skip
-    """Check a call; return whether it needs autograd."""
+) -> Prepared:  # fmt: skip
     check_float("q", q)
     cast = autocast_dtype(q)
     if q.dim() != 3:
@@ -211,7 +206,9 @@ def _checked(
     elif max_seqlen_k is not None:
         raise ValueError(f"max_seqlen_k must be None without cu_seqlens_k, got {max_seqlen_k}")
     options = _Options("attention_varlen", longest, longest_k, scale, dropout_p, cast)
-    return needs_autograd("attention_varlen", q, k, v), options
+    seed = draw_seeds(1, q.device) if dropout_p > 0.0 else None
+    tensors = q, k, v, cu_seqlens, cu_seqlens_k, seed
+    return _AttentionVarlen, needs_autograd("attention_varlen", q, k, v), options, tensors
 
 
 def attention_varlen_qkvpacked(
@@ -231,25 +228,23 @@ def attention_varlen_qkvpacked(
     Raises:
         TypeError, ValueError: as `attention_varlen`.
     """
-    tensors = qkv, cu_seqlens
-    call = begin("attention_varlen_qkvpacked", tensors, (max_seqlen, type(max_seqlen), scale, dropout_p))
-    autograd, options = call.once("checked", _checked_packed, *tensors, max_seqlen, scale, dropout_p)
-    seed = draw_seeds(1, qkv.device) if dropout_p > 0.0 else None
-    out: Tensor = run(_AttentionVarlenQkvPacked, autograd, _PackedInputs(*tensors, seed, options, call))
+    options = max_seqlen, scale, dropout_p
+    out: Tensor = run("attention_varlen_qkvpacked", _prepared_packed, (qkv, cu_seqlens), options)
     return out
 
 
-def _checked_packed(
+def _prepared_packed(
     qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int | None, scale: float | None, dropout_p: float
-) -> tuple[bool, _Options]:
-    """Check a call; return whether it needs autograd."""
+) -> Prepared:
     check_float("qkv", qkv)
     if qkv.dim() != 4 or qkv.shape[1] != 3:
         raise ValueError(f"qkv must have shape (T, 3, H, d), got {tuple(qkv.shape)}")
     scale = checked_scale(qkv.shape[3], scale, dropout_p)
     longest = checked_lengths("qkv", qkv, cu_seqlens, max_seqlen)
     options = _Options("attention_varlen_qkvpacked", longest, longest, scale, dropout_p, autocast_dtype(qkv))
-    return needs_autograd("attention_varlen_qkvpacked", qkv), options
+    seed = draw_seeds(1, qkv.device) if dropout_p > 0.0 else None
+    autograd = needs_autograd("attention_varlen_qkvpacked", qkv)
+    return _AttentionVarlenQkvPacked, autograd, options, (qkv, cu_seqlens, seed)
 
 
 def checked_lengths(name: str, x: Tensor, cu_seqlens: Any, max_seqlen: Any, which: str = "") -> int:

@@ -16,8 +16,8 @@ from fastvit.ops.attention.relative import Relative, check_alone, check_tensors
 from fastvit.ops.attention.window_layout import Windows, flops, lse_shape, relative_windows_of, windows_of
 from fastvit.ops.dropout.op import draw_seeds
 from fastvit.ops.runtime import decompositions
-from fastvit.ops.runtime.autograd import Computed, FusedNode, inputs, needs_autograd, run
-from fastvit.ops.runtime.call import Call, begin
+from fastvit.ops.runtime.autograd import Computed, FusedNode, Prepared, inputs, needs_autograd, run
+from fastvit.ops.runtime.backend import Path
 from fastvit.ops.runtime.checks import check_float
 from fastvit.ops.runtime.dtypes import autocast_dtype, stat_dtype
 from fastvit.ops.runtime.registry import register
@@ -99,18 +99,18 @@ class _AttentionWindows(FusedNode):
 
     @staticmethod
     def compute(t: Any) -> Computed:
-        *tensors, o, call = t
-        out, lse = attention_windows_fwd(*tensors, o.window, o.shift, o.shift_bias, o.scale, o.dropout_p, call=call)
+        o, path, *tensors = t
+        out, lse = attention_windows_fwd(*tensors, o.window, o.shift, o.shift_bias, o.scale, o.dropout_p, path=path)
         return (out,), {"lse": lse}
 
     @staticmethod
-    def gradients(s: dict[str, Any], douts: Any, o: _Options, wants: Any, call: Call) -> dict[str, Any]:
+    def gradients(s: dict[str, Any], douts: Any, o: _Options, wants: Any, path: Path) -> dict[str, Any]:
         qkv, mask, seed, out, lse = s.values()
         arguments = *douts, qkv, mask, out, lse, seed, o.window, o.shift, o.shift_bias, o.scale, o.dropout_p
         if wants.mask:
-            dqkv, dmask = attention_windows_bwd_with_mask(*arguments, call=call)
+            dqkv, dmask = attention_windows_bwd_with_mask(*arguments, path=path)
             return {"qkv": dqkv, "mask": dmask}
-        return {"qkv": attention_windows_bwd(*arguments, call=call)}
+        return {"qkv": attention_windows_bwd(*arguments, path=path)}
 
 
 _RELATIVE_NAMES = "qkv", "rows", "columns"
@@ -125,13 +125,13 @@ class _AttentionWindowsRelative(FusedNode):
 
     @staticmethod
     def compute(t: Any) -> Computed:
-        *tensors, o, call = t
-        out, lse = attention_windows_relative_fwd(*tensors, o.scale, call=call)
+        o, path, *tensors = t
+        out, lse = attention_windows_relative_fwd(*tensors, o.scale, path=path)
         return (out,), {"lse": lse}
 
     @staticmethod
-    def gradients(s: dict[str, Any], douts: Any, o: _Options, wants: Any, call: Call) -> dict[str, Any]:
-        dtensors = attention_windows_relative_bwd(*douts, *s.values(), o.scale, call=call)
+    def gradients(s: dict[str, Any], douts: Any, o: _Options, wants: Any, path: Path) -> dict[str, Any]:
+        dtensors = attention_windows_relative_bwd(*douts, *s.values(), o.scale, path=path)
         return dict(zip(_RELATIVE_NAMES, dtensors, strict=True))
 
 
@@ -171,19 +171,7 @@ def attention_windows(
     """
     window, shift = _pair("window", window), _pair("shift", shift)
     given = window, shift, shift_bias, scale, dropout_p
-    if relative is not None:
-        call = begin("attention_windows", (qkv, relative, attn_mask), given)
-        autograd, options = call.once("checked", _checked, qkv, attn_mask, *given, relative)
-        found: Tensor = run(_AttentionWindowsRelative, autograd, _RelativeInputs(qkv, *relative, options, call))
-        return found
-    call = begin("attention_windows", (qkv, attn_mask), given)
-    autograd, options = call.once("checked", _checked, qkv, attn_mask, *given)
-    mask = None if attn_mask is None else broadcast_mask(attn_mask, window[0] * window[1])
-    if shift_bias != -math.inf and not is_added(mask):
-        nothing = qkv.new_zeros(1, 1, 1, window[0] * window[1])
-        mask = nothing if mask is None else as_added(mask, qkv.dtype)
-    seed = draw_seeds(1, qkv.device) if dropout_p > 0.0 else None
-    out: Tensor = run(_AttentionWindows, autograd, _Inputs(qkv, mask, seed, options, call))
+    out: Tensor = run("attention_windows", _prepared, (qkv, attn_mask, relative), given)
     return out
 
 
@@ -195,11 +183,10 @@ def _pair(name: str, value: Any) -> tuple[int, int]:
     return pair
 
 
-def _checked(
-    qkv: Tensor, attn_mask: Any, window: tuple[int, int], shift: tuple[int, int], shift_bias: float,
-    scale: float | None, dropout_p: float, relative: Any = None,
-) -> tuple[bool, _Options]:  # fmt: skip
-    """Check a call; return whether it needs autograd."""
+def _prepared(
+    qkv: Tensor, attn_mask: Any, relative: Any, window: tuple[int, int], shift: tuple[int, int], shift_bias: float,
+    scale: float | None, dropout_p: float,
+) -> Prepared:  # fmt: skip
     check_float("qkv", qkv)
     if qkv.dim() != 6 or qkv.shape[3] != 3:
         raise ValueError(f"qkv must have shape (B, gh, gw, 3, H, d), got {tuple(qkv.shape)}")
@@ -214,11 +201,18 @@ def _checked(
     if relative is not None:
         check_alone(attn_mask=attn_mask, shift=shift, dropout_p=dropout_p)
         _check_relative(relative, qkv, window, dtype=options.cast is None)
-        return needs_autograd("attention_windows", qkv, *relative), options
+        autograd = needs_autograd("attention_windows", qkv, *relative)
+        return _AttentionWindowsRelative, autograd, options, (qkv, *relative)
+    mask = None
     if attn_mask is not None:
         windows = windows_of(qkv, window)
         check_mask(attn_mask, "qkv", qkv, windows.per_sample, windows.tokens, qkv.shape[4], batch_name="windows")
-    return needs_autograd("attention_windows", qkv, attn_mask), options
+        mask = broadcast_mask(attn_mask, windows.tokens)
+    if shift_bias != -math.inf and not is_added(mask):
+        nothing = qkv.new_zeros(1, 1, 1, window[0] * window[1])
+        mask = nothing if mask is None else as_added(mask, qkv.dtype)
+    seed = draw_seeds(1, qkv.device) if dropout_p > 0.0 else None
+    return _AttentionWindows, needs_autograd("attention_windows", qkv, attn_mask), options, (qkv, mask, seed)
 
 
 def _check_relative(relative: Any, qkv: Tensor, window: tuple[int, int], *, dtype: bool) -> None:

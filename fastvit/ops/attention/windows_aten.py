@@ -15,6 +15,7 @@ from fastvit.ops.attention.relative_aten import attention_relative_bwd, attentio
 from fastvit.ops.attention.window_layout import Windows, lse_shape, relative_windows_of, windows_of
 from fastvit.ops.runtime.device import is_fake
 from fastvit.ops.runtime.dtypes import stat_dtype
+from fastvit.ops.runtime.record import constant
 
 
 class WindowPlaces(NamedTuple):
@@ -83,7 +84,7 @@ _remembered_places = functools.lru_cache(16)(window_places)
 def _places(x: Tensor, windows: Windows) -> WindowPlaces:
     # what is made for fake tensors is fake, and what a CUDA graph captures is made when it is replayed
     places = _remembered_places if x.is_cpu and not is_fake(x) else window_places
-    return places(windows.grid, windows.window, windows.shift, x.device)
+    return constant(lambda: places(windows.grid, windows.window, windows.shift, x.device))
 
 
 def _samples(qkv: Tensor, mask: Tensor | None) -> list[slice]:

@@ -8,17 +8,16 @@ from torch import Tensor
 
 from fastvit.ops.attention.op import broadcast_mask, check_causal, check_mask, check_unmasked, checked_scale
 from fastvit.ops.attention.varlen import checked_lengths
-from fastvit.ops.block.attention_node import AttentionInputs, AttentionOptions, NormAttention
-from fastvit.ops.block.norm_linear import Biases, Weights, check_norm_and_layers, flat_layers
+from fastvit.ops.block.attention_node import AttentionOptions, NormAttention
+from fastvit.ops.block.norm_linear import Biases, Weights, check_norm_and_layers
 from fastvit.ops.dropout.op import draw_seeds
-from fastvit.ops.layer_norm.op import NO_NORM, Norm, NormTuple, checked_norm
+from fastvit.ops.layer_norm.op import NO_NORM, Norm, checked_norm
 from fastvit.ops.linear.op import check_linear
 from fastvit.ops.qk_norm.op import checked_norms
 from fastvit.ops.rotary.op import Rotary, broadcast_tables, check_tables
-from fastvit.ops.runtime.autograd import needs_autograd, run
-from fastvit.ops.runtime.call import begin
+from fastvit.ops.runtime.autograd import Prepared, needs_autograd, run
 from fastvit.ops.runtime.checks import check_recompute
-from fastvit.ops.runtime.epilogue import Epilogue, EpilogueTuple
+from fastvit.ops.runtime.epilogue import Epilogue
 
 RECOMPUTE = ("none", "attention", "qkv", "all")
 
@@ -89,52 +88,30 @@ def layer_norm_attention(
     Raises:
         TypeError, ValueError: naming the argument, for dtypes, devices, shapes and values that do not fit.
     """
-    before, epilogue = (norm_weight, norm_bias, eps, norm), (layer_scale, row_scale, residual)
-    tensors = x, norm_weight, norm_bias, qkv_weight, qkv_bias, proj_weight, proj_bias, layer_scale, row_scale
-    after = None if residual is x else residual, rotary, scale_norm, qk_norm, attn_mask, cu_seqlens
-    options = residual is x, num_heads, type(num_heads), eps, norm, scale, dropout_p, is_causal, recompute, max_seqlen
-    arguments = (*tensors, *after)
-    call = begin("layer_norm_attention", arguments, options)
-    if (results := call.replay(arguments)) is not None:
-        return results[0]
-    autograd, o = call.once(
-        "checked", _checked, x, before, qkv_weight, qkv_bias, proj_weight, proj_bias, num_heads, scale, dropout_p,
-        epilogue, rotary, scale_norm, qk_norm, attn_mask, is_causal, cu_seqlens, max_seqlen, recompute,
-    )  # fmt: skip
-    q_weight, k_weight, v_weight, q_bias, k_bias, v_bias = _three_layers(qkv_weight, qkv_bias)
-    of_scale = NO_NORM if scale_norm is None else Norm(*scale_norm)
-    of_q, of_k = (NO_NORM, NO_NORM) if qk_norm is None else (Norm(*qk_norm[0]), Norm(*qk_norm[1]))
-    sin, cos = (None, None) if rotary is None else broadcast_tables(rotary)
-    t = AttentionInputs(
-        x=x, norm_weight=norm_weight, norm_bias=norm_bias, qkv_weight=q_weight, qkv_bias=q_bias,
-        k_weight=k_weight, k_bias=k_bias, v_weight=v_weight, v_bias=v_bias,
-        q_norm_weight=of_q[0], q_norm_bias=of_q[1], k_norm_weight=of_k[0], k_norm_bias=of_k[1],
-        scale_weight=of_scale[0], scale_bias=of_scale[1], proj_weight=proj_weight, proj_bias=proj_bias,
-        layer_scale=layer_scale, row_scale=row_scale,
-        residual=None if residual is x else residual,  # torch.compile refuses one tensor as two inputs
-        mask=None if attn_mask is None else broadcast_mask(attn_mask, x.shape[1]),
-        cu_seqlens=cu_seqlens, seed=draw_seeds(1, x.device) if dropout_p else None, sin=sin, cos=cos, options=o,
-        call=call,
-    )  # fmt: skip
-    out: Tensor = run(NormAttention, autograd, t, arguments)
+    layers = norm_weight, norm_bias, qkv_weight, qkv_bias, proj_weight, proj_bias, layer_scale, row_scale
+    added = None if residual is x else residual  # torch.compile refuses one tensor as two inputs
+    arguments = x, *layers, added, rotary, scale_norm, qk_norm, attn_mask, cu_seqlens
+    options = residual is x, num_heads, eps, norm, scale, dropout_p, is_causal, recompute, max_seqlen
+    out: Tensor = run("layer_norm_attention", _prepared, arguments, options)
     return out
 
 
 def _three_layers(weight: Weights, bias: Biases) -> tuple[Any, ...]:
-    """Return three weights and three biases; None after the first ones of a single layer."""
-    if isinstance(weight, Tensor):
-        return weight, None, None, bias, None, None
-    layers = flat_layers(weight, bias)
-    return layers if len(weight) == 3 else (layers[0], None, None, layers[1], None, None)
+    """Return weight and bias three times; None after the first ones of a single layer."""
+    weights: Any = (weight,) if isinstance(weight, Tensor) else weight
+    biases: Any = (bias,) if isinstance(weight, Tensor) else bias or (None,) * len(weights)
+    layers = [t for layer in zip(weights, biases, strict=True) for t in layer]
+    return *layers, *(None,) * (6 - len(layers))
 
 
-def _checked(
-    x: Tensor, before: NormTuple, qkv_weight: Weights, qkv_bias: Biases, proj_weight: Tensor, proj_bias: Tensor | None,
-    num_heads: int, scale: float | None, dropout_p: float, epilogue: EpilogueTuple, rotary: Rotary | None,
-    scale_norm: Norm | None, qk_norm: tuple[Norm, Norm] | None, attn_mask: Tensor | None, is_causal: bool,
-    cu_seqlens: Tensor | None, max_seqlen: int | None, recompute: str,
-) -> tuple[bool, AttentionOptions]:  # fmt: skip
-    """Check a call; return whether it needs autograd."""
+def _prepared(
+    x: Tensor, norm_weight: Tensor, norm_bias: Tensor | None, qkv_weight: Weights, qkv_bias: Biases,
+    proj_weight: Tensor, proj_bias: Tensor | None, layer_scale: Tensor | None, row_scale: Tensor | None,
+    residual: Tensor | None, rotary: Rotary | None, scale_norm: Norm | None, qk_norm: tuple[Norm, Norm] | None,
+    attn_mask: Tensor | None, cu_seqlens: Tensor | None, residual_is_x: bool, num_heads: int, eps: float, norm: str,
+    scale: float | None, dropout_p: float, is_causal: bool, recompute: str, max_seqlen: int | None,
+) -> Prepared:  # fmt: skip
+    before = norm_weight, norm_bias, eps, norm
     cast = check_norm_and_layers(x, before, qkv_weight, qkv_bias, ("qkv_weight", "qkv_bias"))
     if x.dim() != (3 if cu_seqlens is None else 2):
         shape = "(B, N, D)" if cu_seqlens is None else "(T, D) with cu_seqlens"
@@ -154,8 +131,8 @@ def _checked(
         x, proj_weight, proj_bias, dtype=cast is None, names=("x", "proj_weight", "proj_bias"),
         hidden=("num_heads * head_dim", num_heads * head_dim),
     )  # fmt: skip
-    branch = Epilogue(*epilogue)
-    branch.check(x, proj_weight.shape[0], dtype=cast is None)
+    epilogue = Epilogue(layer_scale, row_scale, x if residual_is_x else residual)
+    epilogue.check(x, proj_weight.shape[0], dtype=cast is None)
     after = q_norm = k_norm = NO_NORM
     if scale_norm is not None:
         width = "num_heads * head_dim", num_heads * head_dim
@@ -168,18 +145,23 @@ def _checked(
         check_tables(rotary, "x", x, (B, N, num_heads, head_dim), "rotary_qkvpacked")
         if cu_seqlens is not None and rotary.num_prefix_tokens:
             raise ValueError(f"rotary.num_prefix_tokens must be 0 with cu_seqlens, got {rotary.num_prefix_tokens}")
+    mask = None
     if attn_mask is not None:
         check_mask(attn_mask, "x", x, B, N, num_heads)
-    layers = flat_layers(qkv_weight, qkv_bias)
-    tensors = x, *before[:2], *layers, proj_weight, proj_bias, *after[:2], *q_norm[:2], *k_norm[:2], attn_mask
-    autograd = needs_autograd("layer_norm_attention", *tensors, branch.layer_scale, branch.residual)
-    residual = branch.residual
+        mask = broadcast_mask(attn_mask, N)
+    sin, cos = (None, None) if rotary is None else broadcast_tables(rotary)
+    seed = draw_seeds(1, x.device) if dropout_p else None
+    layers = *_three_layers(qkv_weight, qkv_bias), *q_norm[:2], *k_norm[:2], *after[:2], proj_weight, proj_bias
+    autograd = needs_autograd(
+        "layer_norm_attention", x, norm_weight, norm_bias, *layers, layer_scale, residual, attn_mask
+    )
     options = AttentionOptions(
-        op="layer_norm_attention", eps=before[2], rms=before[3] == "rms", scale_eps=after[2],
+        op="layer_norm_attention", eps=eps, rms=norm == "rms", scale_eps=after[2],
         scale_rms=after[3] == "rms", qk_eps=q_norm[2], qk_rms=q_norm[3] == "rms", heads=(3, num_heads, head_dim),
-        scale=scale, dropout_p=dropout_p, causal=is_causal, residual_is_x=residual is x,
-        residual_dtype=None if residual is None else residual.dtype,
+        scale=scale, dropout_p=dropout_p, causal=is_causal, residual_is_x=residual_is_x,
+        residual_dtype=None if epilogue.residual is None else epilogue.residual.dtype,
         max_seqlen=longest, interleaved=rotary is not None and rotary.interleaved,
         keep_qkv=autograd and recompute in ("none", "attention"), keep_attended=recompute in ("none", "qkv"), cast=cast,
     )  # fmt: skip
-    return autograd, options
+    others = layer_scale, row_scale, residual, mask, cu_seqlens, seed, sin, cos
+    return NormAttention, autograd, options, (x, norm_weight, norm_bias, *layers, *others)

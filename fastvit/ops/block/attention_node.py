@@ -28,7 +28,7 @@ from fastvit.ops.linear.op import linear_fwd
 from fastvit.ops.qk_norm.op import qk_norm_bwd, qk_norm_fwd
 from fastvit.ops.rotary.op import rotary_op
 from fastvit.ops.runtime.autograd import Computed, FusedNode, in_backward
-from fastvit.ops.runtime.call import Call
+from fastvit.ops.runtime.backend import Path
 from fastvit.ops.runtime.epilogue import LastLayer, scale_samples
 from fastvit.ops.runtime.registry import takes_out
 from fastvit.ops.runtime.rows import as_rows, empty_like
@@ -56,6 +56,8 @@ class AttentionOptions(NamedTuple):
 
 
 class AttentionInputs(NamedTuple):
+    options: AttentionOptions
+    path: Path
     x: Tensor
     norm_weight: Tensor
     norm_bias: Tensor | None
@@ -81,8 +83,6 @@ class AttentionInputs(NamedTuple):
     seed: Tensor | None
     sin: Tensor | None
     cos: Tensor | None
-    options: AttentionOptions
-    call: Call
 
 
 class _Wanted(NamedTuple):
@@ -125,9 +125,9 @@ class NormAttention(FusedNode):
 
     @staticmethod
     def compute(t: AttentionInputs) -> Computed:
-        o, call = t.options, t.call
-        qkv, mean, rstd = _packed(t, call)
-        attended, lse = _attend(t, _heads(t, qkv, call), call)
+        o, path = t.options, t.path
+        qkv, mean, rstd = _packed(t, path)
+        attended, lse = _attend(t, _heads(t, qkv, path), path)
         kept = {"mean": mean, "rstd": rstd, "attended": attended, "lse": lse}
         if o.keep_qkv:
             kept["qkv"] = qkv
@@ -135,9 +135,9 @@ class NormAttention(FusedNode):
         rows = attended.flatten(-2)
         if t.scale_weight is not None:
             norm = t.scale_weight, t.scale_bias, o.scale_eps, t.proj_weight.dtype, o.scale_rms
-            rows, kept["scale_mean"], kept["scale_rstd"] = layer_norm_fwd(rows, *norm, call=call.child("scale_norm"))
+            rows, kept["scale_mean"], kept["scale_rstd"] = layer_norm_fwd(rows, *norm, path=path)
         epilogue = t.layer_scale, t.row_scale, t.x if o.residual_is_x else t.residual
-        return (linear_fwd(rows, t.proj_weight, t.proj_bias, "none", *epilogue, call=call),), kept
+        return (linear_fwd(rows, t.proj_weight, t.proj_bias, "none", *epilogue, path=path),), kept
 
     @staticmethod
     def reads(t: AttentionInputs, kept: dict[str, Any], wants: Any) -> dict[str, bool]:
@@ -153,7 +153,7 @@ class NormAttention(FusedNode):
         }  # fmt: skip
 
     @staticmethod
-    def gradients(s: dict[str, Any], douts: Any, o: AttentionOptions, wants: Any, call: Call) -> dict[str, Any]:
+    def gradients(s: dict[str, Any], douts: Any, o: AttentionOptions, wants: Any, path: Path) -> dict[str, Any]:
         (dout,), wanted = douts, _Wanted.of(wants)
         found: dict[str, Any] = {"residual": dout.to(o.residual_dtype) if wants.residual else None}
         if not (wanted.qkv or wanted.scale_norm or wanted.last or wants.proj_bias):
@@ -163,8 +163,8 @@ class NormAttention(FusedNode):
         )
         g = as_rows(scale_samples(dout.to(proj.weight.dtype), s["row_scale"]))
         if wanted.qkv and not o.keep_attended:
-            _attend_again(s, dout, o, call)
-        rows, do, dscale_weight, dscale_bias = _scale_norm_backward(s, g, proj, o, wanted, dout.shape[:-1], call)
+            _attend_again(s, dout, o, path)
+        rows, do, dscale_weight, dscale_bias = _scale_norm_backward(s, g, proj, o, wanted, dout.shape[:-1], path)
         found["scale_weight"] = dscale_weight if wants.scale_weight else None
         found["scale_bias"] = dscale_bias if wants.scale_bias else None
         G = proj.product(g, rows)
@@ -175,28 +175,28 @@ class NormAttention(FusedNode):
             do = torch.mm(*proj.input_operands(g)) if do is None else do
             s["do"] = do.view(s["attended"].shape)
             del g, rows, do
-            s["qkv"] = _qkv_again(s, dout, o, call)
-            found["qkv"] = _qkv_backward(s, o, wants, found, call)
+            s["qkv"] = _qkv_again(s, dout, o, path)
+            found["qkv"] = _qkv_backward(s, o, wants, found, path)
             residual = Residual(
                 dout.to(s["x"].dtype) if in_norm else None, s["row_scale"], proj.total_dtype() if in_norm else None
             )
-            dout_total = _input_backward(s, found.pop("qkv"), residual, o, wants, found, call)
+            dout_total = _input_backward(s, found.pop("qkv"), residual, o, wants, found, path)
             total = dout_total if in_norm else total
         found["proj_weight"], found["proj_bias"], found["layer_scale"] = proj.gradients(G, total)
         return found
 
 
-def _packed(t: AttentionInputs, call: Call) -> tuple[Tensor, Tensor, Tensor]:
+def _packed(t: AttentionInputs, path: Path) -> tuple[Tensor, Tensor, Tensor]:
     """Return q, k and v, (B, N, 3, H, d) or (T, 3, H, d), and the norm's mean and rstd. Without norms of their own q
     and k are rotated; with these, not: their norms' backward pass reads them as they are here."""
     o = t.options
-    y, mean, rstd = layer_norm_fwd(t.x, t.norm_weight, t.norm_bias, o.eps, t.qkv_weight.dtype, o.rms, call=call)
+    y, mean, rstd = layer_norm_fwd(t.x, t.norm_weight, t.norm_bias, o.eps, t.qkv_weight.dtype, o.rms, path=path)
     qkv = F.linear(y, t.qkv_weight, t.qkv_bias) if t.k_weight is None else side_by_side(y, *_layers(t))
     del y
     qkv = qkv.view(*t.x.shape[:-1], *o.heads)
     if t.sin is not None and t.q_norm_weight is None:
         heads = _as_batch(qkv.flatten(-3, -2), o)
-        heads = rotary_op(heads, t.sin, t.cos, 2 * o.heads[1], o.interleaved, False, call=call, out=heads)
+        heads = rotary_op(heads, t.sin, t.cos, 2 * o.heads[1], o.interleaved, False, path=path, out=heads)
         qkv = heads.view(qkv.shape)
     return qkv, mean, rstd
 
@@ -206,49 +206,49 @@ def _as_batch(x: Tensor, o: AttentionOptions) -> Tensor:
     return x if o.max_seqlen is None else x[None]
 
 
-def _heads(t: AttentionInputs, qkv: Tensor, call: Call) -> tuple[Tensor, ...]:
+def _heads(t: AttentionInputs, qkv: Tensor, path: Path) -> tuple[Tensor, ...]:
     """Return what attention reads: qkv; or q, k and v, if there are norms of q and k."""
     if t.q_norm_weight is None:
         return (qkv,)
     o, norms = t.options, (t.q_norm_weight, t.q_norm_bias, t.k_norm_weight, t.k_norm_bias)
     q, k, v = qkv.unbind(-3)
     q, k = _as_batch(q, o), _as_batch(k, o)
-    q, k = qk_norm_fwd(q, k, *norms, t.sin, t.cos, o.qk_eps, o.qk_rms, o.interleaved, call=call)
+    q, k = qk_norm_fwd(q, k, *norms, t.sin, t.cos, o.qk_eps, o.qk_rms, o.interleaved, path=path)
     return q.view(v.shape), k.view(v.shape), v
 
 
-def _attend(t: AttentionInputs, heads: tuple[Tensor, ...], call: Call) -> tuple[Tensor, Tensor]:
+def _attend(t: AttentionInputs, heads: tuple[Tensor, ...], path: Path) -> tuple[Tensor, Tensor]:
     """Return attention's output and log-sum-exp."""
     o = t.options
     if o.max_seqlen is not None:
         cu_seqlens, longest = t.cu_seqlens, o.max_seqlen
         if len(heads) == 1:
-            return attention_varlen_qkvpacked_fwd(*heads, cu_seqlens, t.seed, longest, o.scale, o.dropout_p, call=call)
+            return attention_varlen_qkvpacked_fwd(*heads, cu_seqlens, t.seed, longest, o.scale, o.dropout_p, path=path)
         lengths = longest, longest
-        return attention_varlen_fwd(*heads, cu_seqlens, None, t.seed, *lengths, o.scale, o.dropout_p, call=call)
+        return attention_varlen_fwd(*heads, cu_seqlens, None, t.seed, *lengths, o.scale, o.dropout_p, path=path)
     op = attention_qkvpacked_fwd if len(heads) == 1 else attention_fwd
-    attended, lse = op(*heads, t.mask, t.seed, o.scale, o.dropout_p, o.causal, call=call)
+    attended, lse = op(*heads, t.mask, t.seed, o.scale, o.dropout_p, o.causal, path=path)
     return attended, lse
 
 
-def _saved_inputs(s: dict[str, Any], o: AttentionOptions, call: Call) -> AttentionInputs:
-    return AttentionInputs._make([*[s.get(name) for name in AttentionInputs._fields[:-2]], o, call])
+def _saved_inputs(s: dict[str, Any], o: AttentionOptions, path: Path) -> AttentionInputs:
+    return AttentionInputs._make([o, path, *[s.get(name) for name in AttentionInputs._fields[2:]]])
 
 
-def _qkv_again(s: dict[str, Any], dout: Tensor, o: AttentionOptions, call: Call) -> Tensor:
+def _qkv_again(s: dict[str, Any], dout: Tensor, o: AttentionOptions, path: Path) -> Tensor:
     """Return qkv as it was saved, or computed again."""
     if s["qkv"] is not None:
         return s["qkv"]
-    t = _saved_inputs(s, o, call)
-    return _packed(t._replace(x=in_backward(t.x, dout)), call.child("qkv again"))[0]
+    t = _saved_inputs(s, o, path)
+    return _packed(t._replace(x=in_backward(t.x, dout)), path)[0]
 
 
-def _attend_again(s: dict[str, Any], dout: Tensor, o: AttentionOptions, call: Call) -> None:
+def _attend_again(s: dict[str, Any], dout: Tensor, o: AttentionOptions, path: Path) -> None:
     """Put attention's output and log-sum-exp, qkv, and what attention reads into s, for its backward pass."""
-    t, call_again = _saved_inputs(s, o, call), call.child("attention again")
-    s["qkv"] = _qkv_again(s, dout, o, call)
-    s["heads"] = _heads(t, in_backward(s["qkv"], dout), call_again)
-    s["attended"], s["lse"] = _attend(t, s["heads"], call_again)
+    t = _saved_inputs(s, o, path)
+    s["qkv"] = _qkv_again(s, dout, o, path)
+    s["heads"] = _heads(t, in_backward(s["qkv"], dout), path)
+    s["attended"], s["lse"] = _attend(t, s["heads"], path)
 
 
 def _layers(t: Any) -> tuple[list[Tensor], list[Tensor | None]]:
@@ -259,7 +259,7 @@ def _layers(t: Any) -> tuple[list[Tensor], list[Tensor | None]]:
 
 
 def _scale_norm_backward(
-    s: dict[str, Any], g: Tensor, proj: LastLayer, o: AttentionOptions, wanted: _Wanted, shape: torch.Size, call: Call
+    s: dict[str, Any], g: Tensor, proj: LastLayer, o: AttentionOptions, wanted: _Wanted, shape: torch.Size, path: Path
 ) -> tuple[Any, Any, Tensor | None, Tensor | None]:
     """Return proj's input, or None if it is not saved; and if there is a norm before it, gradients of attention's
     result, and of the norm's weight and bias. g: of proj's result; shape: (B, N) or (T,)."""
@@ -267,18 +267,17 @@ def _scale_norm_backward(
     weight, bias = s["scale_weight"], s["scale_bias"]
     if rows is None or weight is None:
         return rows, None, None, None
-    call = call.child("scale_norm")
     if not (wanted.qkv or wanted.scale_norm):
-        rows, *_ = layer_norm_fwd(rows, weight, bias, o.scale_eps, proj.weight.dtype, o.scale_rms, call=call)
+        rows, *_ = layer_norm_fwd(rows, weight, bias, o.scale_eps, proj.weight.dtype, o.scale_rms, path=path)
         return rows, None, None, None
     do = torch.mm(*proj.input_operands(g)).view(rows.shape)
     do, dweight, dbias, rows, _ = norm_backward(
-        do, rows, s["scale_mean"], s["scale_rstd"], weight, bias, want_y=True, call=call
+        do, rows, s["scale_mean"], s["scale_rstd"], weight, bias, want_y=True, path=path
     )
     return rows, do, dweight, dbias
 
 
-def _qkv_backward(s: dict[str, Any], o: AttentionOptions, wants: Any, found: dict[str, Any], call: Call) -> Tensor:
+def _qkv_backward(s: dict[str, Any], o: AttentionOptions, wants: Any, found: dict[str, Any], path: Path) -> Tensor:
     """Return the gradient of the packed qkv from s["do"], that of attention's result. Put those of the mask, and of the
     norms of q and k, into `found`."""
     do, qkv, sin, cos = s.pop("do"), s.pop("qkv"), s["sin"], s["cos"]
@@ -290,42 +289,42 @@ def _qkv_backward(s: dict[str, Any], o: AttentionOptions, wants: Any, found: dic
     else:
         attention = s["cu_seqlens"], None, *of_result, o.max_seqlen, o.max_seqlen, o.scale, o.dropout_p
     if s["q_norm_weight"] is not None:
-        return _normed_qkv_backward(s, do, qkv, attention, o, wants, found, call)
+        return _normed_qkv_backward(s, do, qkv, attention, o, wants, found, path)
     if wants.mask:
-        dqkv, found["mask"] = attention_qkvpacked_bwd_with_mask(do, qkv, *attention, call=call)
+        dqkv, found["mask"] = attention_qkvpacked_bwd_with_mask(do, qkv, *attention, path=path)
     else:
         op = attention_qkvpacked_bwd if o.max_seqlen is None else attention_varlen_qkvpacked_bwd
-        dqkv = op(do, qkv, *attention, call=call)
+        dqkv = op(do, qkv, *attention, path=path)
     s.pop("heads", None)
     del do, qkv, attention  # before the rotation, which on ATen makes float32 copies
     if sin is not None:
         heads = _as_batch(dqkv.flatten(-3, -2), o)
-        dqkv = rotary_op(heads, sin, cos, 2 * o.heads[1], o.interleaved, True, call=call, out=heads)
+        dqkv = rotary_op(heads, sin, cos, 2 * o.heads[1], o.interleaved, True, path=path, out=heads)
     return dqkv
 
 
 def _normed_qkv_backward(
     s: dict[str, Any], do: Tensor, qkv: Tensor, attention: tuple[Any, ...], o: AttentionOptions, wants: Any,
-    found: dict[str, Any], call: Call,
+    found: dict[str, Any], path: Path,
 ) -> Tensor:  # fmt: skip
     """Do as `_qkv_backward`, after norms of q and k. attention: the op's arguments after v. The packed gradient is
     written once."""
     sin, cos, q_weight, q_bias = s["sin"], s["cos"], s["q_norm_weight"], s["q_norm_bias"]
     q, k, v = qkv.unbind(-3)
-    heads = s.pop("heads", None) or _heads(_saved_inputs(s, o, call), qkv, call)
+    heads = s.pop("heads", None) or _heads(_saved_inputs(s, o, path), qkv, path)
     # both ops write into the packed gradient, the second over what it reads
-    packed = empty_like(qkv) if takes_out(call) else None
+    packed = empty_like(qkv) if takes_out(path) else None
     out = None if packed is None else packed.unbind(-3)
     if wants.mask:
-        dq, dk, dv, found["mask"] = attention_bwd_with_mask(do, *heads, *attention, call=call, out=out)
+        dq, dk, dv, found["mask"] = attention_bwd_with_mask(do, *heads, *attention, path=path, out=out)
     else:
         op = attention_bwd if o.max_seqlen is None else attention_varlen_bwd
-        dq, dk, dv = op(do, *heads, *attention, call=call, out=out)
+        dq, dk, dv = op(do, *heads, *attention, path=path, out=out)
     del heads
     dq, dk, q, k = (_as_batch(x, o) for x in (dq, dk, q, k))
     dq, dk, *of_norms = qk_norm_bwd(
         dq, dk, q, k, q_weight, s["k_norm_weight"], sin, cos, o.qk_eps, o.qk_rms, q_bias is not None, o.interleaved,
-        call=call, out=None if out is None else (dq, dk),
+        path=path, out=None if out is None else (dq, dk),
     )  # fmt: skip
     names = "q_norm_weight", "k_norm_weight", "q_norm_bias", "k_norm_bias"
     found |= {name: t for name, t in zip(names, of_norms, strict=True) if getattr(wants, name)}
@@ -334,7 +333,7 @@ def _normed_qkv_backward(
 
 def _input_backward(
     s: dict[str, Any], dqkv: Tensor, residual: Residual, o: AttentionOptions, wants: Any, found: dict[str, Any],
-    call: Call,
+    path: Path,
 ) -> Tensor | None:  # fmt: skip
     """Put the gradients of x, the norm, and the layers of q, k and v into `found`. Return the residual's total."""
     names, weights, wants_weights, wants_biases = ["qkv"], [s["qkv_weight"]], [wants.qkv_weight], [wants.qkv_bias]
@@ -345,7 +344,7 @@ def _input_backward(
         wants_biases += wants.k_bias, wants.v_bias
     rows = by_layer(dqkv.view(-1, 3 * o.heads[1] * o.heads[2]), weights)
     of_norm, dweights, dbiases, total = norm_linear_backward(
-        s, o, rows, weights, residual, wants, wants_weights, wants_biases, call
+        s, o, rows, weights, residual, wants, wants_weights, wants_biases, path
     )
     found |= of_norm
     for name, dweight, dbias in zip(names, dweights, dbiases, strict=True):

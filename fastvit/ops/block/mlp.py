@@ -6,17 +6,16 @@ from typing import Any
 
 from torch import Tensor
 
-from fastvit.ops.block.mlp_node import Mlp, MlpInputs, MlpOptions, PlainMlp
+from fastvit.ops.block.mlp_node import Mlp, MlpOptions, PlainMlp
 from fastvit.ops.block.norm_linear import NORM_NAMES, Biases, Weights
 from fastvit.ops.dropout.op import draw_seeds
-from fastvit.ops.layer_norm.op import NO_NORM, Norm, NormTuple, checked_norm
+from fastvit.ops.layer_norm.op import NO_NORM, Norm, checked_norm
 from fastvit.ops.linear.op import check_linear
 from fastvit.ops.runtime.activations import GATED, check_activation
-from fastvit.ops.runtime.autograd import needs_autograd, run
-from fastvit.ops.runtime.call import begin
+from fastvit.ops.runtime.autograd import Prepared, needs_autograd, run
 from fastvit.ops.runtime.checks import check_dropout, check_float, check_norm, check_recompute
 from fastvit.ops.runtime.dtypes import autocast_dtype
-from fastvit.ops.runtime.epilogue import Epilogue, EpilogueTuple
+from fastvit.ops.runtime.epilogue import Epilogue
 
 RECOMPUTE = ("none", "activation", "all")
 InnerNorm = Norm | tuple[Tensor, Tensor | None, float]
@@ -49,12 +48,13 @@ def _words(value: Any) -> str:
     return f"{name} of {len(value)}" if isinstance(value, (list, tuple)) else name
 
 
-def _checked(
-    op: str, x: Tensor, norm: NormTuple | None, fc1: tuple[Any, Any], fc2: tuple[Tensor, Tensor | None],
-    inner_norm: InnerNorm | None, epilogue: EpilogueTuple, options: tuple[str, float, str],
-) -> tuple[bool, MlpOptions]:  # fmt: skip
-    """Check a call; return whether it needs autograd."""
-    activation, dropout_p, recompute = options
+def _prepared(
+    x: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, fc1_weight: Any, fc1_bias: Any, fc2_weight: Tensor,
+    fc2_bias: Tensor | None, inner_norm: InnerNorm | None, layer_scale: Tensor | None, row_scale: Tensor | None,
+    residual: Tensor | None, op: str, residual_is_x: bool, eps: float, norm: str, activation: str, dropout_p: float,
+    recompute: str,
+) -> Prepared:  # fmt: skip
+    fc1, fc2, has_norm = (fc1_weight, fc1_bias), (fc2_weight, fc2_bias), op == "layer_norm_mlp"
     check_float("x", x)
     cast = autocast_dtype(x)
     like, gated = cast is None, activation in GATED
@@ -67,22 +67,29 @@ def _checked(
     check_linear(x, *fc2, dtype=like, names=("x", "fc2_weight", "fc2_bias"), hidden=("hidden", hidden))
     check_dropout("dropout_p", dropout_p)
     check_recompute(recompute, RECOMPUTE)
-    branch = Epilogue(*epilogue)
-    branch.check(x, fc2[0].shape[0], dtype=like)
-    if norm is not None:
-        check_norm("x", x, NORM_NAMES, norm, x.shape[-1:], "(in,)", dtype=like)
+    Epilogue(layer_scale, row_scale, x if residual_is_x else residual).check(x, fc2_weight.shape[0], dtype=like)
+    if has_norm:
+        before: Any = norm_weight, norm_bias, eps, norm
+        check_norm("x", x, NORM_NAMES, before, x.shape[-1:], "(in,)", dtype=like)
     inner = NO_NORM if inner_norm is None else checked_norm("inner_norm", x, inner_norm, "hidden", hidden, dtype=like)
-    norm_weight, norm_bias, eps, kind = norm or NO_NORM
-    tensors = norm_weight, norm_bias, *_flat_fc1(*fc1), *inner[:2], *fc2, branch.layer_scale, branch.residual
-    autograd = needs_autograd(op, x, *tensors)
-    residual_is_x = branch.residual is x and (cast in (None, x.dtype) or norm is not None)
-    return autograd, MlpOptions(
+    if not has_norm and cast not in (None, x.dtype) and residual_is_x:
+        residual, residual_is_x = x, False  # x is cast, and the residual is not
+    layers = *_flat_fc1(*fc1), *inner[:2], *fc2, layer_scale
+    autograd = needs_autograd(op, x, norm_weight, norm_bias, *layers, residual)
+    options = MlpOptions(
         op=op, activation=GATED[activation] if gated else activation, gated=gated, dropout_p=dropout_p,
         keep_pre=autograd and recompute != "all", keep_h=autograd and recompute == "none",
-        cast=cast, dtype=cast or fc2[0].dtype, eps=eps, rms=kind == "rms",
+        cast=cast, dtype=cast or fc2_weight.dtype, eps=eps, rms=norm == "rms",
         inner_eps=inner[2], inner_rms=inner[3] == "rms", residual_is_x=residual_is_x,
-        residual_dtype=None if branch.residual is None else branch.residual.dtype,
+        residual_dtype=x.dtype if residual_is_x else None if residual is None else residual.dtype,
     )  # fmt: skip
+    seeds = draw_seeds(2, x.device) if dropout_p else None
+    return (
+        Mlp if has_norm else PlainMlp,
+        autograd,
+        options,
+        (x, norm_weight, norm_bias, *layers, row_scale, residual, seeds),
+    )
 
 
 def _flat_fc1(weight: Weights, bias: Biases) -> tuple[Any, ...]:
@@ -91,34 +98,6 @@ def _flat_fc1(weight: Weights, bias: Biases) -> tuple[Any, ...]:
         return weight, bias, None, None
     biases: Any = bias or (None, None)
     return weight[0], biases[0], weight[1], biases[1]
-
-
-def _run(
-    node: type[Mlp], op: str, x: Tensor, norm: NormTuple | None, fc1: tuple[Any, Any],
-    fc2: tuple[Tensor, Tensor | None], inner_norm: InnerNorm | None, epilogue: EpilogueTuple,
-    options: tuple[str, float, str],
-) -> Tensor:  # fmt: skip
-    """Run the op of that name. options: activation, dropout_p, recompute."""
-    layer_scale, row_scale, residual = epilogue
-    norm_weight, norm_bias, eps, kind = norm or NO_NORM
-    added = None if residual is x else residual
-    arguments = x, norm_weight, norm_bias, *fc1, *fc2, inner_norm, layer_scale, row_scale, added
-    call = begin(op, arguments, (residual is x, eps, kind, *options))
-    if (results := call.replay(arguments)) is not None:
-        return results[0]
-    autograd, o = call.once("checked", _checked, op, x, norm, fc1, fc2, inner_norm, epilogue, options)
-    inner = NO_NORM if inner_norm is None else Norm(*inner_norm)
-    fc1_weight, fc1_bias, value_weight, value_bias = _flat_fc1(*fc1)
-    t = MlpInputs(
-        x=x, norm_weight=norm_weight, norm_bias=norm_bias,
-        fc1_weight=fc1_weight, fc1_bias=fc1_bias, value_weight=value_weight, value_bias=value_bias,
-        inner_weight=inner[0], inner_bias=inner[1], fc2_weight=fc2[0], fc2_bias=fc2[1],
-        layer_scale=layer_scale, row_scale=row_scale,
-        residual=None if o.residual_is_x else residual,  # torch.compile refuses one tensor as two inputs
-        seeds=draw_seeds(2, x.device) if o.dropout_p else None, options=o, call=call,
-    )  # fmt: skip
-    out: Tensor = run(node, autograd, t, arguments)
-    return out
 
 
 def mlp(
@@ -158,9 +137,10 @@ def mlp(
     Raises:
         TypeError, ValueError: naming the argument, for dtypes, devices, shapes and names that do not fit.
     """
-    fc1, fc2 = (fc1_weight, fc1_bias), (fc2_weight, fc2_bias)
-    epilogue, options = (layer_scale, row_scale, residual), (activation, dropout_p, recompute)
-    return _run(PlainMlp, "mlp", x, None, fc1, fc2, inner_norm, epilogue, options)
+    arguments = x, None, None, fc1_weight, fc1_bias, fc2_weight, fc2_bias, inner_norm, layer_scale, row_scale
+    options = "mlp", residual is x, 0.0, "", activation, dropout_p, recompute
+    out: Tensor = run("mlp", _prepared, (*arguments, None if residual is x else residual), options)
+    return out
 
 
 def layer_norm_mlp(
@@ -188,6 +168,8 @@ def layer_norm_mlp(
     Raises:
         TypeError, ValueError: naming the argument, for dtypes, devices, shapes and names that do not fit.
     """
-    before, fc1, fc2 = (norm_weight, norm_bias, eps, norm), (fc1_weight, fc1_bias), (fc2_weight, fc2_bias)
-    epilogue, options = (layer_scale, row_scale, residual), (activation, dropout_p, recompute)
-    return _run(Mlp, "layer_norm_mlp", x, before, fc1, fc2, inner_norm, epilogue, options)
+    layers = norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias, inner_norm, layer_scale, row_scale
+    added = None if residual is x else residual  # torch.compile refuses one tensor as two inputs
+    options = "layer_norm_mlp", residual is x, eps, norm, activation, dropout_p, recompute
+    out: Tensor = run("layer_norm_mlp", _prepared, (x, *layers, added), options)
+    return out

@@ -20,7 +20,7 @@ from fastvit.ops.linear.gated import gated_act, gated_act_bwd, gated_act_fwd, ga
 from fastvit.ops.linear.op import act_bwd, linear_act_fwd, linear_dact, linear_fwd
 from fastvit.ops.runtime.activations import activate
 from fastvit.ops.runtime.autograd import Computed, FusedNode, in_backward
-from fastvit.ops.runtime.call import Call
+from fastvit.ops.runtime.backend import Path
 from fastvit.ops.runtime.epilogue import LastLayer, scale_samples
 from fastvit.ops.runtime.rows import as_rows
 
@@ -43,6 +43,8 @@ class MlpOptions(NamedTuple):
 
 
 class MlpInputs(NamedTuple):
+    options: MlpOptions
+    path: Path
     x: Tensor
     norm_weight: Tensor | None
     norm_bias: Tensor | None
@@ -58,8 +60,6 @@ class MlpInputs(NamedTuple):
     row_scale: Tensor | None
     residual: Tensor | None  # None if it is x
     seeds: Tensor | None
-    options: MlpOptions
-    call: Call
 
 
 class _Wanted(NamedTuple):
@@ -98,31 +98,31 @@ class Mlp(FusedNode):
 
     @staticmethod
     def compute(t: MlpInputs) -> Computed:
-        o, call, seeds = t.options, t.call, t.seeds
+        o, path, seeds = t.options, t.path, t.seeds
         kept: dict[str, Any] = {}
         y = t.x
         if t.norm_weight is not None:
             y, kept["mean"], kept["rstd"] = layer_norm_fwd(
-                y, t.norm_weight, t.norm_bias, o.eps, o.dtype, o.rms, call=call
+                y, t.norm_weight, t.norm_bias, o.eps, o.dtype, o.rms, path=path
             )
         layers = _gate_and_value(t) if o.gated else (t.fc1_weight, t.fc1_bias)
         if o.keep_pre:
-            h, kept["pre"] = (gated_act_fwd if o.gated else linear_act_fwd)(y, *layers, o.activation, call=call)
+            h, kept["pre"] = (gated_act_fwd if o.gated else linear_act_fwd)(y, *layers, o.activation, path=path)
         else:
-            h = (gated_fwd if o.gated else linear_fwd)(y, *layers, o.activation, call=call.child("fc1"))
+            h = (gated_fwd if o.gated else linear_fwd)(y, *layers, o.activation, path=path)
         del y
         if seeds is not None:
-            h = dropout_op(h, seeds[:1], o.dropout_p, call=call.child("dropout of h"))
+            h = dropout_op(h, seeds[:1], o.dropout_p, path=path)
         if o.keep_h:
             kept["h"] = h
         if t.inner_weight is not None:
             inner = t.inner_weight, t.inner_bias, o.inner_eps, o.dtype, o.inner_rms
-            h, kept["inner_mean"], kept["inner_rstd"] = layer_norm_fwd(h, *inner, call=call.child("inner norm"))
+            h, kept["inner_mean"], kept["inner_rstd"] = layer_norm_fwd(h, *inner, path=path)
         epilogue = t.layer_scale, t.row_scale, t.x if o.residual_is_x else t.residual
         if seeds is None:
-            return (linear_fwd(h, t.fc2_weight, t.fc2_bias, "none", *epilogue, call=call),), kept
+            return (linear_fwd(h, t.fc2_weight, t.fc2_bias, "none", *epilogue, path=path),), kept
         out = F.linear(h, t.fc2_weight, t.fc2_bias)
-        return (dropout_op(out, seeds[1:], o.dropout_p, *epilogue, call=call),), kept
+        return (dropout_op(out, seeds[1:], o.dropout_p, *epilogue, path=path),), kept
 
     @staticmethod
     def reads(t: MlpInputs, kept: dict[str, Any], wants: Any) -> dict[str, bool]:
@@ -136,7 +136,7 @@ class Mlp(FusedNode):
         }  # fmt: skip
 
     @staticmethod
-    def gradients(s: dict[str, Any], douts: Any, o: MlpOptions, wants: Any, call: Call) -> dict[str, Any]:
+    def gradients(s: dict[str, Any], douts: Any, o: MlpOptions, wants: Any, path: Path) -> dict[str, Any]:
         (dout,), wanted = douts, _Wanted.of(wants)
         found: dict[str, Any] = {"residual": dout.to(o.residual_dtype) if wants.residual else None}
         if not (wanted.h or wanted.last or wants.fc2_bias):
@@ -148,14 +148,14 @@ class Mlp(FusedNode):
         if s["seeds"] is None:
             g = scale_samples(g, s["row_scale"])
         else:
-            g = dropout_op(g, s["seeds"][1:], o.dropout_p, None, s["row_scale"], call=call)
-        last, hidden = _hidden_backward(s, g, fc2, o, wants, found, call)
+            g = dropout_op(g, s["seeds"][1:], o.dropout_p, None, s["row_scale"], path=path)
+        last, hidden = _hidden_backward(s, g, fc2, o, wants, found, path)
         G = fc2.product(g, last)
         # the pass that adds dout to the gradient of x also sums it over rows
         in_norm = o.residual_is_x and s["norm_weight"] is not None and wanted.before and s["seeds"] is None
         total = None if in_norm else fc2.total(g)
         del g, last
-        dout_total = _input_backward(s, dout, hidden, fc2.total_dtype() if in_norm else None, o, wants, found, call)
+        dout_total = _input_backward(s, dout, hidden, fc2.total_dtype() if in_norm else None, o, wants, found, path)
         total = dout_total if in_norm else total
         found["fc2_weight"], found["fc2_bias"], found["layer_scale"] = fc2.gradients(G, total)
         return found
@@ -174,11 +174,11 @@ def _gate_and_value(t: MlpInputs) -> tuple[Any, ...]:
     return *t.fc1_weight.chunk(2), *((None, None) if t.fc1_bias is None else t.fc1_bias.chunk(2))
 
 
-def _normed(s: dict[str, Any], o: MlpOptions, call: Call) -> Any:
+def _normed(s: dict[str, Any], o: MlpOptions, path: Path) -> Any:
     """Return fc1's input, computed again if there is a norm."""
     if s["norm_weight"] is None:
         return s["x"]
-    return layer_norm_fwd(s["x"], s["norm_weight"], s["norm_bias"], o.eps, o.dtype, o.rms, call=call)[0]
+    return layer_norm_fwd(s["x"], s["norm_weight"], s["norm_bias"], o.eps, o.dtype, o.rms, path=path)[0]
 
 
 def _layers(s: dict[str, Any]) -> tuple[list[Tensor], list[Tensor | None]]:
@@ -201,7 +201,7 @@ class _Hidden(NamedTuple):
 
 
 def _hidden_backward(
-    s: dict[str, Any], g: Tensor, fc2: LastLayer, o: MlpOptions, wants: Any, found: dict[str, Any], call: Call
+    s: dict[str, Any], g: Tensor, fc2: LastLayer, o: MlpOptions, wants: Any, found: dict[str, Any], path: Path
 ) -> tuple[Any, _Hidden]:
     """Compute the backward pass from g, the gradient of fc2's result, to the activation's input. Put gradients of the
     inner norm into `found`. Return fc2's input, if it is wanted, and the rest."""
@@ -210,34 +210,34 @@ def _hidden_backward(
     wants_act = wanted.last or (has_inner and wanted.h)
     if pre is None and (wanted.pre or (wants_act and h is None)):
         weights, biases = _layers(s)
-        y = _normed(s | {"x": in_backward(s["x"], g)}, o, call)
+        y = _normed(s | {"x": in_backward(s["x"], g)}, o, path)
         pre = F.linear(y, *weights, *biases) if len(weights) == 1 else side_by_side(y, weights, biases)
 
     def activated() -> Tensor:
-        h = gated_act(pre, o.activation, call=call) if o.gated else activate(pre, o.activation)
-        return h if seeds is None else dropout_op(h, seeds[:1], o.dropout_p, call=call.child("dropout of h"))
+        h = gated_act(pre, o.activation, path=path) if o.gated else activate(pre, o.activation)
+        return h if seeds is None else dropout_op(h, seeds[:1], o.dropout_p, path=path)
 
     if wanted.pre and wanted.last and h is None and seeds is None and not has_inner:
         dact = gated_dact if o.gated else linear_dact
-        dpre, h, dpre_sum = dact(*fc2.input_operands(g), pre, o.activation, call=call)
+        dpre, h, dpre_sum = dact(*fc2.input_operands(g), pre, o.activation, path=path)
         return h, _Hidden(dpre, dpre_sum, y)
     dh = dpre = dpre_sum = None
     if has_inner:
         h = activated() if wants_act and h is None else h
-        inner, of_inner = (s["inner_weight"], s["inner_bias"]), call.child("inner norm")
+        inner = s["inner_weight"], s["inner_bias"]
         if wanted.h:
             dh, found["inner_weight"], dbias, h, _ = norm_backward(
                 torch.matmul(*fc2.input_operands(g)), h, s["inner_mean"], s["inner_rstd"], *inner,
-                want_y=wanted.last, call=of_inner,
+                want_y=wanted.last, path=path,
             )  # fmt: skip
             found["inner_bias"] = dbias if wants.inner_bias else None
         elif wanted.last:
-            h, *_ = layer_norm_fwd(h, *inner, o.inner_eps, o.dtype, o.inner_rms, call=of_inner)
+            h, *_ = layer_norm_fwd(h, *inner, o.inner_eps, o.dtype, o.inner_rms, path=path)
     elif wanted.pre:
         dh = torch.matmul(*fc2.input_operands(g))
     if wanted.pre:
-        dh = dh if seeds is None else dropout_op(dh, seeds[:1], o.dropout_p, call=call.child("dropout of dh"))
-        dpre, dpre_sum = (gated_act_bwd if o.gated else act_bwd)(dh, pre, o.activation, call=call)
+        dh = dh if seeds is None else dropout_op(dh, seeds[:1], o.dropout_p, path=path)
+        dpre, dpre_sum = (gated_act_bwd if o.gated else act_bwd)(dh, pre, o.activation, path=path)
     del dh
     h = activated() if wants_act and h is None and not has_inner else h
     return h, _Hidden(dpre, dpre_sum, y)
@@ -253,7 +253,7 @@ def _product(parts: Any, weights: list[Tensor], add: Tensor | None = None) -> Te
 
 def _input_backward(
     s: dict[str, Any], dout: Tensor, hidden: _Hidden, total_dtype: torch.dtype | None, o: MlpOptions, wants: Any,
-    found: dict[str, Any], call: Call,
+    found: dict[str, Any], path: Path,
 ) -> Any:  # fmt: skip
     """Put the gradients of x, the norm and fc1 into `found`. Return dout's sum over rows in total_dtype, if the norm
     computes it."""
@@ -272,11 +272,11 @@ def _input_backward(
             residual = Residual(dresidual, s["row_scale"], total_dtype)
             found["x"], found["norm_weight"], dnorm_bias, y, total = norm_backward(
                 _product(parts, weights).view(x.shape), x, s["mean"], s["rstd"], s["norm_weight"], s["norm_bias"],
-                residual, y, want_y=bool(wants_weights), call=call,
+                residual, y, want_y=bool(wants_weights), path=path,
             )  # fmt: skip
             found["norm_bias"] = dnorm_bias if wants.norm_bias else None
     if wants_weights and y is None:
-        y = _normed(s, o, call)
+        y = _normed(s, o, path)
     sums = by_layer(hidden.dpre_sum, weights)
     found["fc1_bias"] = sums[0] if wants.fc1_bias else None
     found["value_bias"] = sums[1] if wants.value_bias else None

@@ -12,9 +12,8 @@ from torch import Tensor
 from fastvit.ops.layer_norm.op import NormTuple, Residual, layer_norm_fwd, norm_backward
 from fastvit.ops.linear import aten
 from fastvit.ops.linear.op import check_linear
-from fastvit.ops.runtime.autograd import Computed, FusedNode, needs_autograd, run, transforming, unviewed
-from fastvit.ops.runtime.backend import is_jit_tracing
-from fastvit.ops.runtime.call import Call, begin
+from fastvit.ops.runtime.autograd import Computed, FusedNode, Prepared, needs_autograd, run, transforming, unviewed
+from fastvit.ops.runtime.backend import Path, is_jit_tracing
 from fastvit.ops.runtime.checks import check_float, check_norm
 from fastvit.ops.runtime.dtypes import autocast_dtype
 from fastvit.ops.runtime.rows import as_rows
@@ -37,7 +36,7 @@ def by_layer(x: Tensor, weights: Sequence[Tensor]) -> Sequence[Tensor]:
 
 def norm_linear_backward(
     s: dict[str, Any], o: Any, douts: Sequence[Tensor | None], weights: Sequence[Tensor], residual: Residual,
-    wants: Any, wants_weights: Sequence[bool], wants_biases: Sequence[bool], call: Call,
+    wants: Any, wants_weights: Sequence[bool], wants_biases: Sequence[bool], path: Path,
 ) -> tuple[dict[str, Any], list[Tensor | None], list[Tensor | None], Tensor | None]:  # fmt: skip
     """Compute the backward pass of a norm and the layers after it. Return the wanted gradients, or None: of x and the
     norm by name, of weights and of biases; and the residual's total.
@@ -56,12 +55,12 @@ def norm_linear_backward(
             if dout is not None:
                 dy = dout @ weight if dy is None else dy.addmm_(dout, weight)
         dx, dnorm_weight, dnorm_bias, y, total = norm_backward(
-            dy.view(x.shape), x, s["mean"], s["rstd"], *norm, residual, want_y=any(wants_weights), call=call
+            dy.view(x.shape), x, s["mean"], s["rstd"], *norm, residual, want_y=any(wants_weights), path=path
         )
         del dy
         of_norm = {"x": dx, "norm_weight": dnorm_weight, "norm_bias": dnorm_bias if wants.norm_bias else None}
     elif any(wants_weights):
-        y, *_ = layer_norm_fwd(x, *norm, o.eps, weights[0].dtype, o.rms, call=call)
+        y, *_ = layer_norm_fwd(x, *norm, o.eps, weights[0].dtype, o.rms, path=path)
     dweights: list[Tensor | None] = [None] * len(weights)
     dbiases: list[Tensor | None] = [None] * len(weights)
     for i, dout in enumerate(douts):
@@ -80,11 +79,11 @@ class _Options(NamedTuple):
 
 
 class _Inputs(NamedTuple):
+    options: _Options
+    path: Path
     x: Tensor
     norm_weight: Tensor
     norm_bias: Tensor | None
-    options: _Options
-    call: Call
     layers: tuple[Any, ...]  # n weights, then n biases
 
 
@@ -107,7 +106,7 @@ class _LayerNormLinear(FusedNode):
     @staticmethod
     def compute(t: _Inputs) -> Computed:
         o, (weights, biases) = t.options, _halves(t.layers)
-        y, mean, rstd = layer_norm_fwd(t.x, t.norm_weight, t.norm_bias, o.eps, weights[0].dtype, o.rms, call=t.call)
+        y, mean, rstd = layer_norm_fwd(t.x, t.norm_weight, t.norm_bias, o.eps, weights[0].dtype, o.rms, path=t.path)
         kept = {"mean": mean, "rstd": rstd}
         if o.op == "layer_norm_linear" and len(weights) > 1:
             return (side_by_side(y, weights, biases),), kept
@@ -119,14 +118,14 @@ class _LayerNormLinear(FusedNode):
         return {"x": wants_norm or any(_halves(wants.layers)[0]), "mean": not t.options.rms}
 
     @staticmethod
-    def gradients(s: dict[str, Any], douts: Any, o: _Options, wants: Any, call: Call) -> dict[str, Any]:
+    def gradients(s: dict[str, Any], douts: Any, o: _Options, wants: Any, path: Path) -> dict[str, Any]:
         weights = [*s.values()][5:]
         if len(douts) == len(weights):
             parts = [None if dout is None else as_rows(dout) for dout in douts]
         else:
             parts = [*by_layer(as_rows(douts[0]), weights)]
         halves = _halves(wants.layers)
-        of_norm, dweights, dbiases, _ = norm_linear_backward(s, o, parts, weights, Residual(), wants, *halves, call)
+        of_norm, dweights, dbiases, _ = norm_linear_backward(s, o, parts, weights, Residual(), wants, *halves, path)
         return of_norm | {"layers": (*dweights, *dbiases)}
 
 
@@ -166,23 +165,15 @@ def check_norm_and_layers(
     return cast
 
 
-def _checked(
-    op: str, x: Tensor, norm: NormTuple, weight: Weights, bias: Biases, names: tuple[str, str]
-) -> tuple[bool, _Options]:
-    """Check a call; return whether it needs autograd."""
-    cast = check_norm_and_layers(x, norm, weight, bias, names)
-    autograd = needs_autograd(op, x, *norm[:2], *flat_layers(weight, bias))
-    return autograd, _Options(op, norm[2], norm[3] == "rms", cast)
-
-
-def _inputs(
-    op: str, x: Tensor, norm: NormTuple, weight: Weights, bias: Biases, names: tuple[str, str]
-) -> tuple[bool, _Inputs]:
-    """Begin and check a call; return whether it needs autograd, and its inputs."""
-    norm_weight, norm_bias, eps, kind = norm
-    call = begin(op, (x, norm_weight, norm_bias, weight, bias), (eps, kind))
-    autograd, options = call.once("checked", _checked, op, x, norm, weight, bias, names)
-    return autograd, _Inputs(x, norm_weight, norm_bias, options, call, flat_layers(weight, bias))
+def _prepared(
+    x: Tensor, norm_weight: Tensor, norm_bias: Tensor | None, weight: Weights, bias: Biases, eps: float, norm: str,
+    op: str,
+) -> Prepared:  # fmt: skip
+    names = ("weight", "bias") if op == "layer_norm_linear" else ("weights", "biases")
+    cast = check_norm_and_layers(x, (norm_weight, norm_bias, eps, norm), weight, bias, names)
+    layers = flat_layers(weight, bias)
+    autograd = needs_autograd(op, x, norm_weight, norm_bias, *layers)
+    return _LayerNormLinear, autograd, _Options(op, eps, norm == "rms", cast), (x, norm_weight, norm_bias, layers)
 
 
 def layer_norm_linear(
@@ -209,8 +200,8 @@ def layer_norm_linear(
     Raises:
         TypeError, ValueError: naming the argument, for dtypes, devices and shapes that do not fit.
     """
-    before, names = (norm_weight, norm_bias, eps, norm), ("weight", "bias")
-    (out,) = run(_LayerNormLinear, *_inputs("layer_norm_linear", x, before, weight, bias, names))
+    op, arguments = "layer_norm_linear", (x, norm_weight, norm_bias, weight, bias)
+    (out,) = run(op, _prepared, arguments, (eps, norm, op))
     return out
 
 
@@ -219,6 +210,6 @@ def layer_norm_linears(
     biases: Sequence[Tensor | None] | None = None, *, eps: float = 1e-6, norm: str = "layer",
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Compute `layer_norm_linear` of several layers, with a tensor for each output: (..., out of that layer)."""
-    before, names = (norm_weight, norm_bias, eps, norm), ("weights", "biases")
-    out: tuple[Tensor, ...] = run(_LayerNormLinear, *_inputs("layer_norm_linears", x, before, weights, biases, names))
+    op, arguments = "layer_norm_linears", (x, norm_weight, norm_bias, weights, biases)
+    out: tuple[Tensor, ...] = run(op, _prepared, arguments, (eps, norm, op))
     return out

@@ -8,17 +8,16 @@ from torch import Tensor
 from fastvit.kernels import _configs
 from fastvit.kernels.dropout import dropout_kernel
 from fastvit.ops.runtime.backend import KernelUnsupported
-from fastvit.ops.runtime.call import Call
 from fastvit.ops.runtime.epilogue import Epilogue, rows_per_sample
 from fastvit.ops.runtime.launch import Launch, cdiv
 from fastvit.ops.runtime.rows import by_rows, contiguous, empty_like, row_stride
 
 
-def dropout(x: Tensor, seed: Tensor, p: float, *epilogue: Tensor | None, call: Call) -> Tensor:
+def dropout(x: Tensor, seed: Tensor, p: float, *epilogue: Tensor | None) -> Tensor:
     layer_scale, row_scale, residual = epilogue if len(epilogue) == 3 else Epilogue(*epilogue)
-    rows, residual = call.as_read(by_rows, x, residual)
-    layer_scale, row_scale = call.as_read(contiguous, layer_scale, row_scale)
-    launch, dtype = call.once("dropout", _launch, rows, p, Epilogue(layer_scale, row_scale, residual))
+    rows, residual = map(by_rows, (x, residual))
+    layer_scale, row_scale = map(contiguous, (layer_scale, row_scale))
+    launch, dtype = _launch(rows, p, Epilogue(layer_scale, row_scale, residual))
     out = empty_like(x, dtype)
     launch(rows, seed, layer_scale, row_scale, residual, out)
     return out

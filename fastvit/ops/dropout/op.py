@@ -9,8 +9,8 @@ from torch import Tensor
 
 from fastvit.ops.dropout import aten
 from fastvit.ops.runtime import decompositions
-from fastvit.ops.runtime.autograd import Computed, FusedNode, inputs, needs_autograd, run
-from fastvit.ops.runtime.call import Call, begin
+from fastvit.ops.runtime.autograd import Computed, FusedNode, Prepared, inputs, needs_autograd, run
+from fastvit.ops.runtime.backend import Path
 from fastvit.ops.runtime.checks import check_dropout, check_float
 from fastvit.ops.runtime.epilogue import Epilogue
 from fastvit.ops.runtime.registry import register
@@ -51,11 +51,11 @@ class _Dropout(FusedNode):
 
     @staticmethod
     def compute(t: Any) -> Computed:
-        return (dropout_op(t.x, t.seed, t.options.p, call=t.call),), {}
+        return (dropout_op(t.x, t.seed, t.options.p, path=t.path),), {}
 
     @staticmethod
-    def gradients(s: dict[str, Any], douts: Any, o: _Options, wants: Any, call: Call) -> dict[str, Any]:
-        return {"x": dropout_op(*douts, s["seed"], o.p, call=call)}
+    def gradients(s: dict[str, Any], douts: Any, o: _Options, wants: Any, path: Path) -> dict[str, Any]:
+        return {"x": dropout_op(*douts, s["seed"], o.p, path=path)}
 
 
 def dropout(x: Tensor, p: float, *, training: bool = True) -> Tensor:
@@ -81,7 +81,9 @@ def dropout(x: Tensor, p: float, *, training: bool = True) -> Tensor:
         return x
     if x.dim() == 0:
         return dropout(x[None], p)[0]
-    call = begin("dropout", (x,), (p,))
-    options = _Options("dropout", p)
-    out: Tensor = run(_Dropout, needs_autograd("dropout", x), _Inputs(x, draw_seeds(1, x.device), options, call))
+    out: Tensor = run("dropout", _prepared, (x,), (p,))
     return out
+
+
+def _prepared(x: Tensor, p: float) -> Prepared:
+    return _Dropout, needs_autograd("dropout", x), _Options("dropout", p), (x, draw_seeds(1, x.device))

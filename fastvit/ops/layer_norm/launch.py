@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -11,20 +9,18 @@ from fastvit.kernels import _configs, _tuned
 from fastvit.kernels.layer_norm import layer_norm_bwd_kernel, layer_norm_fwd_kernel
 from fastvit.ops.runtime import device
 from fastvit.ops.runtime.backend import KernelUnsupported
-from fastvit.ops.runtime.call import Call
-from fastvit.ops.runtime.column_sum import SummedLaunch
+from fastvit.ops.runtime.column_sum import launch_and_sum
 from fastvit.ops.runtime.epilogue import rows_per_sample
 from fastvit.ops.runtime.launch import Constants, Launch, cdiv
 from fastvit.ops.runtime.rows import by_rows, contiguous, empty_like, row_stride
 
 
 def layer_norm_fwd(
-    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, out_dtype: torch.dtype | None, rms: bool = False,
-    *, call: Call,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    (rows,) = call.as_read(by_rows, x)
-    weight, bias = call.as_read(contiguous, weight, bias)
-    launch, shape = call.once("layer_norm_fwd", _forward, x, rows, None, None, eps)
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, out_dtype: torch.dtype | None, rms: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows = by_rows(x)
+    weight, bias = map(contiguous, (weight, bias))
+    launch, shape = _forward(x, rows, None, None, eps)
     y = empty_like(x, out_dtype)
     mean, rstd = _statistics(x, shape, rms)
     launch(rows, None, weight, bias, None, None, None, y, None if rms else mean, rstd)
@@ -33,12 +29,12 @@ def layer_norm_fwd(
 
 def add_layer_norm_fwd(
     residual: Tensor, branch: Tensor, weight: Tensor, bias: Tensor | None, layer_scale: Tensor | None,
-    row_scale: Tensor | None, eps: float, rms: bool = False, *, call: Call,
+    row_scale: Tensor | None, eps: float, rms: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     s = empty_like(residual, torch.promote_types(residual.dtype, branch.dtype))
-    residual, branch = call.as_read(by_rows, residual, branch)
-    weight, bias, layer_scale, row_scale = call.as_read(contiguous, weight, bias, layer_scale, row_scale)
-    launch, shape = call.once("add_layer_norm_fwd", _forward, s, residual, branch, row_scale, eps)
+    residual, branch = map(by_rows, (residual, branch))
+    weight, bias, layer_scale, row_scale = map(contiguous, (weight, bias, layer_scale, row_scale))
+    launch, shape = _forward(s, residual, branch, row_scale, eps)
     y = torch.empty_like(s)
     mean, rstd = _statistics(s, shape, rms)
     launch(residual, branch, weight, bias, layer_scale, row_scale, s, y, None if rms else mean, rstd)
@@ -47,30 +43,29 @@ def add_layer_norm_fwd(
 
 def layer_norm_bwd(
     dy: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor, dresidual: Tensor | None,
-    row_scale: Tensor | None = None, total_dtype: torch.dtype | None = None, *, call: Call,
+    row_scale: Tensor | None = None, total_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    return _backward(dy, dresidual, x, mean, rstd, weight, total_dtype, call, row_scale=row_scale)
+    return _backward(dy, dresidual, x, mean, rstd, weight, total_dtype, row_scale=row_scale)
 
 
 def layer_norm_bwd_recompute(
     dy: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor, bias: Tensor | None,
     dresidual: Tensor | None, row_scale: Tensor | None = None, total_dtype: torch.dtype | None = None,
-    *, call: Call,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     y = empty_like(dy)
     dx, dweight, dbias, total = _backward(
-        dy, dresidual, x, mean, rstd, weight, total_dtype, call, bias=bias, y=y, row_scale=row_scale
+        dy, dresidual, x, mean, rstd, weight, total_dtype, bias=bias, y=y, row_scale=row_scale
     )
     return dx, dweight, dbias, y, total
 
 
 def add_layer_norm_bwd(
     dy: Tensor, dsum: Tensor | None, s: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor, branch: Tensor,
-    layer_scale: Tensor | None, row_scale: Tensor | None, *, call: Call,
+    layer_scale: Tensor | None, row_scale: Tensor | None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     dbranch = empty_like(branch)
     ds, *sums = _backward(
-        dy, dsum, s, mean, rstd, weight, None if layer_scale is None else layer_scale.dtype, call,
+        dy, dsum, s, mean, rstd, weight, None if layer_scale is None else layer_scale.dtype,
         branch=branch, dbranch=dbranch, layer_scale=layer_scale, row_scale=row_scale,
     )  # fmt: skip
     return ds, dbranch, *sums
@@ -84,22 +79,25 @@ def _statistics(x: Tensor, shape: tuple[int, ...], rms: bool) -> tuple[Tensor, T
 
 def _backward(
     dy: Tensor, dsum: Tensor | None, s: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor,
-    third: torch.dtype | None, call: Call, *, bias: Tensor | None = None, y: Tensor | None = None,
+    third: torch.dtype | None, *, bias: Tensor | None = None, y: Tensor | None = None,
     branch: Tensor | None = None, dbranch: Tensor | None = None, layer_scale: Tensor | None = None,
     row_scale: Tensor | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Write y and dbranch. Return ds like s, dweight and dbias (D,), and in the dtype `third` the total, or with a
     branch dlayer_scale; dbias is (0,) without mean, the last one if `third` is None."""
     ds = empty_like(s)
-    rows = call.as_read(by_rows, dy, dsum, s, branch)
-    weight, bias, layer_scale, row_scale = call.as_read(contiguous, weight, bias, layer_scale, row_scale)
+    rows = [*map(by_rows, (dy, dsum, s, branch))]
+    weight, bias, layer_scale, row_scale = map(contiguous, (weight, bias, layer_scale, row_scale))
     dtypes = weight.dtype, None if mean is None else weight.dtype, third
-    launch = call.once("layer_norm_bwd", _backward_launch, s, rows, row_scale, dtypes)
+    M, D, programs, constants = _programs(s, row_scale, backward=True)
     if s.numel() == 0:
-        return ds, *[s.new_zeros(0 if dtype is None else s.shape[-1], dtype=dtype) for dtype in dtypes]
+        return ds, *[s.new_zeros(0 if dtype is None else D, dtype=dtype) for dtype in dtypes]
+    numbers = M, D, rows_per_sample(s, row_scale), *map(row_stride, rows)
+    constants = {"WANT_TOTAL": branch is None and third is not None, **constants}
+    launch = Launch(layer_norm_bwd_kernel, programs, numbers, constants)
     dy, dsum, s, branch = rows
-    sums = launch(s, dy, dsum, s, mean, rstd, weight, bias, branch, layer_scale, row_scale, ds, dbranch, y)
-    return ds, *sums
+    tensors = dy, dsum, s, mean, rstd, weight, bias, branch, layer_scale, row_scale, ds, dbranch, y
+    return ds, *launch_and_sum(launch, programs, D, dtypes, *tensors)
 
 
 def _forward(
@@ -110,17 +108,6 @@ def _forward(
     M, D, programs, constants = _programs(x, row_scale, backward=False, alone=branch is None)
     numbers = M, D, rows_per_sample(x, row_scale), row_stride(rows), row_stride(branch), eps
     return Launch(layer_norm_fwd_kernel, programs, numbers, constants), (*x.shape[:-1], 1)
-
-
-def _backward_launch(
-    s: Tensor, rows: Sequence[Tensor | None], row_scale: Tensor | None, dtypes: Sequence[torch.dtype | None]
-) -> SummedLaunch:
-    """Return the launch. rows: dy, dsum, s and the branch as they are read; dtypes: of the sums."""
-    M, D, programs, constants = _programs(s, row_scale, backward=True)
-    numbers = M, D, rows_per_sample(s, row_scale), *map(row_stride, rows)
-    wants_total = rows[3] is None and dtypes[2] is not None
-    launch = Launch(layer_norm_bwd_kernel, programs, numbers, {"WANT_TOTAL": wants_total, **constants})
-    return SummedLaunch(launch, (len(dtypes) - dtypes.count(None), programs, D), dtypes, device.arch(s))
 
 
 def _programs(

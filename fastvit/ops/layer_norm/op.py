@@ -9,8 +9,8 @@ from torch import Tensor
 
 from fastvit.ops.layer_norm import aten
 from fastvit.ops.runtime import decompositions
-from fastvit.ops.runtime.autograd import Computed, FusedNode, inputs, needs_autograd, run
-from fastvit.ops.runtime.call import Call, begin
+from fastvit.ops.runtime.autograd import Computed, FusedNode, Prepared, inputs, needs_autograd, run
+from fastvit.ops.runtime.backend import Path
 from fastvit.ops.runtime.checks import check_float, check_like, check_norm, check_row_scale
 from fastvit.ops.runtime.dtypes import autocast_dtype, stat_dtype
 from fastvit.ops.runtime.registry import register
@@ -150,7 +150,7 @@ _NO_RESIDUAL = Residual()
 
 def norm_backward(
     dy: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor, bias: Tensor | None,
-    residual: Residual = _NO_RESIDUAL, y: Tensor | None = None, *, want_y: bool, call: Call,
+    residual: Residual = _NO_RESIDUAL, y: Tensor | None = None, *, want_y: bool, path: Path,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Compute the backward pass of a norm within an op. Return the gradients of x, weight and bias; the norm's output,
     which is y, or computed again if wanted, or None; and the residual's total."""
@@ -158,9 +158,9 @@ def norm_backward(
     row_scale = None if dtype is None else row_scale
     if want_y and y is None:
         norm = mean, rstd, weight, bias
-        found: tuple[Any, ...] = layer_norm_bwd_recompute(dy, x, *norm, dresidual, row_scale, dtype, call=call)
+        found: tuple[Any, ...] = layer_norm_bwd_recompute(dy, x, *norm, dresidual, row_scale, dtype, path=path)
         return found
-    dx, dweight, dbias, total = layer_norm_bwd(dy, x, mean, rstd, weight, dresidual, row_scale, dtype, call=call)
+    dx, dweight, dbias, total = layer_norm_bwd(dy, x, mean, rstd, weight, dresidual, row_scale, dtype, path=path)
     return dx, dweight, dbias, y, total
 
 
@@ -184,7 +184,7 @@ class LayerNormNode(FusedNode):
     @staticmethod
     def compute(t: Any) -> Computed:
         _, eps, out_dtype, rms = t.options
-        y, mean, rstd = layer_norm_fwd(t.x, t.weight, t.bias, eps, out_dtype, rms, call=t.call)
+        y, mean, rstd = layer_norm_fwd(t.x, t.weight, t.bias, eps, out_dtype, rms, path=t.path)
         return (y,), {"mean": mean, "rstd": rstd}
 
     @staticmethod
@@ -192,8 +192,8 @@ class LayerNormNode(FusedNode):
         return {"mean": not t.options.rms}
 
     @staticmethod
-    def gradients(s: dict[str, Any], douts: Any, o: NormOptions, wants: Any, call: Call) -> dict[str, Any]:
-        dx, dweight, dbias, _ = layer_norm_bwd(*douts, s["x"], s["mean"], s["rstd"], s["weight"], None, call=call)
+    def gradients(s: dict[str, Any], douts: Any, o: NormOptions, wants: Any, path: Path) -> dict[str, Any]:
+        dx, dweight, dbias, _ = layer_norm_bwd(*douts, s["x"], s["mean"], s["rstd"], s["weight"], None, path=path)
         return {"x": dx, "weight": dweight, "bias": dbias if wants.bias else None}
 
 
@@ -217,8 +217,8 @@ class _AddLayerNorm(FusedNode):
 
     @staticmethod
     def compute(t: Any) -> Computed:
-        *tensors, o, call = t
-        s, y, mean, rstd = add_layer_norm_fwd(*tensors, o.eps, o.rms, call=call)
+        o, path, *tensors = t
+        s, y, mean, rstd = add_layer_norm_fwd(*tensors, o.eps, o.rms, path=path)
         return (s, y), {"mean": mean, "rstd": rstd}
 
     @staticmethod
@@ -226,16 +226,16 @@ class _AddLayerNorm(FusedNode):
         return {"branch": t.layer_scale is not None or t.row_scale is not None, "mean": not t.options.rms}
 
     @staticmethod
-    def gradients(s: dict[str, Any], douts: Any, o: _AddOptions, wants: Any, call: Call) -> dict[str, Any]:
+    def gradients(s: dict[str, Any], douts: Any, o: _AddOptions, wants: Any, path: Path) -> dict[str, Any]:
         (dsum, dy), total, norm = douts, s["result"], (s["mean"], s["rstd"], s["weight"])
         dy = torch.zeros_like(total) if dy is None else dy
         dlayer_scale = None
         if s["branch"] is None:
-            dsum, dweight, dbias, _ = layer_norm_bwd(dy, total, *norm, dsum, call=call)
+            dsum, dweight, dbias, _ = layer_norm_bwd(dy, total, *norm, dsum, path=path)
             dbranch = dsum.to(o.dtypes[1])
         else:
             dsum, dbranch, dweight, dbias, dlayer_scale = add_layer_norm_bwd(
-                dy, dsum, total, *norm, s["branch"], s["layer_scale"], s["row_scale"], call=call
+                dy, dsum, total, *norm, s["branch"], s["layer_scale"], s["row_scale"], path=path
             )
         by_name = {"residual": dsum.to(o.dtypes[0]), "branch": dbranch, "weight": dweight}
         if s["layer_scale"] is not None:
@@ -278,23 +278,17 @@ def layer_norm(
     Raises:
         TypeError, ValueError: naming the argument, for dtypes, devices and shapes that do not fit.
     """
-    tensors = x, weight, bias
-    call = begin("layer_norm", tensors, (eps, norm))
-    if (results := call.replay(tensors)) is not None:
-        return results[0]
-    autograd, options = call.once("checked", _checked, x, weight, bias, eps, norm)
-    y: Tensor = run(LayerNormNode, autograd, NormInputs(*tensors, options, call), tensors)
+    y: Tensor = run("layer_norm", _prepared, (x, weight, bias), (eps, norm))
     return y
 
 
-def _checked(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, norm: str) -> tuple[bool, NormOptions]:
-    """Check a call; return whether it needs autograd."""
+def _prepared(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, norm: str) -> Prepared:
     check_float("x", x)
     cast = autocast_dtype(x) is not None
     check_norm("x", x, _NAMES, (weight, bias, eps, norm), x.shape[-1:], "(D,)", dtype=not cast)
     op = "rms_norm" if norm == "rms" else "layer_norm"
     options = NormOptions(op, eps, torch.float32 if cast and x.is_cuda else None, norm == "rms")
-    return needs_autograd(op, x, weight, bias), options
+    return LayerNormNode, needs_autograd(op, x, weight, bias), options, (x, weight, bias)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
@@ -338,19 +332,14 @@ def add_layer_norm(
         TypeError, ValueError: naming the argument, for dtypes, devices and shapes that do not fit.
     """
     tensors = residual, branch, weight, bias, layer_scale, row_scale
-    call = begin("add_layer_norm", tensors, (eps, norm))
-    if (results := call.replay(tensors)) is not None:
-        return results[0], results[1]
-    autograd, options = call.once("checked", _checked_sum, *tensors, eps, norm)
-    total, y = run(_AddLayerNorm, autograd, _AddInputs(*tensors, options, call), tensors)
+    total, y = run("add_layer_norm", _prepared_sum, tensors, (eps, norm))
     return total, y
 
 
-def _checked_sum(
+def _prepared_sum(
     residual: Tensor, branch: Tensor, weight: Tensor, bias: Tensor | None, layer_scale: Tensor | None,
     row_scale: Tensor | None, eps: float, norm: str,
-) -> tuple[bool, _AddOptions]:  # fmt: skip
-    """Check a call of `add_layer_norm`; return whether it needs autograd."""
+) -> Prepared:  # fmt: skip
     check_float("residual", residual)
     check_float("branch", branch)
     cast = autocast_dtype(residual) is not None
@@ -364,4 +353,5 @@ def _checked_sum(
         check_like("residual", residual, ("layer_scale", layer_scale, residual.shape[-1:], "(D,)"), dtype=False)
     check_row_scale("residual", residual, row_scale)
     options = _AddOptions("add_layer_norm", eps, norm == "rms", (residual.dtype, branch.dtype))
-    return needs_autograd("add_layer_norm", residual, branch, weight, bias, layer_scale), options
+    autograd = needs_autograd("add_layer_norm", residual, branch, weight, bias, layer_scale)
+    return _AddLayerNorm, autograd, options, (residual, branch, weight, bias, layer_scale, row_scale)

@@ -12,61 +12,51 @@ from fastvit.kernels.linear import act_bwd_kernel, linear_dact_kernel, linear_fw
 from fastvit.ops.linear import aten
 from fastvit.ops.runtime import backend, device
 from fastvit.ops.runtime.backend import KernelUnsupported
-from fastvit.ops.runtime.call import Call
-from fastvit.ops.runtime.column_sum import SummedLaunch
+from fastvit.ops.runtime.column_sum import launch_and_sum
 from fastvit.ops.runtime.device import dot_precision
 from fastvit.ops.runtime.epilogue import Epilogue, rows_per_sample
 from fastvit.ops.runtime.launch import Constants, Launch, cdiv
 from fastvit.ops.runtime.rows import by_rows, contiguous, empty_like, row_stride
 
 
-def linear_fwd(
-    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, *epilogue: Tensor | None, call: Call
-) -> Tensor:
+def linear_fwd(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, *epilogue: Tensor | None) -> Tensor:
     layer_scale, row_scale, residual = epilogue if len(epilogue) == 3 else Epilogue(*epilogue)
     has_epilogue = activation != "none" or residual is not None or layer_scale is not None or row_scale is not None
-    if not call.once("linear_fwd is ours", is_our_matmul, x, weight.shape[0], has_epilogue):
+    if not is_our_matmul(x, weight.shape[0], has_epilogue):
         return aten.linear_fwd(x, weight, bias, activation, *epilogue)
-    rows, weight, residual = call.as_read(aligned_rows, x, weight, residual)
-    bias, layer_scale, row_scale = call.as_read(contiguous, bias, layer_scale, row_scale)
+    rows, weight, residual = map(aligned_rows, (x, weight, residual))
+    bias, layer_scale, row_scale = map(contiguous, (bias, layer_scale, row_scale))
     branch = layer_scale, row_scale, residual
-    launch, shape, dtype = call.once("linear_fwd", _forward, x.shape, rows, weight, activation, *branch)
+    launch, shape, dtype = _forward(x.shape, rows, weight, activation, *branch)
     out = x.new_empty(shape) if dtype is x.dtype else x.new_empty(shape, dtype=dtype)
     launch(rows, weight, bias, *branch, out, None)
     return out
 
 
-def linear_act_fwd(
-    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, *, call: Call
-) -> tuple[Tensor, Tensor]:
-    if not call.once("linear_act_fwd is ours", is_our_matmul, x, weight.shape[0]):
+def linear_act_fwd(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> tuple[Tensor, Tensor]:
+    if not is_our_matmul(x, weight.shape[0]):
         return aten.linear_act_fwd(x, weight, bias, activation)
-    rows, weight = call.as_read(aligned_rows, x, weight)
-    (bias,) = call.as_read(contiguous, bias)
-    launch, shape, _ = call.once("linear_act_fwd", _forward, x.shape, rows, weight, activation)
+    rows, weight = map(aligned_rows, (x, weight))
+    bias = contiguous(bias)
+    launch, shape, _ = _forward(x.shape, rows, weight, activation)
     h = x.new_empty(shape)
     pre = torch.empty_like(h)
     launch(rows, weight, bias, None, None, None, h, pre)
     return h, pre
 
 
-def linear_dact(
-    dy: Tensor, weight: Tensor, pre: Tensor, activation: str, *, call: Call
-) -> tuple[Tensor, Tensor, Tensor]:
+def linear_dact(dy: Tensor, weight: Tensor, pre: Tensor, activation: str) -> tuple[Tensor, Tensor, Tensor]:
     dpre, h = empty_like(pre), empty_like(pre)
-    if not call.once("linear_dact is ours", is_our_matmul, dy, pre.shape[-1], True, True):
-        return dpre, h, activation_backward(act_bwd_kernel, dy @ weight, pre, activation, dpre, h, call)
+    if not is_our_matmul(dy, pre.shape[-1], True, True):
+        return dpre, h, activation_backward(act_bwd_kernel, dy @ weight, pre, activation, dpre, h)
     if pre.numel() == 0:
         return dpre, h, pre.new_zeros(pre.shape[-1])
-    dy, weight, pre = call.as_read(aligned_rows, dy, weight, pre)
-    launch = call.once("linear_dact", dact_launch, linear_dact_kernel, dy, weight, pre, activation)
-    (dbias,) = launch(pre, dy, weight, pre, dpre, h)
-    return dpre, h, dbias
+    return dpre, h, launch_dact(linear_dact_kernel, dy, weight, pre, activation, dpre, h)
 
 
-def act_bwd(dy: Tensor, pre: Tensor, activation: str, *, call: Call) -> tuple[Tensor, Tensor]:
+def act_bwd(dy: Tensor, pre: Tensor, activation: str) -> tuple[Tensor, Tensor]:
     dpre = empty_like(pre)
-    return dpre, activation_backward(act_bwd_kernel, dy, pre, activation, dpre, None, call)
+    return dpre, activation_backward(act_bwd_kernel, dy, pre, activation, dpre, None)
 
 
 def is_our_matmul(x: Tensor, n: int, has_epilogue: bool = True, backward: bool = False) -> bool:
@@ -130,33 +120,32 @@ def _can_be_described(M: int, stride_a: int, stride_b: int, itemsize: int) -> bo
     return M < 1 << 31 and stride_a * itemsize % 16 == stride_b * itemsize % 16 == 0
 
 
-def dact_launch(kernel: Any, dy: Tensor, weight: Tensor, pre: Tensor, activation: str) -> SummedLaunch:
-    """Configure linear_dact_kernel or gated_dact_kernel."""
+def launch_dact(
+    kernel: Any, dy: Tensor, weight: Tensor, pre: Tensor, activation: str, dpre: Tensor, h: Tensor
+) -> Tensor:
+    """Write dpre and h by linear_dact_kernel or gated_dact_kernel; return dbias."""
+    dy, weight, pre = map(aligned_rows, (dy, weight, pre))
     (K, N), width = weight.shape, pre.shape[-1]
     M = pre.numel() // width
     programs, constants = gemm(M, N, K, dy, activation)
     numbers = M, N, K, row_stride(dy), row_stride(weight), row_stride(pre)
-    launch = Launch(kernel, programs, numbers, constants)
-    return SummedLaunch(launch, (1, cdiv(M, constants["BLOCK_M"]), width), [pre.dtype], device.arch(pre))
+    launch, tiles = Launch(kernel, programs, numbers, constants), cdiv(M, constants["BLOCK_M"])
+    (dbias,) = launch_and_sum(launch, tiles, width, [pre.dtype], dy, weight, pre, dpre, h)
+    return dbias
 
 
 def activation_backward(
-    kernel: Any, dy: Tensor, pre: Tensor, activation: str, dpre: Tensor, h: Tensor | None, call: Call
+    kernel: Any, dy: Tensor, pre: Tensor, activation: str, dpre: Tensor, h: Tensor | None
 ) -> Tensor:
     """Write dpre and h by act_bwd_kernel or gated_act_kernel; return dbias."""
     if pre.dtype is torch.float64:
         raise KernelUnsupported("float64")
     if pre.numel() == 0:
         return pre.new_zeros(pre.shape[-1])
-    dy, pre = call.as_read(by_rows, dy, pre)
-    launch = call.once("act_bwd", _backward_launch, kernel, dy, pre, activation)
-    (dbias,) = launch(pre, dy, pre, dpre, h)
-    return dbias
-
-
-def _backward_launch(kernel: Any, dy: Tensor, pre: Tensor, activation: str) -> SummedLaunch:
+    dy, pre = map(by_rows, (dy, pre))
     launch, tiles = elementwise_launch(kernel, dy, pre, activation, dy.shape[-1])
-    return SummedLaunch(launch, (1, tiles, pre.shape[-1]), [pre.dtype], device.arch(pre))
+    (dbias,) = launch_and_sum(launch, tiles, pre.shape[-1], [pre.dtype], dy, pre, dpre, h)
+    return dbias
 
 
 def elementwise_launch(kernel: Any, dy: Tensor | None, pre: Tensor, activation: str, N: int) -> tuple[Launch, int]:

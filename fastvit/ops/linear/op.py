@@ -11,11 +11,11 @@ from torch import Tensor
 from fastvit.ops.linear import aten
 from fastvit.ops.runtime import decompositions
 from fastvit.ops.runtime.activations import check_activation
-from fastvit.ops.runtime.autograd import Computed, FusedNode, inputs, needs_autograd, run
-from fastvit.ops.runtime.call import Call, begin
+from fastvit.ops.runtime.autograd import Computed, FusedNode, Prepared, inputs, needs_autograd, run
+from fastvit.ops.runtime.backend import Path
 from fastvit.ops.runtime.checks import check_float, check_like
 from fastvit.ops.runtime.dtypes import autocast_dtype
-from fastvit.ops.runtime.epilogue import Epilogue, EpilogueTuple, LastLayer, scale_samples
+from fastvit.ops.runtime.epilogue import Epilogue, LastLayer, scale_samples
 from fastvit.ops.runtime.registry import register
 from fastvit.ops.runtime.rows import as_rows
 
@@ -92,15 +92,15 @@ class _Linear(FusedNode):
 
     @staticmethod
     def compute(t: Any) -> Computed:
-        x, weight, bias, layer_scale, row_scale, residual, o, call = t
-        return (linear_fwd(x, weight, bias, o.activation, layer_scale, row_scale, residual, call=call),), {}
+        o, path, x, weight, bias, layer_scale, row_scale, residual = t
+        return (linear_fwd(x, weight, bias, o.activation, layer_scale, row_scale, residual, path=path),), {}
 
     @staticmethod
     def reads(t: Any, kept: dict[str, Any], wants: Any) -> dict[str, bool]:
         return {"x": wants.weight or wants.layer_scale, "bias": wants.layer_scale}
 
     @staticmethod
-    def gradients(s: dict[str, Any], douts: Any, o: _Options, wants: Any, call: Call) -> dict[str, Any]:
+    def gradients(s: dict[str, Any], douts: Any, o: _Options, wants: Any, path: Path) -> dict[str, Any]:
         (dout,) = douts
         by_name = {"residual": dout.to(o.residual_dtype) if wants.residual else None}
         if not (wants.x or wants.weight or wants.bias or wants.layer_scale):
@@ -125,7 +125,7 @@ class _LinearAct(FusedNode):
 
     @staticmethod
     def compute(t: Any) -> Computed:
-        h, pre = linear_act_fwd(t.x, t.weight, t.bias, t.options.activation, call=t.call)
+        h, pre = linear_act_fwd(t.x, t.weight, t.bias, t.options.activation, path=t.path)
         return (h,), {"pre": pre}
 
     @staticmethod
@@ -133,8 +133,8 @@ class _LinearAct(FusedNode):
         return {"x": wants.weight}
 
     @staticmethod
-    def gradients(s: dict[str, Any], douts: Any, o: _Options, wants: Any, call: Call) -> dict[str, Any]:
-        dpre, dbias = act_bwd(*douts, s.pop("pre"), o.activation, call=call)
+    def gradients(s: dict[str, Any], douts: Any, o: _Options, wants: Any, path: Path) -> dict[str, Any]:
+        dpre, dbias = act_bwd(*douts, s.pop("pre"), o.activation, path=path)
         return {
             "x": dpre @ s["weight"] if wants.x else None,
             "weight": as_rows(dpre).t() @ as_rows(s["x"]) if wants.weight else None,
@@ -203,31 +203,26 @@ def linear(
     Raises:
         TypeError, ValueError: naming the argument, for dtypes, devices, shapes and activations that do not fit.
     """
-    layer = x, weight, bias
-    epilogue = layer_scale, row_scale, residual
-    tensors = layer + epilogue
-    call = begin("linear", tensors, (activation,))
-    if (results := call.replay(tensors)) is not None:
-        return results[0]
-    autograd, options = call.once("checked", _checked, *layer, activation, epilogue)
-    if autograd and activation is not None:
-        h = run(_LinearAct, True, _ActInputs(*layer, options, call))
-        return _scale_and_add(h, Epilogue(*epilogue))
-    out: Tensor = run(_Linear, autograd, _Inputs(*tensors, options, call), tensors)
+    tensors = x, weight, bias, layer_scale, row_scale, residual
+    if activation is not None and any([t is not None for t in tensors[3:]]) and _prepared(*tensors, activation)[1]:
+        return _scale_and_add(linear(x, weight, bias, activation=activation), Epilogue(*tensors[3:]))
+    out: Tensor = run("linear", _prepared, tensors, (activation,))
     return out
 
 
-def _checked(
-    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, epilogue: EpilogueTuple
-) -> tuple[bool, _Options]:
-    """Check a call; return whether it needs autograd."""
+def _prepared(
+    x: Tensor, weight: Tensor, bias: Tensor | None, layer_scale: Tensor | None, row_scale: Tensor | None,
+    residual: Tensor | None, activation: str | None,
+) -> Prepared:  # fmt: skip
     check_float("x", x)
     cast = autocast_dtype(x)
     check_linear(x, weight, bias, dtype=cast is None)
-    branch = Epilogue(*epilogue)
-    branch.check(x, weight.shape[0], dtype=cast is None)
+    epilogue = layer_scale, row_scale, residual
+    Epilogue(*epilogue).check(x, weight.shape[0], dtype=cast is None)
     if activation is not None:
         check_activation(activation)
-    residual = branch.residual
     options = _Options("linear", activation or "none", cast, None if residual is None else residual.dtype)
-    return needs_autograd("linear", x, weight, bias, branch.layer_scale, residual), options
+    autograd = needs_autograd("linear", x, weight, bias, layer_scale, residual)
+    if autograd and activation is not None:
+        return _LinearAct, True, options, (x, weight, bias)
+    return _Linear, autograd, options, (x, weight, bias, *epilogue)

@@ -15,7 +15,6 @@ from fastvit.kernels.patch_embed_bwd import patch_embed_bwd_image_kernel, patch_
 from fastvit.ops.patch_embed.aten import new_image, new_tokens, patch_grid
 from fastvit.ops.runtime import device
 from fastvit.ops.runtime.backend import KernelUnsupported
-from fastvit.ops.runtime.call import Call
 from fastvit.ops.runtime.device import dot_precision
 from fastvit.ops.runtime.launch import Constants, Launch, cdiv
 from fastvit.ops.runtime.rows import by_rows, contiguous, row_stride
@@ -63,7 +62,7 @@ def _image_arguments(image: Tensor, weight: Tensor) -> tuple[int, tuple[int, ...
 
 def patch_embed_fwd(
     image: Tensor, weight: Tensor, bias: Tensor | None,
-    pos_embed: Tensor | None, prefix: Tensor | None, normalize: Tensor | None, *, call: Call,
+    pos_embed: Tensor | None, prefix: Tensor | None, normalize: Tensor | None,
 ) -> Tensor:  # fmt: skip
     out = new_tokens(image, weight, bias, pos_embed, prefix)
     if out.numel() == 0:
@@ -71,17 +70,15 @@ def patch_embed_fwd(
     prefix = prefix if prefix is not None and len(prefix) else None
     if pos_embed is not None and prefix is not None:
         dtype = torch.promote_types(pos_embed.dtype, prefix.dtype)
-        pos_embed, prefix = call.as_read(partial(torch.Tensor.to, dtype=dtype), pos_embed, prefix)
-    weight, bias, pos_embed, prefix = call.as_read(contiguous, weight, bias, pos_embed, prefix)
-    (image,) = call.as_read(_rows_contiguous, image)
-    launch = call.once("patch_embed_fwd", _forward, image, weight, prefix, out)
+        pos_embed, prefix = map(partial(torch.Tensor.to, dtype=dtype), (pos_embed, prefix))
+    weight, bias, pos_embed, prefix = map(contiguous, (weight, bias, pos_embed, prefix))
+    image = _rows_contiguous(image)
+    launch = _forward(image, weight, prefix, out)
     launch(image, weight, bias, pos_embed, prefix, normalize, out)
     return out
 
 
-def patch_embed_bwd_weight(
-    dout: Tensor, image: Tensor, weight: Tensor, normalize: Tensor | None, *, call: Call
-) -> Tensor:
+def patch_embed_bwd_weight(dout: Tensor, image: Tensor, weight: Tensor, normalize: Tensor | None) -> Tensor:
     """Compute the weight's gradient by an implicit GEMM, like the forward. A matrix of patches for cuBLAS would cost
     more traffic than cuBLAS gains: a pass over the image and one over the patches (77 MB at ViT-B/16, batch 128), and a
     copy of dout without its prefix rows (77 MB), against 2 x 16 MB of partial sums here."""
@@ -90,24 +87,22 @@ def patch_embed_bwd_weight(
     # under autocast: cast once, not in every tile that a matmul reads through shared memory
     if image.dtype is not torch.uint8:
         image = image.to(weight.dtype)
-    (image,) = call.as_read(_rows_contiguous, image)
-    (rows,) = call.as_read(by_rows, dout.to(weight.dtype))
-    launch, splits = call.once("patch_embed_bwd_weight", _weight_launch, dout.shape, rows, image, weight)
+    image = _rows_contiguous(image)
+    rows = by_rows(dout.to(weight.dtype))
+    launch, splits = _weight_launch(dout.shape, rows, image, weight)
     partial_dtype = weight.dtype if splits == 1 else torch.float32
     sums = torch.empty(splits, *weight.shape, dtype=partial_dtype, device=dout.device)
     launch(rows, image, normalize, sums)
     return sums[0] if splits == 1 else sums.sum(0).to(weight.dtype)
 
 
-def patch_embed_bwd_image(
-    dout: Tensor, weight: Tensor, size: Sequence[int], dtype: torch.dtype, *, call: Call
-) -> Tensor:
+def patch_embed_bwd_image(dout: Tensor, weight: Tensor, size: Sequence[int], dtype: torch.dtype) -> Tensor:
     dimage = new_image(dout, weight, size, dtype)
     if dimage.numel() == 0:
         return dimage
-    (rows,) = call.as_read(by_rows, dout.to(weight.dtype))
-    (weight,) = call.as_read(contiguous, weight)
-    launch = call.once("patch_embed_bwd_image", _image_launch, dout.shape, rows, weight, dimage)
+    rows = by_rows(dout.to(weight.dtype))
+    weight = contiguous(weight)
+    launch = _image_launch(dout.shape, rows, weight, dimage)
     launch(rows, weight, dimage)
     return dimage
 

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from fastvit.ops.patch_embed import aten
 from fastvit.ops.runtime import decompositions
-from fastvit.ops.runtime.autograd import Computed, FusedNode, inputs, needs_autograd, run
-from fastvit.ops.runtime.call import Call, begin
+from fastvit.ops.runtime.autograd import Computed, FusedNode, Prepared, inputs, needs_autograd, run
+from fastvit.ops.runtime.backend import Path
 from fastvit.ops.runtime.checks import check_float, check_image, check_like, check_statistics
 from fastvit.ops.runtime.dtypes import autocast_dtype
+from fastvit.ops.runtime.record import constant
 from fastvit.ops.runtime.registry import register
 
 # ---- registered ops ----
@@ -69,8 +70,8 @@ class _PatchEmbed(FusedNode):
 
     @staticmethod
     def compute(t: Any) -> Computed:
-        *tensors, _, call = t
-        return (patch_embed_fwd(*tensors, call=call),), {}
+        _, path, *tensors = t
+        return (patch_embed_fwd(*tensors, path=path),), {}
 
     @staticmethod
     def reads(t: Any, kept: dict[str, Any], wants: Any) -> dict[str, bool]:
@@ -81,14 +82,14 @@ class _PatchEmbed(FusedNode):
         return tuple(t.image.shape[2:])
 
     @staticmethod
-    def gradients(s: dict[str, Any], douts: Any, o: _Options, wants: Any, call: Call) -> dict[str, Any]:
+    def gradients(s: dict[str, Any], douts: Any, o: _Options, wants: Any, path: Path) -> dict[str, Any]:
         (dout,), weight = douts, s["weight"]
         dtypes = dict(zip(("image", "weight", "bias", "pos_embed", "prefix"), o.dtypes, strict=True))
         found: dict[str, Tensor] = {}
         if wants.image:
-            found["image"] = patch_embed_bwd_image(dout, weight, s["sizes"], dtypes["image"], call=call)
+            found["image"] = patch_embed_bwd_image(dout, weight, s["sizes"], dtypes["image"], path=path)
         if wants.weight:
-            found["weight"] = patch_embed_bwd_weight(dout, s["image"], weight, s["normalize"], call=call)
+            found["weight"] = patch_embed_bwd_weight(dout, s["image"], weight, s["normalize"], path=path)
         if wants.bias or wants.pos_embed or wants.prefix:
             # one pass over dout serves all three; plain sums are ATen's. A single image needs no sum over images
             wide = torch.promote_types(dout.dtype, torch.float32)
@@ -121,20 +122,24 @@ def _normalization(image: Tensor, mean: Statistics | None, std: Statistics | Non
             count = value.numel() if isinstance(value, Tensor) else len(value)
             if count != C:
                 raise ValueError(f"{name} must have one value for each of the {C} channels, got {count}")
-        mean, std = (torch.as_tensor(t, dtype=dtype, device=device).reshape(C) for t in (mean, std))
+        mean, std = (torch.as_tensor(t, dtype=dtype, device=device).detach().reshape(C) for t in (mean, std))
         return torch.stack([1 / (255 * std), -mean / std])
     mean, std = check_statistics("mean", mean, C), check_statistics("std", std, C)
     values = [[1 / (255 * s) for s in std], [-m / s for m, s in zip(mean, std, strict=True)]]
     if torch.compiler.is_compiling():
         return torch.tensor(values, dtype=dtype, device=device)
     key = (mean, std, device, dtype)
-    if key not in _constants:  # made once: a copy to the GPU would synchronise and cannot be captured in a graph
-        with torch.inference_mode(False):
-            made = torch.tensor(values, dtype=dtype, device=device)
-        if type(made) is not Tensor:  # a fake tensor must not outlive its mode
-            return made
-        _constants[key] = made
-    return _constants[key]
+
+    def made_once() -> Tensor:  # a copy to the GPU would synchronise, and cannot be captured in a graph
+        if key not in _constants:
+            with torch.inference_mode(False):
+                made = torch.tensor(values, dtype=dtype, device=device)
+            if type(made) is not Tensor:  # a fake tensor must not outlive its mode
+                return made
+            _constants[key] = made
+        return _constants[key]
+
+    return constant(made_once)
 
 
 def normalized(image: Tensor, mean: Statistics | None, std: Statistics | None, dtype: torch.dtype) -> Tensor:
@@ -173,18 +178,14 @@ def patch_embed(
         TypeError, ValueError: naming the argument, for dtypes, devices and shapes that do not fit, a patch that does
             not divide the image, and mean or std with a float image.
     """
-    tensors = image, weight, bias, pos_embed, prefix
-    call = begin("patch_embed", (*tensors, mean, std))
-    autograd, options = call.once("checked", _checked, *tensors)
-    normalize = _normalization(image, mean, std, torch.promote_types(options.cast or weight.dtype, torch.float32))
-    out: Tensor = run(_PatchEmbed, autograd, _Inputs(*tensors, normalize, options, call))
+    out: Tensor = run("patch_embed", _prepared, (image, weight, bias, pos_embed, prefix, mean, std))
     return out
 
 
-def _checked(
-    image: Tensor, weight: Tensor, bias: Tensor | None, pos_embed: Tensor | None, prefix: Tensor | None
-) -> tuple[bool, _Options]:
-    """Check a call; return whether it needs autograd."""
+def _prepared(
+    image: Tensor, weight: Tensor, bias: Tensor | None, pos_embed: Tensor | None, prefix: Tensor | None,
+    mean: Statistics | None, std: Statistics | None,
+) -> Prepared:  # fmt: skip
     check_float("weight", weight)
     cast = None
     if isinstance(image, Tensor) and weight.dtype is not torch.float64:
@@ -209,5 +210,6 @@ def _checked(
             raise ValueError(f"prefix must have shape (P, D) with D = {D}, got {tuple(prefix.shape)}")
     tensors = image, weight, bias, pos_embed, prefix
     dtypes = tuple([None if t is None else t.dtype for t in tensors])
+    normalize = _normalization(image, mean, std, torch.promote_types(cast or weight.dtype, torch.float32))
     autograd = needs_autograd("patch_embed", *tensors)
-    return autograd, _Options("patch_embed", dtypes, cast)
+    return _PatchEmbed, autograd, _Options("patch_embed", dtypes, cast), (*tensors, normalize)

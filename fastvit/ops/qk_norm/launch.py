@@ -15,22 +15,22 @@ from fastvit.ops.attention.workload import in_units
 from fastvit.ops.rotary.launch import Tables, readable_tables, tables_as_read
 from fastvit.ops.runtime import device
 from fastvit.ops.runtime.backend import KernelUnsupported
-from fastvit.ops.runtime.call import Call
-from fastvit.ops.runtime.column_sum import SummedLaunch
+from fastvit.ops.runtime.column_sum import launch_and_sum
 from fastvit.ops.runtime.launch import Constants, Launch, cdiv
 from fastvit.ops.runtime.rows import contiguous, empty_like
 
 
 def qk_norm_fwd(
     q: Tensor, k: Tensor, q_weight: Tensor, q_bias: Tensor | None, k_weight: Tensor, k_bias: Tensor | None,
-    sin: Tensor | None, cos: Tensor | None, eps: float, rms: bool, interleaved: bool, *, call: Call,
+    sin: Tensor | None, cos: Tensor | None, eps: float, rms: bool, interleaved: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     out = empty_like(q), empty_like(k)
-    q, k = _alike(q, k, call)
-    q_weight, q_bias, k_weight, k_bias = call.as_read(contiguous, q_weight, q_bias, k_weight, k_bias)
+    q, k = _alike(q, k)
+    q_weight, q_bias, k_weight, k_bias = map(contiguous, (q_weight, q_bias, k_weight, k_bias))
     if sin is not None and cos is not None:
-        sin, cos = readable_tables(sin, cos, call)
-    launch = call.once("qk_norm_fwd", _forward, q, sin, cos, eps, rms, interleaved)
+        sin, cos = readable_tables(sin, cos)
+    programs, numbers, constants = _configured(q, sin, cos, rms, interleaved)
+    launch = Launch(qk_norm_fwd_kernel, programs, (*numbers, eps), constants)
     launch(q, k, q_weight, k_weight, q_bias, k_bias, sin, cos, *out)
     return out
 
@@ -38,44 +38,30 @@ def qk_norm_fwd(
 def qk_norm_bwd(
     dq_out: Tensor, dk_out: Tensor, q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor,
     sin: Tensor | None, cos: Tensor | None, eps: float, rms: bool, has_bias: bool, interleaved: bool,
-    *, out: Sequence[Tensor] | None = None, call: Call,
+    *, out: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Launch the backward kernel. out: tensors to write dq and dk to, dq_out and dk_out or others of equal strides."""
     dq, dk = (empty_like(q), empty_like(k)) if out is None else out
-    q, k = _alike(q, k, call)
-    dq_out, dk_out = _alike(dq_out, dk_out, call)
-    q_weight, k_weight = call.as_read(contiguous, q_weight, k_weight)
+    q, k = _alike(q, k)
+    dq_out, dk_out = _alike(dq_out, dk_out)
+    q_weight, k_weight = map(contiguous, (q_weight, k_weight))
     if sin is not None and cos is not None:
-        sin, cos = readable_tables(sin, cos, call)
+        sin, cos = readable_tables(sin, cos)
     of_weights = q_weight.dtype, k_weight.dtype
     dtypes = *of_weights, *(of_weights if has_bias else (None, None))
-    launch = call.once("qk_norm_bwd", _backward, q, dq_out, dq, sin, cos, eps, rms, dtypes, interleaved)
-    if q.numel() == 0:
-        return dq, dk, *(q.new_zeros(0 if dtype is None else q.shape[3], dtype=dtype) for dtype in dtypes)
-    return dq, dk, *launch(q, dq_out, dk_out, q, k, q_weight, k_weight, sin, cos, dq, dk)
-
-
-def _alike(q: Tensor, k: Tensor, call: Call) -> Any:
-    """Return both, or copies with the same strides."""
-    q, k = call.as_read(readable, q, k)
-    return (q, k) if q.stride() == k.stride() else call.as_read(torch.Tensor.contiguous, q, k)
-
-
-def _forward(q: Tensor, sin: Tensor | None, cos: Tensor | None, eps: float, rms: bool, interleaved: bool) -> Launch:
-    programs, numbers, constants = _configured(q, sin, cos, rms, interleaved)
-    return Launch(qk_norm_fwd_kernel, programs, (*numbers, eps), constants)
-
-
-def _backward(
-    q: Tensor, dq_out: Tensor, dq: Tensor, sin: Tensor | None, cos: Tensor | None, eps: float, rms: bool,
-    dtypes: Sequence[torch.dtype | None], interleaved: bool,
-) -> SummedLaunch:  # fmt: skip
-    """Return the launch. dtypes: of the gradients of weights and biases."""
     programs, numbers, constants = _configured(q, sin, cos, rms, interleaved, dq_out, dq)
-    tables = len(dtypes) - dtypes.count(None)
-    constants = {**constants, "HAS_BIAS": tables == 4}
-    launch = Launch(qk_norm_bwd_kernel, programs, (*numbers, eps), constants)
-    return SummedLaunch(launch, (tables, programs // 2, q.shape[3]), dtypes, device.arch(q))
+    d = q.shape[3]
+    if q.numel() == 0:
+        return dq, dk, *(q.new_zeros(0 if dtype is None else d, dtype=dtype) for dtype in dtypes)
+    launch = Launch(qk_norm_bwd_kernel, programs, (*numbers, eps), {**constants, "HAS_BIAS": has_bias})
+    tensors = dq_out, dk_out, q, k, q_weight, k_weight, sin, cos, dq, dk
+    return dq, dk, *launch_and_sum(launch, programs // 2, d, dtypes, *tensors)
+
+
+def _alike(q: Tensor, k: Tensor) -> Any:
+    """Return both, or copies with the same strides."""
+    q, k = map(readable, (q, k))
+    return (q, k) if q.stride() == k.stride() else map(torch.Tensor.contiguous, (q, k))
 
 
 def _configured(

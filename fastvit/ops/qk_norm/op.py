@@ -7,13 +7,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastvit.ops.layer_norm.op import LayerNormNode, Norm, NormInputs, NormOptions, checked_norm
+from fastvit.ops.layer_norm.op import Norm, checked_norm, layer_norm_bwd, layer_norm_fwd
 from fastvit.ops.qk_norm import aten
 from fastvit.ops.rotary.op import Rotary, broadcast_tables, check_tables
 from fastvit.ops.runtime import decompositions
-from fastvit.ops.runtime.autograd import Computed, FusedNode, inputs, needs_autograd, run
+from fastvit.ops.runtime.autograd import Computed, FusedNode, Prepared, inputs, needs_autograd, run
 from fastvit.ops.runtime.backend import Path
-from fastvit.ops.runtime.call import Call, begin
 from fastvit.ops.runtime.checks import check_float, check_head_dim, check_like
 from fastvit.ops.runtime.dtypes import autocast_dtype
 from fastvit.ops.runtime.registry import register
@@ -57,23 +56,43 @@ class _Options(NamedTuple):
 
 
 _Inputs = inputs("q", "k", "q_weight", "q_bias", "k_weight", "k_bias", "sin", "cos")
+_STATISTICS = "q_mean", "q_rstd", "k_mean", "k_rstd"
 
 
 class _QkNorm(FusedNode):
     Inputs = _Inputs
-    saves = ("q", "k", "q_weight", "k_weight", "sin", "cos")
+    saves = ("q", "k", "q_weight", "k_weight", "sin", "cos", *_STATISTICS)
     single = False
 
-    @staticmethod
-    def compute(t: Any) -> Computed:
-        *tensors, o, call = t
-        return qk_norm_fwd(*tensors, o.eps, o.rms, o.interleaved, call=call), {}
+    @classmethod
+    def kept(cls, t: Any) -> tuple[str, ...]:
+        return _STATISTICS if t.path is Path.ATEN and t.sin is None else ()
+
+    @classmethod
+    def compute(cls, t: Any) -> Computed:
+        o, path, *tensors = t
+        if not cls.kept(t):
+            return qk_norm_fwd(*tensors, o.eps, o.rms, o.interleaved, path=path), {}
+        # PyTorch's own norms keep what their backward pass reads
+        q, *of_q = layer_norm_fwd(t.q, t.q_weight, t.q_bias, o.eps, None, o.rms, path=path)
+        k, *of_k = layer_norm_fwd(t.k, t.k_weight, t.k_bias, o.eps, None, o.rms, path=path)
+        return (q, k), dict(zip(_STATISTICS, (*of_q, *of_k), strict=True))
 
     @staticmethod
-    def gradients(s: dict[str, Any], douts: Any, o: _Options, wants: Any, call: Call) -> dict[str, Any]:
+    def reads(t: Any, kept: dict[str, Any], wants: Any) -> dict[str, bool]:
+        return {"q_mean": not t.options.rms, "k_mean": not t.options.rms}
+
+    @staticmethod
+    def gradients(s: dict[str, Any], douts: Any, o: _Options, wants: Any, path: Path) -> dict[str, Any]:
         douts = [torch.zeros_like(x) if dout is None else dout for dout, x in zip(douts, (s["q"], s["k"]), strict=True)]
-        options = o.eps, o.rms, o.has_bias, o.interleaved
-        dq, dk, dq_weight, dk_weight, dq_bias, dk_bias = qk_norm_bwd(*douts, *s.values(), *options, call=call)
+        q, k, q_weight, k_weight, sin, cos, q_mean, q_rstd, k_mean, k_rstd = s.values()
+        if q_rstd is None:
+            options = o.eps, o.rms, o.has_bias, o.interleaved
+            gradients = qk_norm_bwd(*douts, q, k, q_weight, k_weight, sin, cos, *options, path=path)
+            dq, dk, dq_weight, dk_weight, dq_bias, dk_bias = gradients
+        else:
+            dq, dq_weight, dq_bias, _ = layer_norm_bwd(douts[0], q, q_mean, q_rstd, q_weight, None, path=path)
+            dk, dk_weight, dk_bias, _ = layer_norm_bwd(douts[1], k, k_mean, k_rstd, k_weight, None, path=path)
         by_name = {"q": dq, "k": dk, "q_weight": dq_weight, "k_weight": dk_weight}
         return by_name | {"q_bias": dq_bias, "k_bias": dk_bias} if o.has_bias else by_name
 
@@ -110,22 +129,11 @@ def qk_norm(q: Tensor, k: Tensor, q_norm: Norm, k_norm: Norm, rotary: Rotary | N
     Raises:
         TypeError, ValueError: naming the argument, for dtypes, devices, shapes and values that do not fit.
     """
-    call = begin("qk_norm", (q, k, q_norm, k_norm, rotary))
-    autograd, options, norm = call.once("checked", _checked, q, k, q_norm, k_norm, rotary)
-    (q_weight, q_bias), (k_weight, k_bias) = Norm(*q_norm)[:2], Norm(*k_norm)[:2]
-    if rotary is None and call.path is Path.ATEN:  # PyTorch's own norm, and its statistics are kept
-        q = run(LayerNormNode, autograd, NormInputs(q, q_weight, q_bias, norm, call.child("q")))
-        return q, run(LayerNormNode, autograd, NormInputs(k, k_weight, k_bias, norm, call))
-    sin, cos = (None, None) if rotary is None else broadcast_tables(rotary)
-    tensors = q, k, q_weight, q_bias, k_weight, k_bias, sin, cos
-    found: tuple[Tensor, Tensor] = run(_QkNorm, autograd, _Inputs(*tensors, options, call))
+    found: tuple[Tensor, Tensor] = run("qk_norm", _prepared, (q, k, q_norm, k_norm, rotary))
     return found
 
 
-def _checked(
-    q: Tensor, k: Tensor, q_norm: Norm, k_norm: Norm, rotary: Rotary | None
-) -> tuple[bool, _Options, NormOptions]:
-    """Check a call; return whether it needs autograd, its options, and those of a norm alone."""
+def _prepared(q: Tensor, k: Tensor, q_norm: Norm, k_norm: Norm, rotary: Rotary | None) -> Prepared:
     check_float("q", q)
     if q.dim() != 4:
         raise ValueError(f"q must have shape (B, N, H, d), got {tuple(q.shape)}")
@@ -135,8 +143,9 @@ def _checked(
     q_norm, k_norm = checked_norms(("q_norm", "k_norm"), q, (q_norm, k_norm), q.shape[3], dtype=dtype, x_name="q")
     if rotary is not None:
         check_tables(rotary, "q", q, tuple(q.shape), "rotary")
+    sin, cos = (None, None) if rotary is None else broadcast_tables(rotary)
     _, bias, eps, kind = q_norm
     interleaved = rotary is not None and rotary.interleaved
     options = _Options("qk_norm", eps, kind == "rms", bias is not None, interleaved)
-    autograd = needs_autograd("qk_norm", q, k, *q_norm[:2], *k_norm[:2])
-    return autograd, options, NormOptions("qk_norm", eps, None, kind == "rms")
+    norms = *q_norm[:2], *k_norm[:2]
+    return _QkNorm, needs_autograd("qk_norm", q, k, *norms), options, (q, k, *norms, sin, cos)

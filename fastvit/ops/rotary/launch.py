@@ -13,23 +13,21 @@ from fastvit.ops.attention.launch import MAX_STRIDE, readable
 from fastvit.ops.attention.workload import in_units
 from fastvit.ops.runtime import device
 from fastvit.ops.runtime.backend import KernelUnsupported
-from fastvit.ops.runtime.call import Call
 from fastvit.ops.runtime.launch import Launch, cdiv
 from fastvit.ops.runtime.rows import empty_like
 
 
 def rotary(
-    x: Tensor, sin: Tensor, cos: Tensor, rotated: int, interleaved: bool, transposed: bool, *,
-    out: Tensor | None = None, call: Call,
-) -> Tensor:  # fmt: skip
+    x: Tensor, sin: Tensor, cos: Tensor, rotated: int, interleaved: bool, transposed: bool, *, out: Tensor | None = None
+) -> Tensor:
     """Launch the kernel. out: x itself, to write over it; prefix tokens and heads that are not rotated are then
     untouched."""
     in_place = out is not None
     if out is None:
         out = empty_like(x)
-        (x,) = call.as_read(readable, x)
-    sin, cos = readable_tables(sin, cos, call)
-    launch = call.once("rotary", _launch, x, sin, cos, out, rotated, interleaved, transposed, in_place)
+        x = readable(x)
+    sin, cos = readable_tables(sin, cos)
+    launch = _launch(x, sin, cos, out, rotated, interleaved, transposed, in_place)
     launch(x, sin, cos, out)
     return out
 
@@ -57,10 +55,9 @@ def _launch(
     )  # fmt: skip
 
 
-def readable_tables(sin: Tensor, cos: Tensor, call: Call) -> Any:
+def readable_tables(sin: Tensor, cos: Tensor) -> Any:
     """Return both tables (B or 1, H or 1, T, d) as a kernel reads them: copies, unless their strides are equal."""
     if sin.stride() != cos.stride() or sin.stride(3) != 1 or sin.stride(2) > MAX_STRIDE:
-        call.forget()
         for dim in (0, 1):  # one copy of what is expanded in both
             if sin.stride(dim) == cos.stride(dim) == 0:
                 sin, cos = sin.narrow(dim, 0, 1), cos.narrow(dim, 0, 1)

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from fastvit.ops.rotary import aten
 from fastvit.ops.runtime import decompositions
-from fastvit.ops.runtime.autograd import Computed, FusedNode, inputs, needs_autograd, run, unviewed
-from fastvit.ops.runtime.call import Call, begin
+from fastvit.ops.runtime.autograd import Computed, FusedNode, Prepared, inputs, needs_autograd, run, unviewed
+from fastvit.ops.runtime.backend import Path
 from fastvit.ops.runtime.checks import check_float, check_head_dim, check_like
 from fastvit.ops.runtime.registry import register
 
@@ -58,22 +58,33 @@ class _Rotary(FusedNode):
     @staticmethod
     def compute(t: Any) -> Computed:
         _, rotated, interleaved = t.options
-        return (rotary_op(t.x, t.sin, t.cos, rotated, interleaved, False, call=t.call),), {}
+        y = rotary_op(_heads(t.x), t.sin, t.cos, rotated, interleaved, False, path=t.path)
+        return (y if t.x.dim() == 4 else unviewed(y.view(t.x.shape)),), {}
 
     @staticmethod
     def reads(t: Any, kept: dict[str, Any], wants: Any) -> dict[str, bool]:
         return {"x": wants.sin or wants.cos}
 
     @staticmethod
-    def gradients(s: dict[str, Any], douts: Any, o: _Options, wants: Any, call: Call) -> dict[str, Any]:
+    def gradients(s: dict[str, Any], douts: Any, o: _Options, wants: Any, path: Path) -> dict[str, Any]:
         (dy,), x, sin, cos = douts, s["x"], s["sin"], s["cos"]
-        dx = rotary_op(dy, sin, cos, o.rotated, o.interleaved, True, call=call) if wants.x else None
+        dx = None
+        if wants.x:
+            dx = rotary_op(_heads(dy), sin, cos, o.rotated, o.interleaved, True, path=path).view(dy.shape)
         if x is None:
             return {"x": dx}
-        g, x = (aten.rotated_part(t, sin, o.rotated).to(torch.promote_types(t.dtype, torch.float32)) for t in (dy, x))
+        g, x = (
+            aten.rotated_part(_heads(t), sin, o.rotated).to(torch.promote_types(t.dtype, torch.float32))
+            for t in (dy, x)
+        )
         products = (aten.signed(g * aten.swapped(x, o.interleaved), o.interleaved), sin), (g * x, cos)
         dsin, dcos = (t.sum(2).transpose(1, 2).sum_to_size(table.shape).to(table.dtype) for t, table in products)
         return {"x": dx, "sin": dsin if wants.sin else None, "cos": dcos if wants.cos else None}
+
+
+def _heads(x: Tensor) -> Tensor:
+    """Return x (B, N, heads, d), or a packed qkv (B, N, 3, H, d) with 3 H heads."""
+    return x if x.dim() == 4 else x.flatten(2, 3)
 
 
 def broadcast_tables(rotary: Rotary) -> tuple[Tensor, Tensor]:
@@ -120,20 +131,18 @@ def rotary(x: Tensor, rotary: Rotary) -> Tensor:
     Raises:
         TypeError, ValueError: naming the argument, for dtypes, devices and shapes that do not fit.
     """
-    call = begin("rotary", (x, rotary))
-    autograd, options = call.once("checked", _checked, x, rotary)
-    out: Tensor = run(_Rotary, autograd, _Inputs(x, *broadcast_tables(rotary), options, call))
+    out: Tensor = run("rotary", _prepared, (x, rotary))
     return out
 
 
-def _checked(x: Tensor, rotary: Rotary) -> tuple[bool, _Options]:
-    """Check a call; return whether it needs autograd."""
+def _prepared(x: Tensor, rotary: Rotary) -> Prepared:
     check_float("x", x)
     if x.dim() != 4:
         raise ValueError(f"x must have shape (B, N, H, d), got {tuple(x.shape)}")
     check_head_dim("head_dim", x.shape[3])
     check_tables(rotary, "x", x, tuple(x.shape))
-    return needs_autograd("rotary", x, rotary.sin, rotary.cos), _Options("rotary", x.shape[2], rotary.interleaved)
+    autograd = needs_autograd("rotary", x, rotary.sin, rotary.cos)
+    return _Rotary, autograd, _Options("rotary", x.shape[2], rotary.interleaved), (x, *broadcast_tables(rotary))
 
 
 def rotary_qkvpacked(qkv: Tensor, rotary: Rotary) -> Tensor:
@@ -149,15 +158,11 @@ def rotary_qkvpacked(qkv: Tensor, rotary: Rotary) -> Tensor:
     Raises:
         TypeError, ValueError: as `rotary`.
     """
-    call = begin("rotary_qkvpacked", (qkv, rotary))
-    autograd, options = call.once("checked", _checked_packed, qkv, rotary)
-    heads = qkv.flatten(2, 3)
-    out: Tensor = run(_Rotary, autograd, _Inputs(heads, *broadcast_tables(rotary), options, call)).view(qkv.shape)
-    return out if autograd else unviewed(out)
+    out: Tensor = run("rotary_qkvpacked", _prepared_packed, (qkv, rotary))
+    return out
 
 
-def _checked_packed(qkv: Tensor, rotary: Rotary) -> tuple[bool, _Options]:
-    """Check a call of `rotary_qkvpacked`; return whether it needs autograd."""
+def _prepared_packed(qkv: Tensor, rotary: Rotary) -> Prepared:
     check_float("qkv", qkv)
     if qkv.dim() != 5 or qkv.shape[2] != 3:
         raise ValueError(f"qkv must have shape (B, N, 3, H, d), got {tuple(qkv.shape)}")
@@ -165,4 +170,5 @@ def _checked_packed(qkv: Tensor, rotary: Rotary) -> tuple[bool, _Options]:
     check_head_dim("head_dim", d)
     check_tables(rotary, "qkv", qkv, (B, N, H, d))
     options = _Options("rotary_qkvpacked", 2 * H, rotary.interleaved)
-    return needs_autograd("rotary_qkvpacked", qkv, rotary.sin, rotary.cos), options
+    autograd = needs_autograd("rotary_qkvpacked", qkv, rotary.sin, rotary.cos)
+    return _Rotary, autograd, options, (qkv, *broadcast_tables(rotary))

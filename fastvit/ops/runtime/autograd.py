@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from collections import namedtuple
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
-from fastvit.ops.runtime.backend import is_jit_tracing
-from fastvit.ops.runtime.call import Call, begin
+from fastvit.ops.runtime.backend import Path, is_jit_tracing
+from fastvit.ops.runtime.call import Call, RecordedCall, begin
+from fastvit.ops.runtime.record import Recorder, Replay
 from fastvit.ops.runtime.torch_private import (
     add_batch_dim,
     are_functorch_transforms_active,
@@ -79,14 +81,14 @@ Computed = tuple[tuple[Any, ...], dict[str, Any]]  # what `FusedNode.compute` re
 
 def inputs(*names: str) -> Any:
     """Return a class for `FusedNode.Inputs` of tensors, or None, of these names."""
-    return namedtuple("Inputs", [*names, "options", "call"])
+    return namedtuple("Inputs", ["options", "path", *names])
 
 
 class FusedNode:
     """Base of the ops' autograd nodes. A subclass defines
 
-    Inputs: a NamedTuple of tensors or None, `options` and `call`. options is a NamedTuple of plain values, of which
-        `op` is the public op's name, and `cast` autocast's dtype, if the op casts inputs.
+    Inputs: a NamedTuple of `options`, `path` and tensors or None. options is a NamedTuple of plain values, of which
+        `op` is the public op's name, and `cast` autocast's dtype, if the op casts inputs. path: for the ops within.
     casts: names of the inputs that autocast casts; of a variadic op its last field. Autograd casts the gradients back.
     keeps: names of the tensors that `compute` makes for the backward pass.
     saves: names of what the backward pass reads: inputs, tensors of `keeps`, and "result", the first result. In this
@@ -95,7 +97,7 @@ class FusedNode:
     variadic: whether the last field of Inputs, and of its gradients, is a tuple of any number of weights and as many
         biases. The weights are saved, too, under numbers.
     compute(t): a tuple of the results, and a dict of the tensors of `keeps`.
-    gradients(s, douts, o, wants, call): a dict of gradients by the names of inputs; missing ones are None. s: what was
+    gradients(s, douts, o, wants, path): a dict of gradients by the names of inputs; missing ones are None. s: what was
         saved, by name; memory that is popped from it is free while the function runs, unless the graph is retained.
         douts: gradients of the results, not all of them None. o: the options. wants: Inputs of bools, whether an input
         needs a gradient.
@@ -108,7 +110,7 @@ class FusedNode:
 
     It gets two autograd Functions. torch.compile and functorch take `in_two_steps`, whose tensors for the backward pass
     are outputs that autograd tracks, and whose casts are nodes of their own. All other calls run `in_one_step`, which
-    saves 7 us for five such tensors, and 4 us a cast."""
+    saves 7 us for five such tensors, and 4 us a cast, and which a replayed call needs."""
 
     Inputs: Any
     casts: tuple[str, ...] = ()
@@ -118,9 +120,7 @@ class FusedNode:
     variadic = False
     in_one_step: Callable[..., Any]
     in_two_steps: Any
-    replay: Callable[..., Any]  # a later call, see `Call.learn`
-    named: Callable[[Sequence[Any]], Any]  # Inputs of what a Function takes
-    cast_inputs: Callable[[Any], Any]  # Inputs in autocast's dtype
+    named: Callable[..., Any]  # (tensors, options, path) -> Inputs
 
     @classmethod
     def kept(cls, t: Any) -> tuple[str, ...]:
@@ -140,113 +140,97 @@ class FusedNode:
         return ()
 
     @staticmethod
-    def gradients(s: dict[str, Any], douts: Any, o: Any, wants: Any, call: Any) -> dict[str, Any]:
+    def gradients(s: dict[str, Any], douts: Any, o: Any, wants: Any, path: Any) -> dict[str, Any]:
         raise NotImplementedError
+
+    @classmethod
+    def tensors(cls, t: Any) -> Sequence[Any]:
+        """Return the tensors of Inputs, flat."""
+        return (*t[2:-1], *t[-1]) if cls.variadic else t[2:]
+
+    @classmethod
+    def cast_inputs(cls, t: Any) -> Any:
+        """Return Inputs in autocast's dtype."""
+        if not cls.casts or t.options.cast is None:
+            return t
+
+        def cast(x: Any) -> Any:
+            return tuple([cast(a) for a in x]) if isinstance(x, tuple) else None if x is None else x.to(t.options.cast)
+
+        return cls.Inputs(*[cast(x) if name in cls.casts else x for name, x in zip(t._fields, t, strict=True)])
+
+    @classmethod
+    def saved(cls, t: Any, kept: dict[str, Any], results: Any, wants: Any) -> dict[Any, Any]:
+        """Return what the backward pass reads, by name, without None."""
+        values: dict[Any, Any] = {name: getattr(t, name) for name in cls.saves if name in cls.Inputs._fields}
+        others = [name for name in cls.saves if name not in values]
+        values |= {name: results[0] if name == "result" else kept.get(name) for name in others}
+        if cls.variadic:
+            values |= dict(enumerate(t[-1][: len(t[-1]) // 2]))
+        reads = cls.reads(t, kept, wants)
+        return {name: value for name, value in values.items() if value is not None and reads.get(name, True)}
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        Inputs, fixed = cls.Inputs, len(cls.Inputs._fields) - 1
-        of_inputs = tuple([name for name in cls.saves if name in Inputs._fields])
-        made = tuple([name for name in cls.saves if name not in Inputs._fields])
-        call_place, has_sizes = Inputs._fields.index("call"), cls.sizes is not FusedNode.sizes
-        cast_places = tuple([Inputs._fields.index(name) for name in cls.casts])
+        Inputs, fixed = cls.Inputs, len(cls.Inputs._fields) - 3  # tensors before the variadic field
 
-        def named(inputs: Sequence[Any]) -> Any:
-            return Inputs(*inputs[:fixed], inputs[fixed:]) if cls.variadic else Inputs(*inputs)
-
-        def cast(inputs: Sequence[Any], dtype: torch.dtype) -> list[Any]:
-            found, places = [*inputs], cast_places if not cls.variadic else range(fixed, len(inputs))
-            for i in places:
-                if found[i] is not None:
-                    found[i] = found[i].to(dtype)
-            return found
-
-        def saved(t: Any, kept: dict[str, Any], results: Any, wants: Any) -> dict[Any, Any]:
-            """Return what the backward pass reads, by name, without None."""
-            values: dict[Any, Any] = {name: getattr(t, name) for name in of_inputs}
-            values |= {name: results[0] if name == "result" else kept.get(name) for name in made}
+        def named(tensors: Sequence[Any], options: Any = None, path: Any = None) -> Any:
             if cls.variadic:
-                values |= dict(enumerate(t[-1][: len(t[-1]) // 2]))
-            reads = cls.reads(t, kept, wants)
-            return {name: value for name, value in values.items() if value is not None and reads.get(name, True)}
+                return Inputs(options, path, *tensors[:fixed], tensors[fixed:])
+            return Inputs(options, path, *tensors)
 
-        def save(ctx: Any, inputs: Sequence[Any], names: tuple[Any, ...], values: Sequence[Any], count: int) -> None:
-            sizes = cls.sizes(named(inputs)) if has_sizes else ()
-            ctx.of_backward = inputs[call_place - 1], names, sizes, ctx.needs_input_grad, count
-            ctx.save_for_backward(*values)
-            ctx.set_materialize_grads(False)
-
-        def forward(*inputs: Any) -> Any:
-            t = named(inputs)
+        def forward(options: Any, path: Path, *tensors: Any) -> Any:
+            t = named(tensors, options, path)
             results, kept = cls.compute(t)
             return *results, *[kept[name] for name in cls.kept(t)]
 
         def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-            t = named(inputs)
-            kept = cls.kept(t)
+            t = named(inputs[2:], *inputs[:2])
+            kept, needs = cls.kept(t), ctx.needs_input_grad[2:]
             count = len(output) - len(kept)
             ctx.mark_non_differentiable(*output[count:])
-            values = saved(t, dict(zip(kept, output[count:], strict=True)), output, named(ctx.needs_input_grad))
-            save(ctx, inputs, tuple(values), [*values.values()], count)
+            values = cls.saved(t, dict(zip(kept, output[count:], strict=True)), output, named(needs))
+            ctx.of_backward = _OfBackward(t.options, tuple(values), cls.sizes(t), needs, count)
+            ctx.save_for_backward(*values.values())
+            ctx.set_materialize_grads(False)
 
-        def forward_in_one_step(ctx: Any, *inputs: Any) -> Any:
-            names: tuple[Any, ...] = ()
+        def backward(ctx: Any, *douts: Any) -> Any:
+            return None, None, *_backward(ctx, cls, douts)
 
-            def compute(_: Any) -> tuple[Any, ...]:
-                nonlocal names
-                t = named(inputs)
-                if cls.casts and t.options.cast is not None:
-                    t = named(cast(inputs, t.options.cast))
-                results, kept = cls.compute(t)
-                values = saved(t, kept, results, named(ctx.needs_input_grad))
-                names = tuple(values)
-                return *results, *values.values()
-
-            call = inputs[call_place]
-            outputs = call.run(compute, [*inputs])
-            names = call.once("names", lambda: names)
-            count = len(outputs) - len(names)
-            save(ctx, inputs, names, outputs[count:], count)
-            call.once("of backward", lambda: ctx.of_backward)
-            return outputs[0] if cls.single else outputs[:count]
-
-        def forward_of_arguments(ctx: Any, call: Any, *arguments: Any) -> Any:
-            if (outputs := call.replay_inputs(arguments)) is None:
-                raise _NotReplayed
-            ctx.of_backward = *_, count = call.once("of backward", None)
-            ctx.places = call.places
+        def forward_in_one_step(ctx: Any, work: Callable[..., Any], places: Places | None, *tensors: Any) -> Any:
+            outputs, ctx.of_backward = work(*tensors, needs=ctx.needs_input_grad[2:])
+            count, ctx.places = ctx.of_backward.results, places
             ctx.save_for_backward(*outputs[count:])
             ctx.set_materialize_grads(False)
             return outputs[:count]
 
-        def backward(ctx: Any, *douts: Any) -> Any:
-            return _backward(ctx, cls, douts)
-
-        def backward_of_arguments(ctx: Any, *douts: Any) -> Any:
-            gradients = (*_backward(ctx, cls, douts), None)  # places of -1 take the last
-            return None, *[gradients[i] for i in ctx.places]
+        def backward_in_one_step(ctx: Any, *douts: Any) -> Any:
+            gradients = _backward(ctx, cls, douts)
+            if ctx.places is None:
+                return None, None, *gradients
+            places, shapes = ctx.places
+            placed = [None if place < 0 else gradients[place] for place in places]
+            for i, shape in shapes.items():
+                placed[i] = None if placed[i] is None else placed[i].reshape(shape)
+            return None, None, *placed
 
         cls.named = staticmethod(named)
-        cls.cast_inputs = staticmethod(lambda t: named(cast(_flat(cls, t), t.options.cast)))
-        two = {"forward": forward, "setup_context": setup_context, "backward": backward}
-        one = {"forward": forward_in_one_step, "backward": backward}
+        two: dict[str, Any] = {"forward": forward, "setup_context": setup_context, "backward": backward}
+        one: dict[str, Any] = {"forward": forward_in_one_step, "backward": backward_in_one_step}
         cls.in_two_steps = _function(cls.__name__, two, generate_vmap_rule=True)
         # not its `apply`, which looks at the signature of `forward` to fill in defaults, for 20 us a call
         cls.in_one_step = super(torch.autograd.Function, _function(cls.__name__, one)).apply  # type: ignore[misc]
-        of_arguments = {"forward": forward_of_arguments, "backward": backward_of_arguments}
-        apply = super(torch.autograd.Function, _function(cls.__name__, of_arguments)).apply  # type: ignore[misc]
-
-        def replay(call: Any, *arguments: Any) -> Any:
-            try:
-                return apply(call, *arguments)
-            except _NotReplayed:
-                return None
-
-        cls.replay = staticmethod(replay)
 
 
-class _NotReplayed(Exception):
-    """A plan does not take these tensors."""
+class _OfBackward(NamedTuple):
+    """What a backward pass is told beside the saved tensors. needs: by input, whether it needs a gradient. results:
+    how many there are."""
+
+    options: Any
+    names: tuple[Any, ...]  # of the saved tensors
+    sizes: tuple[int, ...]
+    needs: tuple[bool, ...]
+    results: int
 
 
 def _function(name: str, methods: dict[str, Callable[..., Any]], **attributes: Any) -> Any:
@@ -255,47 +239,154 @@ def _function(name: str, methods: dict[str, Callable[..., Any]], **attributes: A
     return type(name, (torch.autograd.Function,), {**static, **attributes})
 
 
-def run(node: type[FusedNode], autograd: bool, t: Any, arguments: tuple[Any, ...] = ()) -> Any:
-    """Return the results of an op for its Inputs: a tensor or a tuple. Then remember its call. autograd: whether it may
-    need a gradient. arguments: what the call has begun with, if the op looks for results with `Call.replay`."""
-    call, in_two_steps = t.call, autograd and (unwrap_if_dead is None or transforming() or is_dynamo_compiling())
-    casts = node.casts and t.options.cast is not None
+Prepared = tuple[type[FusedNode], bool, Any, tuple[Any, ...]]  # node, whether it needs autograd, options, tensors
+
+
+def run(op: str, prepare: Callable[..., Prepared], arguments: tuple[Any, ...], options: tuple[Any, ...] = ()) -> Any:
+    """Run a public op; return its results: a tensor or a tuple.
+
+    Args:
+        op, arguments, options: as `begin` takes them.
+        prepare: (*arguments, *options) -> the node, whether the call may need a gradient, and the node's options and
+            tensors. It checks the call. What it computes, such as views and seeds, is recorded with it.
+    """
+    call, tensors = begin(op, arguments, options)
+    if call.replay is not None and (results := call.replay(tensors)) is not None:
+        return results[0] if call.single else results
+    if isinstance(call, RecordedCall):
+        recorder = Recorder(tensors)
+        with recorder:
+            prepared = prepare(*arguments, *options)
+        results, replay = _recorded(recorder, call.path, prepared, tensors)
+        call.keep(replay, single=prepared[0].single)
+    else:
+        prepared = prepare(*arguments, *options)
+        results = _in_python(call, prepared)
+    return results[0] if prepared[0].single else results
+
+
+def _in_python(call: Call, prepared: Prepared) -> tuple[Any, ...]:
+    node, autograd, options, tensors = prepared
+    t = node.Inputs(options, call.path, *tensors)
     if not autograd:
-        results = call.run(lambda _: node.compute(node.cast_inputs(t) if casts else t)[0], [*_flat(node, t)])
-        results = results[0] if node.single else results
-    elif in_two_steps:
-        t = node.cast_inputs(t) if casts else t
-        names = node.kept(t)
-        outputs = node.in_two_steps.apply(*_repeats_as_views(_flat(node, t)))
-        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        results, _ = node.compute(node.cast_inputs(t))
+    elif unwrap_if_dead is None or transforming() or is_dynamo_compiling():
+        t = node.cast_inputs(t)
+        results = node.in_two_steps.apply(*t[:2], *_repeats_as_views(node.tensors(t)))
+        results = results if isinstance(results, tuple) else (results,)
         if "result" in node.saves and is_dynamo_compiling():
             # An edit in place would silently change what is saved; in other calls the backward pass then raises.
             # Inductor removes the copy if nothing edits it.
-            outputs = outputs[0].clone(), *outputs[1:]
-        results = outputs[0] if node.single else outputs[: len(outputs) - len(names)]
-    elif call.is_plain:
-        results = node.in_one_step(*_flat(node, t))
+            results = results[0].clone(), *results[1:]
+        results = results[: len(results) - len(node.kept(t))]
     else:
-        results = node.in_one_step(*[unwrap_if_dead(a) if isinstance(a, Tensor) else a for a in _flat(node, t)])
-    if call.is_first:
-        call.remember()
-    if arguments and call.may_learn:
-        call.learn(node.replay if autograd else None, arguments, _flat(node, t))
+        flat = node.tensors(t)
+        if not call.is_plain:
+            flat = [a if a is None else unwrap_if_dead(a) for a in flat]
+        results = node.in_one_step(functools.partial(_work, node, options, call.path), None, *flat)
     return results
 
 
-def _flat(node: type[FusedNode], t: Any) -> Sequence[Any]:
-    return (*t[:-1], *t[-1]) if node.variadic else t
+def _work(
+    node: type[FusedNode], options: Any, path: Path, *tensors: Any, needs: tuple[bool, ...]
+) -> tuple[tuple[Any, ...], _OfBackward]:
+    """Compute the results of a node and what it saves."""
+    t = node.cast_inputs(node.named(tensors, options, path))
+    results, kept = node.compute(t)
+    values = node.saved(t, kept, results, node.named(needs))
+    of_backward = _OfBackward(options, tuple(values), node.sizes(t), needs, len(results))
+    return (*results, *values.values()), of_backward
 
 
-def _repeats_as_views(t: Sequence[Any]) -> list[Any]:
-    """Return the inputs, with views for repeated tensors while torch.compile traces: it refuses a Function that gets
-    one tensor twice, as linear(x, weight, residual=x) does."""
+def _recorded(
+    recorder: Recorder, path: Path, prepared: Prepared, given: Sequence[Tensor]
+) -> tuple[tuple[Any, ...], Replay | None]:
+    """Run a call of these tensors, and record it. Also return what replays it from tensors like these."""
+    node, autograd, options, tensors = prepared
+    t = node.Inputs(options, path, *tensors)
+    if not autograd:
+        with recorder:
+            results, _ = node.compute(node.cast_inputs(t))
+        return results, recorder.plan(results)
+    replay: Replay | None = None
+
+    def work(*tensors: Any, needs: tuple[bool, ...]) -> Any:
+        nonlocal replay
+        with recorder:
+            outputs, of_backward = _work(node, options, path, *tensors, needs=needs)
+        plan, places = recorder.plan(outputs), _places(given, tensors, needs)
+        if plan is not None and places is not None:
+            replay = _with_gradient(node, plan, of_backward, places)
+        return outputs, of_backward
+
+    return node.in_one_step(work, None, *node.tensors(t)), replay
+
+
+def _with_gradient(node: type[FusedNode], plan: Replay, of_backward: _OfBackward, places: Places) -> Replay:
+    """Return what replays a call with the node."""
+
+    def work(*tensors: Any, needs: tuple[bool, ...]) -> Any:
+        if (outputs := plan([*tensors])) is None:
+            raise _NotReplayed
+        return outputs, of_backward
+
+    apply = node.in_one_step
+
+    def replay(tensors: list[Any]) -> Any:
+        try:
+            return apply(work, places, *tensors)
+        except _NotReplayed:
+            return None
+
+    return replay
+
+
+class _NotReplayed(Exception):
+    """A plan does not take these tensors."""
+
+
+# For each given tensor the place of its gradient among those of a node's tensors, or -1; and, by its number, the shape
+# of a given tensor whose gradient has another one with as many elements. Autograd sums a gradient with more.
+Places = tuple[list[int], dict[int, torch.Size]]
+
+
+def _places(given: Sequence[Tensor], tensors: Sequence[Any], needs: Sequence[bool]) -> Places | None:
+    """Return them. None if a gradient is that of another tensor, of which only an expanded view is known to be one of a
+    given tensor."""
+    places = [-1] * len(given)
+    shapes: dict[int, torch.Size] = {}
+    for place, t in enumerate(tensors):
+        if t is not None and needs[place]:
+            found = [i for i, g in enumerate(given) if places[i] == -1 and g.requires_grad and _is_expanded(t, g)]
+            if not found:
+                return None
+            i = min(found, key=lambda i: given[i] is not t)
+            places[i] = place
+            if given[i].shape != t.shape and given[i].numel() == t.numel():
+                shapes[i] = given[i].shape
+    return places, shapes
+
+
+def _is_expanded(view: Tensor, t: Tensor) -> bool:
+    """Return whether the view is t, with dimensions of one element repeated, or put before the others."""
+    if view is t:
+        return True
+    if view.data_ptr() != t.data_ptr() or view.dtype is not t.dtype or view.dim() < t.dim():
+        return False
+    aligned = t[(None,) * (view.dim() - t.dim())]
+    if any(size not in (1, wanted) for size, wanted in zip(aligned.shape, view.shape, strict=True)):
+        return False
+    return aligned.expand(view.shape).stride() == view.stride()
+
+
+def _repeats_as_views(tensors: Sequence[Any]) -> list[Any]:
+    """Return the tensors, with views for repeated ones while torch.compile traces: it refuses a Function that gets one
+    tensor twice, as linear(x, weight, residual=x) does."""
     if not is_dynamo_compiling():
-        return [*t]
+        return [*tensors]
     seen: list[Any] = []
-    for a in t:
-        repeated = isinstance(a, Tensor) and any(a is other for other in seen)
+    for a in tensors:
+        repeated = a is not None and any(a is other for other in seen)
         seen.append(a.view_as(a) if repeated else a)
     return seen
 
@@ -319,30 +410,28 @@ class _DifferentiableOnce(torch.autograd.Function):
 def _backward(ctx: Any, node: type[FusedNode], douts: tuple[Any, ...]) -> Any:
     """Return the gradients of all inputs. Differentiating them again raises an error that names the op; an opaque op
     alone would give no gradient."""
-    o, names, sizes, needs, count = ctx.of_backward
+    o, names, sizes, needs, count = of_backward = ctx.of_backward
     douts = douts[:count]
     if all([dout is None for dout in douts]):
         return (None,) * len(needs)
 
-    def gradients(inputs: list[Any], call: Call) -> tuple[Any, ...]:
+    def gradients(inputs: list[Any], path: Path) -> tuple[Any, ...]:
         douts, s = (*inputs[:count],), dict.fromkeys(node.saves) | dict(zip(names, inputs[count:], strict=True))
         inputs.clear()
         if sizes:
             s["sizes"] = sizes
         wants = node.named(needs)
-        found = node.gradients(s, douts, o, wants, call)
-        each = tuple([found.pop(name, None) for name in wants._fields])
+        found = node.gradients(s, douts, o, wants, path)
+        each = tuple([found.pop(name, None) for name in wants._fields[2:]])
         assert not found, f"{node.__name__} returns gradients {[*found]} of inputs {wants._fields}"
         return (*each[:-1], *(each[-1] or (None,) * len(wants[-1]))) if node.variadic else each
 
     def work(saved: list[Any], *douts: Any) -> Any:
         inputs = [*douts, *saved]
         saved.clear()
-        call = begin(node.__name__, tuple(inputs), (o, names, needs, sizes))
-        found = call.run(lambda inputs: gradients(inputs, call), inputs)
-        if call.is_first:
-            call.remember()
-        return found
+        call, _ = begin(node.__name__, tuple(inputs), of_backward)
+        del _  # holds tensors
+        return call.run(lambda inputs: gradients(inputs, call.path), inputs)
 
     saved = [*ctx.saved_tensors]
     if torch.is_grad_enabled():

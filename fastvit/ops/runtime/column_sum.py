@@ -4,58 +4,36 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastvit.kernels import _configs
 from fastvit.kernels.column_sum import column_sum_kernel
+from fastvit.ops.runtime import device
 from fastvit.ops.runtime.launch import Launch, cdiv
 
 
-class ColumnSums:
-    """The launch that sums a table [tables, P, D] float32 over P in a fixed order, for at most four tables: without its
-    tensors, like `Launch`.
-
-    dtypes: of the sums, one for each table, and None for sums that are not there, which become (0,).
-    """
-
-    __slots__ = ("D", "dtypes", "launch")
-
-    def __init__(self, shape: tuple[int, int, int], dtypes: Sequence[torch.dtype | None], arch: str) -> None:
-        tables, P, self.D = shape
-        self.dtypes = dtypes
-        cfg = _configs.column_sum(P, self.D, arch)
-        constants = {
-            "UNIT": math.gcd(self.D, 16),
-            "BLOCK_P": cfg.block_rows,
-            "BLOCK_D": cfg.block_dim,
-            "num_warps": cfg.num_warps,
-        }
-        self.launch = Launch(column_sum_kernel, tables * cdiv(self.D, cfg.block_dim), (P, self.D), constants)
-
-    def __call__(self, partial: Tensor) -> list[Tensor]:
-        """Return a [D] for each dtype, and [0] for None."""
-        out = [partial.new_empty(0 if dtype is None else self.D, dtype=dtype) for dtype in self.dtypes]
-        tables = [table for table, dtype in zip(out, self.dtypes, strict=True) if dtype is not None]
-        self.launch(partial, *tables, *[None] * (4 - len(tables)))
-        return out
+def column_sums(partial: Tensor, dtypes: Sequence[torch.dtype | None]) -> list[Tensor]:
+    """Return the sums of (tables, P, D) float32 over P, in a fixed order, for at most four tables: (D,) for each dtype,
+    and (0,) for None, which has no table."""
+    tables, P, D = partial.shape
+    cfg = _configs.column_sum(P, D, device.arch(partial))
+    constants = {
+        "UNIT": math.gcd(D, 16), "BLOCK_P": cfg.block_rows, "BLOCK_D": cfg.block_dim, "num_warps": cfg.num_warps,
+    }  # fmt: skip
+    launch = Launch(column_sum_kernel, tables * cdiv(D, cfg.block_dim), (P, D), constants)
+    sums = [partial.new_empty(0 if dtype is None else D, dtype=dtype) for dtype in dtypes]
+    wanted = [t for t, dtype in zip(sums, dtypes, strict=True) if dtype is not None]
+    launch(partial, *wanted, *[None] * (4 - len(wanted)))
+    return sums
 
 
-class SummedLaunch:
-    """A launch whose kernel writes a table of partial sums into its last argument, and the launch that sums these.
-    shape, dtypes: as `ColumnSums` takes them."""
-
-    __slots__ = ("launch", "shape", "sums")
-
-    def __init__(
-        self, launch: Launch, shape: tuple[int, int, int], dtypes: Sequence[torch.dtype | None], arch: str
-    ) -> None:
-        self.launch, self.shape = launch, shape
-        self.sums = ColumnSums(shape, dtypes, arch)
-
-    def __call__(self, like: Tensor, *tensors: Tensor | None) -> list[Tensor]:
-        """Launch both on the device of `like`; return the sums."""
-        partial = like.new_empty(self.shape, dtype=torch.float32)
-        self.launch(*tensors, partial)
-        return self.sums(partial)
+def launch_and_sum(launch: Launch, programs: int, D: int, dtypes: Sequence[torch.dtype | None], *tensors: Any) -> Any:
+    """Run a launch whose kernel writes partial sums (tables, programs, D) into its last argument, after these tensors.
+    Return the `column_sums`."""
+    tables = len(dtypes) - dtypes.count(None)
+    partial = tensors[0].new_empty((tables, programs, D), dtype=torch.float32)
+    launch(*tensors, partial)
+    return column_sums(partial, dtypes)

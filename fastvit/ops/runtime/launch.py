@@ -154,47 +154,37 @@ def launch(
     return None if unaligned else compiled
 
 
-class Launch:
-    """A launch without its tensors, for `Call.once`. Tensors of later calls have the same types, shapes and strides, so
-    that launches differ in addresses only. unaligned: what is launched instead if an address is not a multiple of
-    16; None: the same."""
+class Launch(NamedTuple):
+    """A launch without its tensors. unaligned: what is launched instead if an address is not a multiple of 16; None:
+    the same."""
 
-    __slots__ = ("_direct", "constants", "kernel", "numbers", "programs", "unaligned")
-
-    def __init__(
-        self, kernel: Any, programs: int, numbers: tuple[float, ...], constants: Constants,
-        unaligned: Launch | None = None,
-    ) -> None:  # fmt: skip
-        self.kernel, self.programs, self.numbers, self.constants = kernel, programs, numbers, constants
-        self.unaligned = unaligned
-        self._direct: Compiled | None = None  # for aligned tensors; the numbers before the constexprs
+    kernel: Any
+    programs: int
+    numbers: tuple[float, ...]
+    constants: Constants
+    unaligned: Launch | None = None
 
     def __call__(self, *tensors: Tensor | None) -> None:
         if (recorder := record.current()) is not None:
             recorder.launch(self, tensors)
-            return
-        if self._direct is not None:
-            pointers = [0 if t is None else t.data_ptr() for t in tensors]
-            if not functools.reduce(operator.or_, pointers) & 15:
-                run, stream, device, function, metadata, rest, _ = self._direct
-                run(self.programs, 1, 1, stream(device), function, metadata, None, None, None, *pointers, *rest)
-                return
-        if self.unaligned is not None and not all(map(_is_aligned, tensors)):
-            self.unaligned(*tensors)
-            return
-        compiled = launch(self.kernel, self.programs, tensors, self.numbers, self.constants)
-        if compiled is not None:
-            self._direct = compiled._replace(constexprs=(*self.numbers, *compiled.constexprs))
+        else:
+            self._launch(*tensors)
 
-    def direct(self) -> Any:
-        """Return what a launch of aligned tensors calls: a function, its arguments before the stream, a function that
-        returns the stream, and arguments before and after the addresses. None before the first such launch, and where
-        `launch` must not be left out."""
-        if self._direct is None or _instead is not None:
+    def directly(self, *tensors: Tensor | None) -> Any:
+        """Launch. Return what the same launch may call on other tensors whose addresses are multiples of 16: a
+        function, its arguments before the stream, a function that returns the stream, and arguments before and after
+        the addresses. None where `launch` must not be left out."""
+        if (compiled := self._launch(*tensors)) is None:
             return None
-        run, stream, device, function, metadata, rest, _ = self._direct
+        run, stream, device, function, metadata, rest, _ = compiled
         before, after = (self.programs, 1, 1), (function, metadata, None, None, None)
-        return run, before, functools.partial(stream, device), after, rest
+        return run, before, functools.partial(stream, device), after, (*self.numbers, *rest)
+
+    def _launch(self, *tensors: Tensor | None) -> Compiled | None:
+        if self.unaligned is not None and not all(map(_is_aligned, tensors)):
+            self.unaligned._launch(*tensors)
+            return None
+        return launch(self.kernel, self.programs, tensors, self.numbers, self.constants)
 
 
 def _is_aligned(t: Tensor | None) -> bool:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,21 +31,20 @@ from fastvit.ops.runtime.torch_private import (
 )
 
 _SOURCE = Path(__file__).with_name("replay.c")
+T = TypeVar("T")
 Function = Callable[[list[Any]], tuple[Any, ...]]
-Plan = Callable[[list[Any]], tuple[Any, ...] | None]
+Replay = Callable[[list[Any]], Any]  # inputs -> results, or None
 
 # as in replay.c
 _CONSTANT, _TENSOR, _ADDRESS, _STREAM, _LIST, _TUPLE = range(6)
 _EMPTY, _VIEW, _CALL = range(3)
 _ANYTHING, _A_TENSOR, _AN_ALIGNED_TENSOR = range(3)
 
-_ALLOCATE = {
-    torch.empty, torch.empty_like, torch.empty_strided, Tensor.new_empty, Tensor.new_empty_strided,
-}  # fmt: skip
+_ALLOCATE = {torch.empty, torch.empty_like, torch.empty_strided, Tensor.new_empty, Tensor.new_empty_strided}
 # what looks at nothing but what `begin` compares
 _LOOK = {torch.promote_types} | {
     getattr(Tensor, name).__get__
-    for name in ("shape", "dtype", "device", "is_cuda", "is_cpu", "ndim", "requires_grad", "itemsize")
+    for name in ("shape", "dtype", "device", "is_cuda", "is_cpu", "is_nested", "ndim", "requires_grad", "itemsize")
 } | {
     getattr(Tensor, name)
     for name in ("dim", "size", "stride", "numel", "is_contiguous", "element_size", "is_floating_point", "__len__")
@@ -85,14 +84,15 @@ def current() -> Recorder | None:
     return mode if type(mode) is Recorder else None
 
 
-def record(function: Function, inputs: list[Any]) -> tuple[tuple[Any, ...], Plan | None]:
-    """Return function(inputs), and a plan of it, if it can be recorded. It returns tensors and None."""
-    if available() is None:
-        return function(inputs), None
-    recorder = Recorder(inputs)
-    with recorder:
-        outputs = function(inputs)
-    return outputs, recorder.plan(outputs)
+def constant(make: Callable[[], T]) -> T:
+    """Return make(): a tensor, or a tuple of them, that every call like this one reads and none writes. A plan keeps
+    them, and does not repeat how they are made."""
+    if (recorder := current()) is None:
+        return make()
+    with DisableTorchFunction():
+        made = make()
+        recorder.hold(_tensors(made))
+    return made
 
 
 class Recorder(TorchFunctionMode):
@@ -106,12 +106,14 @@ class Recorder(TorchFunctionMode):
         self._numbers: Any = WeakIdKeyDictionary()  # tensor -> its number
         self._count = len(inputs)
         self._inputs = [_A_TENSOR if isinstance(t, Tensor) else _ANYTHING for t in inputs]
-        self._bases = [*range(len(inputs))]  # by number: the tensor that it is a view of, or itself
+        self._bases = [*range(len(inputs))]  # by number: the tensor that it is a view of, which is none, or itself
+        self._starts: dict[int, int] = {}  # of tensors that are no views: where they begin in memory, in elements
         self._steps: list[tuple[int, tuple[int, ...], tuple[Any, ...], set[int]]] = []  # kind, made, rest, last: read
         self.refusal: str | None = None  # why the call cannot be recorded
         for number, t in enumerate(inputs):
             if isinstance(t, Tensor):
                 self._numbers.setdefault(t, number)
+                self._starts[number] = int(t.storage_offset())
 
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -126,10 +128,9 @@ class Recorder(TorchFunctionMode):
 
     def _note(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         is_sequence = isinstance(result, tuple | list)
-        results = [*result] if is_sequence else [result]
-        if function is Tensor.__setitem__:
-            results = [args[0]]
-        if not results or any(not isinstance(t, Tensor) for t in results if t is not None or not is_sequence):
+        results = [*result] if is_sequence else [args[0] if function is Tensor.__setitem__ else result]
+        tensors = [t for t in results if t is not None]
+        if not tensors or not all([isinstance(t, Tensor) for t in tensors]):
             raise _CannotRecord(f"{_name(function)} returns {type(result).__name__}")
         if function in _ALLOCATE:
             self._add(_EMPTY, [self._new(result)], (*_extents(result), *_placement(result)), [])
@@ -137,15 +138,15 @@ class Recorder(TorchFunctionMode):
         read = _tensors((args, kwargs))
         if _name(function) in _VARYING or (function is Tensor.__getitem__ and any(map(_is_mask, read[1:]))):
             raise _CannotRecord(f"{_name(function)} returns a shape that depends on values")
-        if all(t in self._numbers for t in results if t is not None):
+        if all(t in self._numbers for t in tensors):
             if function in _CONVERT:
                 return
-            results, is_sequence = [], False
+            results, is_sequence = [], False  # it has written into its arguments
         elif all(_owner(t, read) is not None for t in results):
             for t in results:
                 self._view(t, _owner(t, read))
             return
-        if function is torch.nn.functional.linear and not kwargs and _is_product(*args[:2]):
+        if function is torch.nn.functional.linear and not kwargs and _is_product(*args):
             self._note_linear(result, *args)
             return
         function, args = _shorter(function, args, kwargs)
@@ -168,12 +169,12 @@ class Recorder(TorchFunctionMode):
         """Run a launch, and write down what it calls: Triton's launcher, with addresses."""
         refusal, self.refusal = self.refusal, "a kernel was refused"
         with DisableTorchFunction():
-            launch(*tensors)
-        self.refusal = refusal or self._note_launch(launch.direct(), tensors)
+            direct = launch.directly(*tensors)
+            self.refusal = refusal or self._note_launch(direct, tensors)
 
     def _note_launch(self, direct: Any, tensors: tuple[Tensor | None, ...]) -> str | None:
         if direct is None:
-            return "a kernel is launched by Triton's public way"
+            return "a kernel is launched by Triton's public way, or for other addresses"
         function, before, stream, after, rest = direct
         read = [t for t in tensors if t is not None]
         try:
@@ -182,20 +183,27 @@ class Recorder(TorchFunctionMode):
             return str(reason)
         constants = [[(_CONSTANT, value) for value in values] for values in (before, after, rest)]
         arguments = *constants[0], (_STREAM, stream), *constants[1], *addresses, *constants[2]
-        if any(t.data_ptr() % 16 for t in read):
-            return "a launch was made for other addresses"
         for t in read:
             if (base := self._bases[self._number(t)]) < len(self._inputs):
+                if (t.storage_offset() - self._starts[base]) * t.itemsize % 16:
+                    return "a launch reads a part of an input that is not aligned as the input is"
                 self._inputs[base] = _AN_ALIGNED_TENSOR
         self._add(_CALL, [], (function, arguments, None, False), read)
         return None
 
-    def plan(self, outputs: Sequence[Tensor | None]) -> Plan | None:
+    def hold(self, tensors: Sequence[Tensor]) -> None:
+        """Write down that later calls read these tensors."""
+        for t in tensors:
+            self._add(_CALL, [self._new(t)], (functools.partial(_itself, t), (), None, False), [])
+
+    def plan(self, outputs: Sequence[Tensor | None]) -> Replay | None:
         """Return a plan that makes these outputs, or None if there is none; `refusal` says why."""
         try:
             numbers = [-1 if t is None else self._number(t) for t in outputs]
         except _CannotRecord as reason:
             self.refusal = self.refusal or str(reason)
+            return None
+        self._make_real_views({*numbers})
         if self.refusal is not None:
             return None
         last = {number: i for i, (*_, read) in enumerate(self._steps) for number in read}
@@ -204,8 +212,18 @@ class Recorder(TorchFunctionMode):
             if number not in numbers:
                 dead[i].append(number)
         steps = [(kind, made, tuple(dead[i]), rest) for i, (kind, made, rest, _) in enumerate(self._steps)]
-        plan: Plan = available().Plan(bytes(self._inputs), self._count, tuple(steps), tuple(numbers))
+        plan: Replay = available().Plan(bytes(self._inputs), self._count, tuple(steps), tuple(numbers))
         return plan
+
+    def _make_real_views(self, outputs: set[int]) -> None:
+        """Let PyTorch make the outputs that are views of inputs: an edit of one is then seen in the other."""
+        for i, (kind, made, rest, read) in enumerate(self._steps):
+            if kind == _VIEW and made[0] in outputs and self._bases[made[0]] < len(self._inputs):
+                sizes, strides, base, offset = rest
+                if offset:
+                    self.refusal = "a part of an input is an output"
+                arguments = (_TENSOR, base), (_CONSTANT, sizes), (_CONSTANT, strides)
+                self._steps[i] = _CALL, made, (_view_of, arguments, None, False), read
 
     def _number(self, t: Tensor) -> int:
         number: int | None = self._numbers.get(t)
@@ -216,6 +234,8 @@ class Recorder(TorchFunctionMode):
     def _new(self, t: Tensor, base: int | None = None) -> int:
         number = self._numbers[t] = self._count
         self._bases.append(number if base is None else base)
+        if base is None:
+            self._starts[number] = int(t.storage_offset())
         self._count += 1
         return number
 
@@ -224,8 +244,9 @@ class Recorder(TorchFunctionMode):
         self._steps.append((kind, tuple(made), rest, numbers))
 
     def _view(self, t: Tensor, owner: Tensor) -> None:
-        number, offset = self._number(owner), t.storage_offset() - owner.storage_offset()
-        self._add(_VIEW, [self._new(t, self._bases[number])], (*_extents(t), number, offset), [owner])
+        base = self._bases[self._number(owner)]
+        made, offset = self._new(t, base), t.storage_offset() - self._starts[base]
+        self._steps.append((_VIEW, (made,), (*_extents(t), base, offset), {made, base}))
 
     def _argument(self, value: Any) -> tuple[int, Any]:
         if isinstance(value, Tensor):
@@ -241,8 +262,20 @@ class _CannotRecord(Exception):
     pass
 
 
-def _is_product(x: Tensor, weight: Tensor) -> bool:
-    """Return whether F.linear multiplies matrices: the rows of x, which are not copied, and the weight's."""
+def _itself(t: Tensor) -> Tensor:
+    return t
+
+
+def _view_of(t: Tensor, size: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
+    with torch.enable_grad():  # else autograd would not say, of an edit, what was edited
+        return torch.as_strided(t, size, stride)
+
+
+def _is_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
+    """Return whether F.linear multiplies matrices, the rows of x, which are not copied, and the weight's, and adds the
+    bias before it rounds, which it does not if that is expanded."""
+    if bias is not None and not bias.is_contiguous():
+        return False
     return x.is_contiguous() and x.dim() >= 2 == weight.dim() and x.numel() > 0 < weight.numel()
 
 

@@ -17,13 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastvit.ops.runtime import record
 from fastvit.ops.runtime.backend import KernelUnsupported, Path, choose_path, is_jit_tracing, settings, wants_triton
-from fastvit.ops.runtime.call import UNKEPT, Call, begin
+from fastvit.ops.runtime.call import begin
 from fastvit.ops.runtime.torch_private import is_any_autocast_enabled
 
 _LIB = torch.library.Library("fastvit", "DEF")
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {}  # overload -> its decomposition
-IMPLEMENTATIONS: dict[Any, Callable[..., Any]] = {}  # overload -> its implementation: (*arguments, call=, out=)
+IMPLEMENTATIONS: dict[Any, Callable[..., Any]] = {}  # overload -> its implementation: (*arguments, path=, out=)
 LAUNCH_MODULES: set[str] = set()  # names of modules, imported when a kernel is first wanted
 _warned: set[tuple[str, str]] = set()
 _EXC = "torch._inductor.exc"
@@ -42,16 +43,15 @@ def register(
     decomposition: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
     """Define `fastvit::<schema>` and return the function that the rest of the package calls. It runs the registered op,
-    or, where nothing observes the call, the implementation without the dispatcher's 3 us. call=: the call that it is a
-    part of; without one, its own path is chosen, and nothing is kept. out=: for an op whose implementations take it, a
-    tensor or tensors to write results into, which may be arguments; the dispatcher's op returns new ones all the same,
-    see `takes_out`.
+    or, where nothing observes the call, the implementation without the dispatcher's 3 us. path=: of the call that it is
+    a part of; without one, its own is chosen. out=: for an op whose implementations take it, a tensor or tensors to
+    write results into, which may be arguments; the dispatcher's op returns new ones all the same, see `takes_out`.
 
     schema: "name(Tensor x, ...) -> ..."; the first argument is a tensor on the op's device. No argument is mutated
         and no output aliases an input or another output.
     aten: positional arguments as in the schema.
-    launch: the module of `fastvit.ops`, such as "attention.launch", with a function of the op's name and arguments,
-        and `call=`, for Triton. It may raise `KernelUnsupported`.
+    launch: the module of `fastvit.ops`, such as "attention.launch", with a function of the op's name and arguments for
+        Triton. It may raise `KernelUnsupported`.
     fake: the op on fake tensors; shapes, dtypes and strides exactly as both implementations return them.
     flops: as `torch.utils.flop_counter.register_flop_formula` takes it, shapes for tensors, `out_shape` by keyword.
     decomposition: the op in functions that exporters know, for a forward op.
@@ -64,10 +64,9 @@ def register(
         function: Callable[..., Any] = getattr(importlib.import_module(f"fastvit.ops.{launch}"), name)
         return function
 
-    def op(*args: Any, call: Call | None = None, out: Any = None) -> Any:
-        if call is None:
-            call = UNKEPT[choose_path(*args)]
-        path = call.path
+    def op(*args: Any, path: Path | None = None, out: Any = None) -> Any:
+        if path is None:
+            path = choose_path(*args)
         if path is _DISPATCHER:
             if runner is not None:
                 with _isolated(args[0]):
@@ -78,10 +77,11 @@ def register(
         if path is _ATEN:
             return aten(*args) if out is None else aten(*args, out=out)
         try:
-            return launcher()(*args, call=call) if out is None else launcher()(*args, call=call, out=out)
+            return launcher()(*args) if out is None else launcher()(*args, out=out)
         except KernelUnsupported as reason:
             _warn_or_raise(name, str(reason))
-            call.forget()
+            if (recorder := record.current()) is not None:
+                recorder.refusal = "a kernel was refused"
             with _isolated(args[0]):
                 return aten(*args) if out is None else aten(*args, out=out)
 
@@ -90,13 +90,11 @@ def register(
         if torch.is_grad_enabled():
             with torch.no_grad():
                 return dispatched(*args)
-        call = begin(dispatched_name, args)
+        call, _ = begin(dispatched_name, args)
         if call.path is _DISPATCHER or is_any_autocast_enabled is None or is_any_autocast_enabled():
             with _isolated(x):
-                return op(*args, call=UNKEPT[Path.TRITON if wants_triton(x) else Path.ATEN])
-        results = call.run(lambda _: _as_tuple(op(*args, call=call)), [*args])
-        if call.is_first:
-            call.remember()
+                return op(*args, path=Path.TRITON if wants_triton(x) else Path.ATEN)
+        results = call.run(lambda _: _as_tuple(op(*args, path=call.path)), [*args])
         return results if has_results else results[0]
 
     @functools.wraps(fake)
@@ -157,9 +155,9 @@ Runner = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 runner: Runner | None = None  # see `run_by`
 
 
-def takes_out(call: Call) -> bool:
-    """Return whether ops of the call write into the tensors that they are given for results."""
-    return call.path is not Path.DISPATCHER or runner is not None
+def takes_out(path: Path) -> bool:
+    """Return whether ops on the path write into the tensors that they are given for results."""
+    return path is not Path.DISPATCHER or runner is not None
 
 
 @contextlib.contextmanager

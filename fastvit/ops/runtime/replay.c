@@ -408,9 +408,10 @@ enum { MOST_TENSORS = 64 };
    None; a list of one plain value; or a tuple of a type, for such a container, and the patterns of its members. */
 static int matches(PyObject *pattern, PyObject *argument, PyObject **tensors, Py_ssize_t *count) {
     if (PyType_Check(pattern)) {
-        if ((PyObject *)Py_TYPE(argument) != pattern || *count == MOST_TENSORS)
+        int is_tensor = argument != Py_None;
+        if ((PyObject *)Py_TYPE(argument) != pattern || (is_tensor && *count == MOST_TENSORS))
             return 0;
-        if (argument != Py_None)
+        if (is_tensor)
             tensors[(*count)++] = argument;
         return 1;
     }
@@ -427,24 +428,29 @@ static int matches(PyObject *pattern, PyObject *argument, PyObject **tensors, Py
     return 1;
 }
 
-static int is_alike(PyObject *kept, PyObject *arguments, PyObject *options, PyObject *settings) {
-    PyObject *tensors[MOST_TENSORS], *alike;
+/* Return a list of the arguments' tensors, if they are like those that were kept. */
+static PyObject *tensors_if_alike(PyObject *kept, PyObject *arguments, PyObject *options, PyObject *settings) {
+    PyObject *tensors[MOST_TENSORS], *alike, *list;
     Py_ssize_t count = 0;
-    if (PyObject_RichCompareBool(PyTuple_GET_ITEM(kept, 1), options, Py_EQ) != 1 ||
+    if (!matches(PyTuple_GET_ITEM(kept, 1), options, tensors, &count) ||
         PyObject_RichCompareBool(PyTuple_GET_ITEM(kept, 2), settings, Py_EQ) != 1 ||
         !matches(PyTuple_GET_ITEM(kept, 0), arguments, tensors, &count))
-        return 0;
+        return NULL;
     alike = PyObject_Vectorcall(PyTuple_GET_ITEM(kept, 3), tensors, count, NULL);
     Py_XDECREF(alike);
-    return alike == Py_True;
+    if (alike != Py_True || (list = PyList_New(count)) == NULL)
+        return NULL;
+    while (count-- > 0)
+        PyList_SET_ITEM(list, count, Py_NewRef(tensors[count]));
+    return list;
 }
 
 /* find(table, op, arguments, options, settings: function of the first tensor) -> what the table keeps of a call like
-   this one, or None. table: (op, shape of the first tensor) -> tuple of (pattern of the arguments, options, settings,
-   function that tells whether tensors are alike, what is kept). Whatever goes wrong is left to `begin`, which then
-   looks at the arguments itself. */
+   this one, and a list of its tensors; or None. table: (op, shape of the first tensor) -> tuple of (patterns of
+   arguments and options, settings, function that tells whether tensors are alike, what is kept). Whatever goes wrong is
+   left to `begin`, which then looks at the arguments itself. */
 static PyObject *find(PyObject *module, PyObject *const *given, Py_ssize_t count) {
-    PyObject *op = given[1], *arguments = given[2], *options = given[3], *x = Py_None, *result = NULL;
+    PyObject *op = given[1], *arguments = given[2], *options = given[3], *x = Py_None, *result = NULL, *tensors;
     for (Py_ssize_t i = 0; x == Py_None && i < PyTuple_GET_SIZE(arguments); i++)
         x = PyTuple_GET_ITEM(arguments, i);
     PyObject *shape = PyObject_GetAttr(x, shape_name), *settings = NULL;
@@ -453,8 +459,10 @@ static PyObject *find(PyObject *module, PyObject *const *given, Py_ssize_t count
     Py_XINCREF(kept); /* while Python code runs, other threads may change the table */
     if (kept != NULL && (settings = PyObject_CallOneArg(given[4], x)) != NULL)
         for (Py_ssize_t i = 0; result == NULL && !PyErr_Occurred() && i < PyTuple_GET_SIZE(kept); i++)
-            if (is_alike(PyTuple_GET_ITEM(kept, i), arguments, options, settings))
-                result = Py_NewRef(PyTuple_GET_ITEM(PyTuple_GET_ITEM(kept, i), 4));
+            if ((tensors = tensors_if_alike(PyTuple_GET_ITEM(kept, i), arguments, options, settings)) != NULL) {
+                result = PyTuple_Pack(2, PyTuple_GET_ITEM(PyTuple_GET_ITEM(kept, i), 4), tensors);
+                Py_DECREF(tensors);
+            }
     Py_XDECREF(kept), Py_XDECREF(settings), Py_XDECREF(key), Py_XDECREF(shape);
     if (result == NULL && PyErr_Occurred()) {
         if (!PyErr_ExceptionMatches(PyExc_Exception)) /* such as KeyboardInterrupt */

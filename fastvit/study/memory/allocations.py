@@ -21,7 +21,6 @@ from fastvit import _triton, ops
 from fastvit.ops.runtime import backend as backends
 from fastvit.ops.runtime import registry
 from fastvit.ops.runtime.backend import Path
-from fastvit.ops.runtime.call import UNKEPT
 from fastvit.study.memory.convolutions import Scratch, scratch_of
 
 _ROUNDED = 512  # CUDA's caching allocator rounds up to multiples of it
@@ -158,7 +157,7 @@ class Allocations(TorchDispatchMode):
         outermost, self._inside = not self._inside, True
         try:
             path = Path.TRITON if self.gpu else Path.ATEN
-            out = registry.IMPLEMENTATIONS[op](*args, call=UNKEPT[path], **keywords)
+            out = registry.IMPLEMENTATIONS[op](*args, path=path, **keywords)
         finally:
             self._inside = not outermost
         outputs = tuple(number for number in self.see(out) if number >= storages)  # others were written in place

@@ -22,7 +22,6 @@ from torch.utils._pytree import TreeSpec
 
 from fastvit.ops.runtime import registry
 from fastvit.ops.runtime.backend import Path
-from fastvit.ops.runtime.call import UNKEPT
 from fastvit.study.memory.allocations import Allocations, OpTrace, as_on, without_data
 from fastvit.study.memory.peak import running_peak
 from fastvit.study.memory.plan import Parts, trace_step
@@ -143,7 +142,7 @@ def _scratch_of_run(op: Any, leaves: tuple[Any, ...], nested: TreeSpec, gpu: boo
         arguments, keywords = without_data(leaves, nested, device)
         given = set(seen.see((arguments, keywords)))
         with seen:
-            result = registry.IMPLEMENTATIONS[op](*arguments, call=UNKEPT[path], **keywords)
+            result = registry.IMPLEMENTATIONS[op](*arguments, path=path, **keywords)
     return _most(seen, range(len(seen.events)), set(range(len(seen.storages))) - given - set(seen.see(result)))
 
 

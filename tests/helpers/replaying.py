@@ -1,0 +1,106 @@
+"""Two block ops whose calls are replayed, what tells a replayed call from others, and what calls cost on the host."""
+
+import contextlib
+import sys
+from unittest import mock
+
+import torch
+from op_cases import ROWS
+
+from fastvit import ops
+from fastvit.ops.runtime import autograd, backend, record, registry
+from fastvit.ops.runtime import call as runtime_call
+
+B, N, D = 2, 16, 16
+NODES = [name for name in ROWS if name.startswith(("layer_norm_attention", "mlp", "layer_norm_mlp"))]
+
+
+def by_dispatcher():
+    """Let ops call their registered ops within the context, as a compiled graph does."""
+    dispatched = runtime_call.UNKEPT[backend.Path.DISPATCHER]
+    return mock.patch.object(autograd, "begin", return_value=(dispatched, []))
+
+
+@contextlib.contextmanager
+def in_python():
+    """Replay nothing within the context."""
+    begin = runtime_call.begin
+
+    def beginning(*arguments):
+        call, _ = begin(*arguments)
+        return runtime_call.UNKEPT[call.path], []
+
+    with mock.patch.object(autograd, "begin", beginning), mock.patch.object(registry, "begin", beginning):
+        yield
+
+
+def replay_at_once():
+    """From now on record every call where it is first seen, and return what its replay makes."""
+    recorded = autograd._recorded
+
+    def run(self, function, inputs):
+        held, recorder = [*inputs], record.Recorder(inputs)
+        with recorder:
+            outputs = function(inputs)
+        plan = recorder.plan(outputs)
+        return outputs if plan is None else plan(held)
+
+    def and_replayed(recorder, path, prepared, given):
+        results, replay = recorded(recorder, path, prepared, given)
+        if replay is not None:
+            del results
+            results = replay([*given])
+        return results, replay
+
+    autograd._recorded = and_replayed
+    runtime_call.RecordedCall.run = run
+    runtime_call._was_seen = lambda key: True
+
+
+@contextlib.contextmanager
+def replays():
+    """Yields a list to which every plan that is called within the context, and made there, appends whether it was
+    replayed."""
+    count, original = [], record.Recorder.plan
+
+    def counting(self, outputs):
+        plan = original(self, outputs)
+
+        def replay(inputs):
+            results = plan(inputs)
+            count.append(results is not None)
+            return results
+
+        return plan and replay
+
+    with mock.patch.object(record.Recorder, "plan", counting):
+        yield count
+
+
+def call(x, weights, **options):
+    return ops.layer_norm_mlp(x, *weights, **({"residual": x} | options))
+
+
+def x_of(device, *shape, dtype=torch.float32):
+    return torch.randn(*shape, device=device).to(dtype)
+
+
+def attended(x, weights, heads, **options):
+    return ops.layer_norm_attention(x, *weights[:2], *heads, 1, **options)
+
+
+def functions_entered(call):
+    """Return the Python functions that call() enters, itself excluded, as file:name: a cost without a clock, the same
+    on every machine."""
+    entered = []
+
+    def note(frame, event, _):
+        if event == "call":
+            entered.append(f"{frame.f_code.co_filename}:{frame.f_code.co_name}")
+
+    sys.setprofile(note)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return entered[1:]
