@@ -10,6 +10,7 @@ from op_cases import ROWS
 from fastvit import ops
 from fastvit.ops.runtime import autograd, backend, record, registry
 from fastvit.ops.runtime import call as runtime_call
+from fastvit.ops.runtime import run as runtime_run
 
 B, N, D = 2, 16, 16
 NODES = [name for name in ROWS if name.startswith(("layer_norm_attention", "mlp", "layer_norm_mlp"))]
@@ -18,25 +19,28 @@ NODES = [name for name in ROWS if name.startswith(("layer_norm_attention", "mlp"
 def by_dispatcher():
     """Let ops call their registered ops within the context, as a compiled graph does."""
     dispatched = runtime_call.UNKEPT[backend.Path.DISPATCHER]
-    return mock.patch.object(autograd, "begin", return_value=(dispatched, []))
+    return _beginning(lambda *_: (dispatched, []), autograd, runtime_run)
 
 
-@contextlib.contextmanager
 def in_python():
     """Replay nothing within the context."""
     begin = runtime_call.begin
+    return _beginning(
+        lambda *arguments: (runtime_call.UNKEPT[begin(*arguments)[0].path], []), autograd, registry, runtime_run
+    )
 
-    def beginning(*arguments):
-        call, _ = begin(*arguments)
-        return runtime_call.UNKEPT[call.path], []
 
-    with mock.patch.object(autograd, "begin", beginning), mock.patch.object(registry, "begin", beginning):
+@contextlib.contextmanager
+def _beginning(begin, *modules):
+    with contextlib.ExitStack() as stack:
+        for module in modules:
+            stack.enter_context(mock.patch.object(module, "begin", begin))
         yield
 
 
 def replay_at_once():
     """From now on record every call where it is first seen, and return what its replay makes."""
-    recorded = autograd._recorded
+    recorded = runtime_run._recorded
 
     def run(self, function, inputs):
         held, recorder = [*inputs], record.Recorder(inputs)
@@ -52,7 +56,7 @@ def replay_at_once():
             results = replay([*given])
         return results, replay
 
-    autograd._recorded = and_replayed
+    runtime_run._recorded = and_replayed
     runtime_call.RecordedCall.run = run
     runtime_call._was_seen = lambda key: True
 

@@ -14,9 +14,9 @@ import fastvit
 from fastvit import ops
 from fastvit.kernels import _tuned
 from fastvit.ops.block.norm_linear import layer_norm_linears
-from fastvit.ops.runtime import autograd, record
 from fastvit.ops.runtime import call as runtime_call
 from fastvit.ops.runtime import launch as runtime_launch
+from fastvit.ops.runtime import record, run
 from fastvit.ops.runtime.backend import INTERPRET, KernelUnsupported
 
 pytestmark = pytest.mark.skipif(record.available() is None, reason="there is no C compiler, or no triton")
@@ -183,7 +183,7 @@ def test_what_is_kept(weights, device, monkeypatch):
         fc1, fc2 = (weights[2][:hidden], weights[3][:hidden]), weights[4][:, :hidden].contiguous()
         recorded(x, [*weights[:2], *fc1, fc2, weights[5]])
     assert max(map(len, runtime_call._kept.values())) == 3
-    with mock.patch.object(autograd, "Recorder") as recorder:  # the others are not recorded again and again
+    with mock.patch.object(run, "Recorder") as recorder:  # the others are not recorded again and again
         recorded(x, [*weights[:2], *fc1, fc2, weights[5]])
     assert not recorder.called
     _tuned.clear_caches()

@@ -16,11 +16,12 @@ from fastvit.ops.attention.relative import Relative, check_alone, check_tensors
 from fastvit.ops.attention.window_layout import Windows, flops, lse_shape, relative_windows_of, windows_of
 from fastvit.ops.dropout.op import draw_seeds
 from fastvit.ops.runtime import decompositions
-from fastvit.ops.runtime.autograd import Computed, FusedNode, Prepared, inputs, needs_autograd, run
+from fastvit.ops.runtime.autograd import Computed, FusedNode, inputs, needs_autograd
 from fastvit.ops.runtime.backend import Path
 from fastvit.ops.runtime.checks import check_float
 from fastvit.ops.runtime.dtypes import autocast_dtype, stat_dtype
 from fastvit.ops.runtime.registry import register
+from fastvit.ops.runtime.run import Prepared, run
 
 
 def _new_results(qkv: Tensor, mask: Tensor | None, windows: Windows) -> tuple[Tensor, Tensor]:

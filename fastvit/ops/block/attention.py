@@ -15,9 +15,10 @@ from fastvit.ops.layer_norm.op import NO_NORM, Norm, checked_norm
 from fastvit.ops.linear.op import check_linear
 from fastvit.ops.qk_norm.op import checked_norms
 from fastvit.ops.rotary.op import Rotary, broadcast_tables, check_tables
-from fastvit.ops.runtime.autograd import Prepared, needs_autograd, run
+from fastvit.ops.runtime.autograd import needs_autograd
 from fastvit.ops.runtime.checks import check_recompute
 from fastvit.ops.runtime.epilogue import Epilogue
+from fastvit.ops.runtime.run import Prepared, run
 
 RECOMPUTE = ("none", "attention", "qkv", "all")
 

@@ -12,10 +12,11 @@ from fastvit.ops.dropout.op import draw_seeds
 from fastvit.ops.layer_norm.op import NO_NORM, Norm, checked_norm
 from fastvit.ops.linear.op import check_linear
 from fastvit.ops.runtime.activations import GATED, check_activation
-from fastvit.ops.runtime.autograd import Prepared, needs_autograd, run
+from fastvit.ops.runtime.autograd import needs_autograd
 from fastvit.ops.runtime.checks import check_dropout, check_float, check_norm, check_recompute
 from fastvit.ops.runtime.dtypes import autocast_dtype
 from fastvit.ops.runtime.epilogue import Epilogue
+from fastvit.ops.runtime.run import Prepared, run
 
 RECOMPUTE = ("none", "activation", "all")
 InnerNorm = Norm | tuple[Tensor, Tensor | None, float]

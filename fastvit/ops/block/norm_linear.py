@@ -12,11 +12,12 @@ from torch import Tensor
 from fastvit.ops.layer_norm.op import NormTuple, Residual, layer_norm_fwd, norm_backward
 from fastvit.ops.linear import aten
 from fastvit.ops.linear.op import check_linear
-from fastvit.ops.runtime.autograd import Computed, FusedNode, Prepared, needs_autograd, run, transforming, unviewed
+from fastvit.ops.runtime.autograd import Computed, FusedNode, needs_autograd, transforming, unviewed
 from fastvit.ops.runtime.backend import Path, is_jit_tracing
 from fastvit.ops.runtime.checks import check_float, check_norm
 from fastvit.ops.runtime.dtypes import autocast_dtype
 from fastvit.ops.runtime.rows import as_rows
+from fastvit.ops.runtime.run import Prepared, run
 
 NORM_NAMES = "norm_weight", "norm_bias", "eps", "norm"
 

@@ -9,11 +9,12 @@ from torch import Tensor
 
 from fastvit.ops.dropout import aten
 from fastvit.ops.runtime import decompositions
-from fastvit.ops.runtime.autograd import Computed, FusedNode, Prepared, inputs, needs_autograd, run
+from fastvit.ops.runtime.autograd import Computed, FusedNode, inputs, needs_autograd
 from fastvit.ops.runtime.backend import Path
 from fastvit.ops.runtime.checks import check_dropout, check_float
 from fastvit.ops.runtime.epilogue import Epilogue
 from fastvit.ops.runtime.registry import register
+from fastvit.ops.runtime.run import Prepared, run
 
 
 def _fake(x: Tensor, seed: Tensor, p: float, *epilogue: Tensor | None) -> Tensor:

@@ -9,11 +9,12 @@ from torch import Tensor
 
 from fastvit.ops.layer_norm import aten
 from fastvit.ops.runtime import decompositions
-from fastvit.ops.runtime.autograd import Computed, FusedNode, Prepared, inputs, needs_autograd, run
+from fastvit.ops.runtime.autograd import Computed, FusedNode, inputs, needs_autograd
 from fastvit.ops.runtime.backend import Path
 from fastvit.ops.runtime.checks import check_float, check_like, check_norm, check_row_scale
 from fastvit.ops.runtime.dtypes import autocast_dtype, stat_dtype
 from fastvit.ops.runtime.registry import register
+from fastvit.ops.runtime.run import Prepared, run
 
 
 class Norm(NamedTuple):

@@ -11,13 +11,14 @@ from torch import Tensor
 from fastvit.ops.linear import aten
 from fastvit.ops.runtime import decompositions
 from fastvit.ops.runtime.activations import check_activation
-from fastvit.ops.runtime.autograd import Computed, FusedNode, Prepared, inputs, needs_autograd, run
+from fastvit.ops.runtime.autograd import Computed, FusedNode, inputs, needs_autograd
 from fastvit.ops.runtime.backend import Path
 from fastvit.ops.runtime.checks import check_float, check_like
 from fastvit.ops.runtime.dtypes import autocast_dtype
 from fastvit.ops.runtime.epilogue import Epilogue, LastLayer, scale_samples
 from fastvit.ops.runtime.registry import register
 from fastvit.ops.runtime.rows import as_rows
+from fastvit.ops.runtime.run import Prepared, run
 
 # ---- registered ops, on [..., D] of any strides; results are contiguous ----
 

@@ -11,12 +11,13 @@ from torch import Tensor
 
 from fastvit.ops.patch_embed import aten
 from fastvit.ops.runtime import decompositions
-from fastvit.ops.runtime.autograd import Computed, FusedNode, Prepared, inputs, needs_autograd, run
+from fastvit.ops.runtime.autograd import Computed, FusedNode, inputs, needs_autograd
 from fastvit.ops.runtime.backend import Path
 from fastvit.ops.runtime.checks import check_float, check_image, check_like, check_statistics
 from fastvit.ops.runtime.dtypes import autocast_dtype
 from fastvit.ops.runtime.record import constant
 from fastvit.ops.runtime.registry import register
+from fastvit.ops.runtime.run import Prepared, run
 
 # ---- registered ops ----
 

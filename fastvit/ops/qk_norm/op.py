@@ -11,11 +11,12 @@ from fastvit.ops.layer_norm.op import Norm, checked_norm, layer_norm_bwd, layer_
 from fastvit.ops.qk_norm import aten
 from fastvit.ops.rotary.op import Rotary, broadcast_tables, check_tables
 from fastvit.ops.runtime import decompositions
-from fastvit.ops.runtime.autograd import Computed, FusedNode, Prepared, inputs, needs_autograd, run
+from fastvit.ops.runtime.autograd import Computed, FusedNode, inputs, needs_autograd
 from fastvit.ops.runtime.backend import Path
 from fastvit.ops.runtime.checks import check_float, check_head_dim, check_like
 from fastvit.ops.runtime.dtypes import autocast_dtype
 from fastvit.ops.runtime.registry import register
+from fastvit.ops.runtime.run import Prepared, run
 
 
 def _bwd_fake(

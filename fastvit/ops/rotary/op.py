@@ -9,10 +9,11 @@ from torch import Tensor
 
 from fastvit.ops.rotary import aten
 from fastvit.ops.runtime import decompositions
-from fastvit.ops.runtime.autograd import Computed, FusedNode, Prepared, inputs, needs_autograd, run, unviewed
+from fastvit.ops.runtime.autograd import Computed, FusedNode, inputs, needs_autograd, unviewed
 from fastvit.ops.runtime.backend import Path
 from fastvit.ops.runtime.checks import check_float, check_head_dim, check_like
 from fastvit.ops.runtime.registry import register
+from fastvit.ops.runtime.run import Prepared, run
 
 
 class Rotary(NamedTuple):

@@ -13,10 +13,10 @@ allocations, views. So like calls are prepared once.
     call, _ = begin("backward of linear", inputs, (options,))
     gradients = call.run(function, inputs)
 
-Two calls are alike if op, path and options are equal, and grad mode, autocast's dtype and the precision of float32
-matmuls; and if their tensors have the same classes, dtypes, devices, shapes, strides, requires_grad and dispatch keys,
-and are repeated at the same places. Nothing is kept of a call on the dispatcher's path, and never a tensor. Without a C
-compiler nothing is kept.
+Two calls are alike if op, path and options are equal, their types included, and grad mode, autocast's dtype and the
+precision of float32 matmuls; and if their tensors have the same classes, dtypes, devices, shapes, strides,
+requires_grad and dispatch keys, and are repeated at the same places. Nothing is kept of a call on the dispatcher's
+path, and no tensor of any call. Without a C compiler nothing is kept.
 
 So what is kept cannot be stale: all that a call decides follows from what is compared. It may also depend on tuned
 tables, and on what a launch means in tests and plans of memory: when these change, everything is forgotten. Addresses
