@@ -111,7 +111,7 @@ class Head(Backbone):
     def forward(self, x: Tensor | Images, attn_mask: Tensor | None = None, is_causal: bool = False) -> Any:
         """Map an image to logits, or a list of images of any sizes, as in `forward_features`: one row of logits each,
         (B, num_classes), in their order; with global_pool="" a list. attn_mask, is_causal: as in `forward_features`."""
-        if isinstance(x, list | tuple):
+        if isinstance(x, (list, tuple)):
             check_unmasked(attn_mask, is_causal, of="a list of images")
             self._check_takes_lists()
             packed, rest = self._embedded_list(x)

@@ -260,7 +260,7 @@ def checked_lengths(name: str, x: Tensor, cu_seqlens: Any, max_seqlen: Any, whic
         raise ValueError(f"cu_seqlens{which} must be on {name}'s device {x.device}, got {cu_seqlens.device}")
     if max_seqlen is None:
         return max(x.shape[0], 1)
-    if not isinstance(max_seqlen, int | torch.SymInt) or isinstance(max_seqlen, bool):
+    if not isinstance(max_seqlen, (int, torch.SymInt)) or isinstance(max_seqlen, bool):
         raise TypeError(f"max_seqlen{which} must be an integer or None, got {max_seqlen!r}")
     if max_seqlen < 1:
         raise ValueError(f"max_seqlen{which} must be at least 1, got {max_seqlen}")

@@ -178,8 +178,8 @@ def attention_windows(
 
 def _pair(name: str, value: Any) -> tuple[int, int]:
     """Return two integers as a tuple."""
-    pair = tuple(value) if isinstance(value, tuple | list) else ()
-    if len(pair) != 2 or not all(isinstance(i, int | torch.SymInt) and not isinstance(i, bool) for i in pair):
+    pair = tuple(value) if isinstance(value, (tuple, list)) else ()
+    if len(pair) != 2 or not all(isinstance(i, (int, torch.SymInt)) and not isinstance(i, bool) for i in pair):
         raise TypeError(f"{name} must be two integers, got {value!r}")
     return pair
 

@@ -118,6 +118,7 @@ class FusedNode:
     in_one_step: Callable[..., Any]
     in_two_steps: Any
     named: Callable[..., Any]  # (tensors, options, path) -> Inputs
+    saved_inputs: tuple[str, ...]  # of `saves`
 
     @classmethod
     def kept(cls, t: Any) -> tuple[str, ...]:
@@ -159,9 +160,8 @@ class FusedNode:
     @classmethod
     def saved(cls, t: Any, kept: dict[str, Any], results: Any, wants: Any) -> dict[Any, Any]:
         """Return what the backward pass reads, by name, without None."""
-        values: dict[Any, Any] = {name: getattr(t, name) for name in cls.saves if name in cls.Inputs._fields}
-        others = [name for name in cls.saves if name not in values]
-        values |= {name: results[0] if name == "result" else kept.get(name) for name in others}
+        values: dict[Any, Any] = {name: getattr(t, name) for name in cls.saved_inputs}
+        values |= {name: results[0] if name == "result" else kept.get(name) for name in cls.saves if name not in values}
         if cls.variadic:
             values |= dict(enumerate(t[-1][: len(t[-1]) // 2]))
         reads = cls.reads(t, kept, wants)
@@ -212,6 +212,7 @@ class FusedNode:
             return None, None, *placed
 
         cls.named = staticmethod(named)
+        cls.saved_inputs = tuple([name for name in cls.saves if name in Inputs._fields])
         two: dict[str, Any] = {"forward": forward, "setup_context": setup_context, "backward": backward}
         one: dict[str, Any] = {"forward": forward_in_one_step, "backward": backward_in_one_step}
         cls.in_two_steps = _function(cls.__name__, two, generate_vmap_rule=True)
