@@ -39,7 +39,7 @@ def equal(a, b):
     return a.dtype is b.dtype and torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())
 
 
-@pytest.mark.parametrize("count", [800, pytest.param(10_000, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("count", [400, pytest.param(10_000, marks=pytest.mark.nightly)])
 def test_random_calls(count):
     draw, states = random.Random(1), {}
     with runtime_call.forgotten(), ops.use_backend("aten"), replays() as replayed:

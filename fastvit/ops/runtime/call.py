@@ -8,7 +8,7 @@ allocations, views. So like calls are prepared once.
 3. All later ones are replayed in C (replay.c): the same allocations, views, calls of PyTorch's functions and launches,
    on other tensors. What cannot be recorded runs in Python every time.
 
-`autograd.run` does this for a public op, from its arguments to its results; `Call.run` for a function of tensors:
+`run.py` does this for a public op, from its arguments to its results; `Call.run` for a function of tensors:
 
     call, _ = begin("backward of linear", inputs, (options,))
     gradients = call.run(function, inputs)
