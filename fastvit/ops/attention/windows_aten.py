@@ -82,9 +82,11 @@ _remembered_places = functools.lru_cache(16)(window_places)
 
 
 def _places(x: Tensor, windows: Windows) -> WindowPlaces:
+    grid = windows.grid, windows.window, windows.shift, x.device
+    if x.is_cpu and not is_fake(x):
+        return constant(lambda: _remembered_places(*grid))
     # what is made for fake tensors is fake, and what a CUDA graph captures is made when it is replayed
-    places = _remembered_places if x.is_cpu and not is_fake(x) else window_places
-    return constant(lambda: places(windows.grid, windows.window, windows.shift, x.device))
+    return window_places(*grid)
 
 
 def _samples(qkv: Tensor, mask: Tensor | None) -> list[slice]:
