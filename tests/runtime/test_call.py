@@ -99,7 +99,7 @@ def test_what_is_equal_and_may_change(weights, heads, device):
 
 
 def test_a_state_that_is_forgotten_during_a_call(device):
-    """What was recorded is of no use to others then."""
+    """A call that was recorded meanwhile is not kept."""
     x = x_of(device, B, N, D)
     for _ in range(2):
         recorded, tensors = runtime_call.begin("mlp", (x,), ())

@@ -290,6 +290,7 @@ def _heads_first(
 def _checked(
     q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool, scale: float | None, dropout_p: float
 ) -> AttentionOptions:
+    """Check a call; return its options."""
     check_float("q", q)
     cast = autocast_dtype(q)
     if q.dim() != 4:

@@ -85,12 +85,8 @@ def _prepared(
         residual_dtype=x.dtype if residual_is_x else None if residual is None else residual.dtype,
     )  # fmt: skip
     seeds = draw_seeds(2, x.device) if dropout_p else None
-    return (
-        Mlp if has_norm else PlainMlp,
-        autograd,
-        options,
-        (x, norm_weight, norm_bias, *layers, row_scale, residual, seeds),
-    )
+    node = Mlp if has_norm else PlainMlp
+    return node, autograd, options, (x, norm_weight, norm_bias, *layers, row_scale, residual, seeds)
 
 
 def _flat_fc1(weight: Weights, bias: Biases) -> tuple[Any, ...]:

@@ -226,7 +226,7 @@ Places = tuple[list[int], dict[int, torch.Size]]
 
 
 class OfBackward(NamedTuple):
-    """What a backward pass is told beside the saved tensors. needs: by input, whether it needs a gradient. results:
+    """Tell a backward pass what the saved tensors do not say. needs: by input, whether it needs a gradient. results:
     how many there are."""
 
     options: Any

@@ -30,7 +30,9 @@ def column_sums(partial: Tensor, dtypes: Sequence[torch.dtype | None]) -> list[T
     return sums
 
 
-def launch_and_sum(launch: Launch, programs: int, D: int, dtypes: Sequence[torch.dtype | None], *tensors: Any) -> Any:
+def launch_and_sum(
+    launch: Launch, programs: int, D: int, dtypes: Sequence[torch.dtype | None], *tensors: Any
+) -> list[Tensor]:
     """Run a launch whose kernel writes partial sums (tables, programs, D) into its last argument, after these tensors.
     Return the `column_sums`."""
     tables = len(dtypes) - dtypes.count(None)
