@@ -72,7 +72,7 @@ traffic: $(INSTALLED)  ## bytes that every kernel moves against the least possib
 
 # Pages of their own, in addition to the modules that these export
 PAGES := fastvit fastvit.checkpoints fastvit.eva fastvit.eva_layers fastvit.features fastvit.rope fastvit.graph \
-	fastvit.integrations fastvit.integrations.transformers
+	fastvit.graphed fastvit.integrations fastvit.integrations.transformers
 
 docs: $(INSTALLED)  ## the API reference, from the docstrings: out/docs/index.html
 	$(BIN)/pdoc --docformat google --template-directory .pdoc --no-include-undocumented \

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from fastvit.distilled import VisionTransformerDistilled
     from fastvit.fitting import fit, unfit
     from fastvit.graph import compile
+    from fastvit.graphed import graphs
     from fastvit.integrations import accelerate, accelerated, restore
     from fastvit.layers import DropPath, LayerNorm, LayerScale, PatchEmbed, RMSNorm
     from fastvit.modules.attention import Attention
@@ -39,6 +40,7 @@ __all__ = [
     "create_model",
     "export",
     "fit",
+    "graphs",
     "list_models",
     "ops",
     "reference",
@@ -53,6 +55,7 @@ _MODULE_NAMES = {
     "fastvit.distilled": ("VisionTransformerDistilled",),
     "fastvit.fitting": ("fit", "unfit"),
     "fastvit.graph": ("compile",),
+    "fastvit.graphed": ("graphs",),
     "fastvit.integrations": ("accelerate", "accelerated", "restore"),
     "fastvit.layers": ("Attention", "Block", "DropPath", "LayerNorm", "LayerScale", "Mlp", "PatchEmbed", "RMSNorm"),
     "fastvit.vit": ("VisionTransformer",),

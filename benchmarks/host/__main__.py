@@ -30,6 +30,7 @@ from benchmarks.harness.provenance import commit
 from benchmarks.harness.timing import Steps, orders
 from benchmarks.harness.workloads import Workload
 from benchmarks.host.stand_ins import NoCompiler, real_work, stand_ins
+from fastvit.graphed import recorder
 from fastvit.ops.runtime.launch import launch, launching
 from fastvit.study.machine import cpu_name
 
@@ -68,6 +69,48 @@ def rows(device: torch.device) -> Iterator[Row]:
             if dtype is torch.float32:
                 steps = {name: torch.autocast(device.type, torch.bfloat16)(step) for name, step in steps.items()}
             yield Row(f"{workload.op} {workload}", title, steps, _CALLS.get(workload.op, 20))
+
+
+def rows_of_replays(device: torch.device) -> Iterator[Row]:
+    """Yield ViT-B/16 after `fastvit.graphs`. Without a GPU nothing is captured, and a replay does nothing."""
+    model = fastvit.create_model("vit_base_patch16_224", device="meta").to_empty(device=device).bfloat16()
+    images = torch.zeros(1, 3, 224, 224, dtype=torch.bfloat16, device=device)
+    gradient, parameters = torch.zeros(1, 1000, dtype=torch.bfloat16, device=device), [*model.parameters()]
+
+    def train() -> None:
+        model(images).backward(gradient)
+        for p in parameters:
+            p.grad = None
+
+    if device.type == "cpu":
+        recorder.Recorder = _NoRecorder  # type: ignore[misc]
+    fastvit.graphs(model)
+    for step, title in ((torch.no_grad()(partial(model, images)), "forward"), (train, "both passes")):
+        for _ in range(3):
+            step()
+        yield Row("fastvit.graphs(ViT-B/16) B1", title, {"fastvit": step}, 5)
+
+
+class _NoRecorder(recorder.Recorder):
+    """Runs what it would capture, and replays nothing."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    check = staticmethod(lambda tensors: None)
+    host_state = staticmethod(lambda: None)
+    watch = staticmethod(lambda function: (function(), "", False))
+
+    def record(self, function: Any) -> Any:
+        return function(lambda: None), [lambda: None]
+
+    def begin_replay(self) -> None: ...
+
+    def bytes(self) -> int:
+        return 0
+
+    def random_state(self) -> torch.Tensor:
+        return torch.empty(0)
 
 
 class _Registered(TorchDispatchMode):
@@ -143,7 +186,7 @@ def table(device: torch.device) -> list[str]:
     Raises:
         RuntimeError: without a GPU, if a function of PyTorch in them still computes.
     """
-    every = [*rows(device), *rows_of_graphs(device)]
+    every = [*rows(device), *rows_of_replays(device), *rows_of_graphs(device)]
     if device.type == "cpu" and (real := real_work(step for row in every for step in row.steps.values())):
         raise RuntimeError(f"no stand-in for {', '.join(sorted(real))}: add it to stand_ins.cpp")
     columns = "us of the host", "", "eager", "SDPA", "fastvit", "fastvit\n/ eager", "fastvit\n/ SDPA"

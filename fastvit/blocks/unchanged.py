@@ -43,20 +43,20 @@ _kept: weakref.WeakKeyDictionary[nn.Module, tuple[Any, Any, Any]] = weakref.Weak
 
 
 @functools.cache
-def _compiled() -> Any:
+def compiled() -> Any:
     return native.load(Path(__file__).with_suffix(".c"))
 
 
 def read_once(read: Callable[[Any], T], module: nn.Module) -> T:
     """Return read(module), which depends on nothing but the module: the last result if the module has not changed."""
-    if is_dynamo_compiling() or _compiled() is None:
+    if is_dynamo_compiling() or compiled() is None:
         return read(module)
     reader, record, template = _kept.get(module, (None, None, None))
     if reader is not read:
         return _read_and_keep(read, module)
     if record is None:
         return read(module)
-    description: Any = _compiled().recall(module, record, template)
+    description: Any = compiled().recall(module, record, template, False)
     if description is None:
         return _read_and_keep(read, module)
     return description or read(module)
@@ -71,9 +71,9 @@ def read_once_or_none(read: Callable[[Any], T], module: nn.Module) -> T | None:
 
 
 def _read_and_keep(read: Callable[[Any], T], module: nn.Module) -> T:
-    compiled = _compiled()
+    library = compiled()
     is_known = type(module).__module__.startswith(_LIBRARIES)
-    record, template = compiled.record(module) if is_known else None, False
+    record, template = library.record(module, False) if is_known else None, False
     try:
         description = read(module)
         if record is not None:
@@ -83,7 +83,7 @@ def _read_and_keep(read: Callable[[Any], T], module: nn.Module) -> T:
                 record = None
     finally:
         # compared, because another thread may have changed the module since
-        if record is None or compiled.recall(module, record, True):
+        if record is None or library.recall(module, record, True, False):
             _kept[module] = read, record, template
     return description
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from fastvit.blocks.recompute import is_fitted
 from fastvit.blocks.submodules import CannotFuse, qualified_name
+from fastvit.graphed import check_without_graphs, remove
 from fastvit.integrations import pixels, recognise
 from fastvit.integrations.forward import ClassHandler, calls, check_forward, fused_forward, ops_that_run, reason_of
 from fastvit.integrations.libraries import dinov2, dinov3, pytorch, timm, torchvision
@@ -64,11 +65,12 @@ def accelerate(
     Raises:
         TypeError: model is not an nn.Module.
         ValueError: strict, and modules are skipped (listed with reasons) or none is known; or the model is compiled
-            already, contains an nn.DataParallel, or recomputes what `fastvit.fit` chose; or mean and
+            or has graphs already, contains an nn.DataParallel, or recomputes what `fastvit.fit` chose; or mean and
             std do not fit, or the patch embedding pads its images. The model is then unchanged.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
+    check_without_graphs(model)
     for name, module in model.named_modules():
         _check(name or "the model itself", module)
     channels = len(mean) if isinstance(mean, Sized) else 3  # a number is refused later, with a count in the message
@@ -115,7 +117,7 @@ def _check(name: str, module: nn.Module) -> None:
 
 
 def restore(model: nn.Module) -> None:
-    """Undo `accelerate`. Does nothing to a model that is not accelerated.
+    """Undo `graphs` and `accelerate`. Does nothing to another model.
 
     Raises:
         ValueError: `fastvit.fit` has chosen what blocks recompute.
@@ -123,6 +125,7 @@ def restore(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if is_fitted(module):
             raise ValueError(f"{name} recomputes what fastvit.fit chose: call fastvit.unfit(model) before, fit after")
+    remove(model)
     for module in model.modules():
         forward = module.__dict__.get("forward")
         if isinstance(forward, partial) and forward.func is fused_forward:

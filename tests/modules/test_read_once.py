@@ -20,7 +20,7 @@ import fastvit
 from fastvit import eva_layers, layers
 from fastvit.blocks import read_eva, read_timm, unchanged
 
-HAS_COMPILER = pytest.mark.skipif(unchanged._compiled() is None, reason="unchanged.c cannot be compiled")
+HAS_COMPILER = pytest.mark.skipif(unchanged.compiled() is None, reason="unchanged.c cannot be compiled")
 
 
 def pair(kind: str) -> tuple[nn.Module, nn.Module]:

@@ -152,8 +152,13 @@ _KNOWS_OBSERVERS = has_forward_level and None not in (
 
 
 def is_observed() -> bool:
-    """Return whether something has to see the calls made now, or may have to: modes (fake tensors, FLOP counters,
-    checkpoint policies, tracers), functorch transforms, profilers or forward-mode AD."""
+    """Return whether something has to see the calls made now, or may have to: what `is_traced` names, or profilers."""
+    return is_traced() or profiler_enabled()
+
+
+def is_traced() -> bool:
+    """Return whether modes (fake tensors, FLOP counters, checkpoint policies, tracers), functorch transforms or
+    forward-mode AD have to see the calls made now, or may have to."""
     return bool(
         not _KNOWS_OBSERVERS
         or is_dynamo_compiling()
@@ -161,7 +166,6 @@ def is_observed() -> bool:
         or is_torch_function_mode_enabled()
         or are_functorch_transforms_active()
         or is_tracing()
-        or profiler_enabled()
         or forward_ad._current_level >= 0
     )
 

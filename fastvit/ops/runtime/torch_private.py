@@ -36,6 +36,9 @@ is_batched_gradient = _find("_C._functorch.is_legacy_batchedtensor")
 add_batch_dim = _find("_add_batch_dim")
 remove_batch_dim = _find("_remove_batch_dim")
 set_dispatch_key_included = _find("_C._dispatch_tls_set_dispatch_key_included")
+# what captures graphs
+top_saved_tensors_hooks = _find("_C._autograd._top_saved_tensors_default_hooks")
+foreach_clone = _find("_foreach_clone")
 # what records and replays calls
 current_function_mode = _find("overrides._get_current_function_mode")
 DisableTorchFunction = _find("_C.DisableTorchFunction")

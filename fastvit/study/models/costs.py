@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from fastvit import zoo
+from fastvit.blocks.hooks import without_hooks
 from fastvit.modules.arguments import Pair
 from fastvit.study.memory.growth import check_batch
 from fastvit.study.memory.peak import saved_bytes
 from fastvit.study.sources.baselines import NoFusedForm
 from fastvit.study.sources.find import find
-from fastvit.study.sources.hooks import without_hooks
 from fastvit.study.sources.model_source import ModelSource, call, embeds_patches, images_for, one_line_errors
 
 _DTYPE = torch.bfloat16

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from fastvit import zoo
+from fastvit.blocks.hooks import without_hooks
 from fastvit.modules.arguments import Pair, checked_pair
 from fastvit.study.sources.baselines import as_provider, plain_model
-from fastvit.study.sources.hooks import without_hooks
 from fastvit.study.sources.model_source import ModelSource, equal_as_int, one_line_errors, patch_size_of
 from fastvit.study.sources.normalization import IMAGENET, statistics
 

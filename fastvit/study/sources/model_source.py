@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
 from fastvit._units import MOST_PIXELS
+from fastvit.blocks.hooks import without_hooks
 from fastvit.modules.arguments import Pair, checked_pair
-from fastvit.study.sources.hooks import without_hooks
 from fastvit.study.sources.normalization import IMAGENET, Statistics
 
 PROVIDERS = ("eager", "sdpa", "fastvit")

@@ -1,4 +1,4 @@
-"""Keeps the hooks on a user's model from running while the model is planned."""
+"""Tell the hooks that a model needs from those of its user, which do not run while it is planned."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.nn.modules import module as torch_module
 # gradients of inputs for adapters
 _LIBRARIES = ("torch.nn.utils.", "fastvit.", "timm.", "transformers.", "peft.")
 _OF_MODULES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-_GLOBAL = tuple(f"_global{name}" for name in _OF_MODULES)
+_GLOBAL = [f"_global{name}" for name in _OF_MODULES]
 
 
 @contextlib.contextmanager
@@ -38,6 +38,18 @@ def without_hooks(model: nn.Module) -> Iterator[None]:
     finally:
         for hooks, key, hook in replaced:
             hooks[key] = hook
+
+
+def has_foreign_hooks(model: nn.Module) -> bool:
+    """Tell whether a module in the model, but not the model itself, has hooks that the model does not need."""
+    modules = {*model.modules()}
+    own = [hook for m in modules - {model} for name in _OF_MODULES for hook in vars(m)[name].values()]
+    return not all(_is_needed(hook, modules) for hook in own)
+
+
+def has_global_hooks() -> bool:
+    """Tell whether there are hooks on all modules."""
+    return any(getattr(torch_module, name) for name in _GLOBAL)
 
 
 def _is_needed(hook: Any, modules: set[nn.Module]) -> bool:

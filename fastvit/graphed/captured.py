@@ -1,0 +1,286 @@
+"""One kind of call of a model, captured: its static tensors, its graphs, and the gradients of a replayed call."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from fastvit.graphed.recorder import Recorder, Replay
+from fastvit.ops.runtime.torch_private import foreach_clone, is_batched_gradient
+
+_GROUP_BYTES = 25 * 2**20  # of gradients that are given out together, as in DistributedDataParallel's buckets
+
+Run = Callable[[Sequence[Tensor]], Any]  # the model's forward as a function of a call's tensors
+
+
+class Outputs(NamedTuple):
+    """The tensors that a model returned, each once, and how its result is made of such tensors."""
+
+    tensors: list[Tensor]
+    leaves: list[Any]  # for a tensor its place in `tensors`
+    is_tensor: list[bool]
+    spec: TreeSpec
+
+    @classmethod
+    def of(cls, result: Any) -> Outputs:
+        leaves, spec = tree_flatten(result)
+        is_tensor = [isinstance(leaf, Tensor) for leaf in leaves]
+        tensors = list({id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}.values())
+        places = {id(t): i for i, t in enumerate(tensors)}
+        return cls(tensors, [places.get(id(leaf), leaf) for leaf in leaves], is_tensor, spec)
+
+    def result(self, tensors: Sequence[Tensor]) -> Any:
+        """Return the result, made of other tensors."""
+        leaves = zip(self.leaves, self.is_tensor, strict=True)
+        return tree_unflatten([tensors[leaf] if is_tensor else leaf for leaf, is_tensor in leaves], self.spec)
+
+
+class Arena:
+    """Graphs that share memory. What the forward pass of a call has saved there lasts until the next replay."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+        self.call: Callable[[], Call | None] = lambda: None  # a weak reference
+
+    def is_free(self) -> bool:
+        """Return whether no call still needs what it has saved."""
+        call = self.call()
+        return call is None or call.left == 0
+
+
+class Captured:
+    """The graphs of one kind of call.
+
+    Args:
+        run: the model's forward.
+        arena: where the graphs are.
+        model: whose parameters `run` reads.
+        tensors: of a call.
+        with_gradient: numbers of the outputs that gradients come for; none in inference.
+        grouped: give out gradients in groups, each with a graph of its own, as soon as they are computed.
+        draws: whether the forward pass draws random numbers.
+    """
+
+    def __init__(
+        self, run: Run, arena: Arena, model: nn.Module, tensors: Sequence[Tensor], with_gradient: frozenset[int],
+        grouped: bool, draws: bool,
+    ) -> None:  # fmt: skip
+        self.run, self.arena, self.model, self.draws = run, arena, model, draws
+        self.grouped, self.replays = grouped, 0
+        self._want = [t.requires_grad for t in tensors]
+        record, before = arena.recorder.record, arena.recorder.bytes()
+        self.inputs = [_static(t) for t in tensors]
+        self.description = ", ".join(f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in tensors)
+        self._live: tuple[list[Tensor], list[Tensor]] = [], []  # outputs and tensors that want gradients
+        (outputs, self._static), self._forward = record(self._run_forward)
+        self.outputs = outputs._replace(tensors=[])
+        self.differentiable = [t.requires_grad for t in outputs.tensors]
+        del outputs
+        self.backward: list[Replay] = []
+        self.groups: list[tuple[list[int], list[Tensor | None]]] = []  # places and static gradients
+        self.out_gradients = {i: torch.empty_like(self._static[i]) for i in sorted(with_gradient)}
+        if with_gradient:
+            (gradients, group_of), self.backward = record(self._run_backward)
+            for group in range(len(self.backward)):
+                # A single group takes all, because a gradient may come for another output
+                alone = len(self.backward) == 1
+                chosen = [i for i, g in enumerate(gradients) if alone or (g is not None and group_of[i] == group)]
+                self.groups.append((chosen, [gradients[i] for i in chosen]))
+        self._live = [], []  # what was saved is released: the memory is there for other captures of this arena
+        outside = sum(t.untyped_storage().nbytes() for t in (*self.inputs, *self.out_gradients.values()))
+        self.bytes = arena.recorder.bytes() - before + outside
+
+    # ---- what is captured ----
+
+    def _run_forward(self, _: Replay) -> tuple[Outputs, list[Tensor]]:
+        inputs = [t.detach().requires_grad_(want) for t, want in zip(self.inputs, self._want, strict=True)]
+        torch.clear_autocast_cache()
+        # Parameters of their own: no hooks, and no gradient nodes that belong to another stream
+        with replaced(self.model, lambda p: Parameter(p.detach(), p.requires_grad)) as parameters:
+            outputs = Outputs.of(self.run(inputs))
+        torch.clear_autocast_cache()
+        self._live = outputs.tensors, [t for t in (*inputs, *parameters) if t.requires_grad]
+        return outputs, [t.detach() for t in outputs.tensors]
+
+    def _run_backward(self, cut: Replay) -> tuple[list[Tensor | None], list[int]]:
+        outputs, wanted = self._live
+        left, ready, group = sum(t.nbytes for t in wanted), 0, 0
+        groups = [0] * len(wanted)
+
+        def gradient_is_ready(i: int) -> None:
+            nonlocal left, ready, group
+            groups[i] = group
+            left, ready = left - wanted[i].nbytes, ready + wanted[i].nbytes
+            if self.grouped and left and ready >= _GROUP_BYTES:
+                cut()
+                group, ready = group + 1, 0
+
+        for i, t in enumerate(wanted):
+            t.register_hook(lambda _, i=i: gradient_is_ready(i))
+        of, given = [outputs[i] for i in self.out_gradients], list(self.out_gradients.values())
+        return list(torch.autograd.grad(of, wanted, given, allow_unused=True)), groups
+
+    # ---- replays ----
+
+    def replay_forward(self, tensors: Sequence[Tensor], rows: int | None) -> list[Tensor]:
+        """Replay the forward pass. Return copies of the outputs. rows: how many of each output; None: all."""
+        self.replays += 1
+        self.arena.recorder.begin_replay()
+        for static, t in zip(self.inputs, tensors, strict=True):
+            (static if static.shape == t.shape else static[: t.shape[0]]).copy_(t)
+        for replay in self._forward:
+            replay()
+        return copies(self._static if rows is None else [t[:rows] for t in self._static])
+
+    def replay_backward(self, group: int, given: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Replay a group of the backward pass. Return copies of its gradients. given: for the outputs, for group 0."""
+        self.arena.recorder.begin_replay()
+        if group == 0:
+            for i, static in self.out_gradients.items():
+                static.copy_(given[i])  # type: ignore[arg-type]
+        self.backward[group]()
+        gradients = self.groups[group][1]
+        copied = copies([g for g in gradients if g is not None])
+        if len(copied) == len(gradients):
+            return copied  # type: ignore[return-value]
+        left = iter(copied)
+        return [None if g is None else next(left) for g in gradients]
+
+    def attach(self, call: Call, outputs: list[Tensor], wanted: Sequence[Tensor]) -> list[Tensor]:
+        """Return the copied outputs as functions of the tensors that want gradients."""
+        self.arena.call = weakref.ref(call)
+        token: Sequence[Tensor] = ()
+        for group in reversed(range(len(self.groups))):
+            places, results = self.groups[group][0], outputs
+            if group:
+                results = [torch.empty(0, device=outputs[0].device)]
+            token = _apply(call, group, results, *[wanted[i] for i in places], *token)
+        return list(token)
+
+
+class Call:
+    """A replayed forward pass that gradients may be wanted of.
+
+    tensors, parameters: of the call and of the model.
+    again: function of the call's tensors that runs the forward pass without a graph, as it was. It returns the outputs,
+        and the tensors that want gradients.
+    left: how many groups of gradients have not been computed.
+    """
+
+    def __init__(
+        self, captured: Captured, tensors: Sequence[Tensor], parameters: Sequence[Tensor],
+        again: Callable[[Sequence[Tensor]], tuple[list[Tensor], list[Tensor]]],
+    ) -> None:  # fmt: skip
+        self.captured, self.tensors, self.left = captured, tensors, len(captured.backward)
+        self._parameters, self._versions = parameters, versions_of(parameters)
+        self._again = again
+        self._recomputed: list[Tensor | None] | None = None
+
+    def gradients(
+        self, group: int, given: Sequence[Tensor | None], saved: Callable[[], Sequence[Tensor]]
+    ) -> list[Tensor | None]:
+        """Return the gradients of a group.
+
+        Args:
+            given: the gradients of the outputs, for group 0.
+            saved: returns the call's tensors. PyTorch raises if they have changed since, or were released.
+
+        Raises:
+            RuntimeError: parameters, or for a recomputation the model, have changed since the forward pass.
+        """
+        if group == 0:
+            if self._versions != versions_of(self._parameters):
+                raise RuntimeError("a parameter was modified in place between a forward pass and its backward pass")
+            numbers = {i for i, g in enumerate(given) if g is not None}
+            batched = is_batched_gradient is not None and any(is_batched_gradient(given[i]) for i in numbers)
+            first = self.left == len(self.captured.backward)
+            as_captured = first and numbers == self.captured.out_gradients.keys()
+            fits = as_captured and not batched and not torch.is_grad_enabled()  # a gradient of gradients is wanted
+            self._recomputed = None if fits else self._recompute(given, saved())
+        if self._recomputed is not None:
+            return [self._recomputed[i] for i in self.captured.groups[group][0]]
+        self.left -= 1
+        return self.captured.replay_backward(group, given)
+
+    def _recompute(self, given: Sequence[Tensor | None], tensors: Sequence[Tensor]) -> list[Tensor | None]:
+        with torch.enable_grad():
+            outputs, wanted = self._again(tensors)
+        of = [i for i, g in enumerate(given) if g is not None]
+        return list(
+            torch.autograd.grad(
+                [outputs[i] for i in of], wanted, [given[i] for i in of],
+                allow_unused=True, create_graph=torch.is_grad_enabled(),
+            )
+        )  # fmt: skip
+
+
+class _Group(torch.autograd.Function):
+    """Tensors whose gradients a group of the backward pass computes. The first group has the outputs; every other one
+    follows another by a token, an output of one and input of the other."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, group: int, results: list[Tensor], *tensors: Tensor) -> Any:
+        ctx.call, ctx.group, ctx.inputs = call, group, len(tensors)
+        ctx.set_materialize_grads(False)
+        if group == 0:
+            ctx.save_for_backward(*call.tensors)
+            call.tensors = ()
+            is_differentiable = zip(results, call.captured.differentiable, strict=True)
+            ctx.mark_non_differentiable(*(t for t, differentiable in is_differentiable if not differentiable))
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *given: Tensor | None) -> Any:
+        gradients = ctx.call.gradients(ctx.group, given, lambda: ctx.saved_tensors)
+        return (None, None, None, *gradients, *[None] * (ctx.inputs - len(gradients)))  # none for a token
+
+
+_apply = super(torch.autograd.Function, _Group).apply  # not its `apply`, see ops/runtime/autograd.py
+
+
+_version = operator.attrgetter("_version")
+
+
+def versions_of(tensors: Sequence[Tensor]) -> list[int]:
+    """Return how often each was changed in place, as autograd counts; zeros if one is of inference mode, without a
+    count."""
+    try:
+        return [*map(_version, tensors)]
+    except RuntimeError:
+        return [0] * len(tensors)
+
+
+def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return copies of tensors, by few kernels."""
+    if foreach_clone is None or not tensors:
+        return [t.clone() for t in tensors]
+    return list(foreach_clone(tensors))
+
+
+def _static(t: Tensor) -> Tensor:
+    """Return a tensor without gradient that holds any values of t's shape, with its strides unless they overlap."""
+    if any(stride == 0 and size > 1 for stride, size in zip(t.stride(), t.shape, strict=True)):
+        return t.detach().clone(memory_format=torch.contiguous_format)
+    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device).copy_(t.detach())
+
+
+@contextlib.contextmanager
+def replaced(model: nn.Module, make: Callable[[Parameter], Tensor]) -> Iterator[list[Tensor]]:
+    """Replace the parameters that require gradients by make(parameter) within the context. Yield what they became."""
+    made: dict[Parameter, Tensor] = {p: make(p) for p in model.parameters() if p.requires_grad}
+    places: Any = [(m._parameters, name, p) for m in model.modules() for name, p in m._parameters.items() if p in made]
+    try:
+        for parameters, name, p in places:
+            parameters[name] = made[p]
+        yield list(made.values())
+    finally:
+        for parameters, name, p in places:
+            parameters[name] = p

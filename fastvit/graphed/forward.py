@@ -1,0 +1,378 @@
+"""The forward of a graphed model: which calls are warmed up, captured, replayed, or run as without graphs."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+import warnings
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.compiler import is_compiling
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from fastvit.blocks.hooks import has_global_hooks
+from fastvit.features import Backbone
+from fastvit.graphed import recorder
+from fastvit.graphed.captured import Arena, Call, Captured, Outputs, copies, replaced, versions_of
+from fastvit.graphed.recorder import Unfit
+from fastvit.graphed.rounding import Leaves
+from fastvit.graphed.version import Version
+from fastvit.ops.runtime import backend
+from fastvit.ops.runtime.torch_private import top_saved_tensors_hooks
+
+_WARM_UPS = 2  # calls before a capture
+_MOST_ARENAS = 4  # calls that wait for their backward pass at one time, each with memory of its own
+_MOST_CAPTURES = 16  # for each graph that is kept: more would cost more time than they save
+_MOST_VERSIONS = 100  # of the model
+_CLOSE = 0.05  # of the largest value: what another batch size may change by rounding
+
+
+@dataclass
+class _Kind:
+    """What is known of a kind of calls.
+
+    calls: how many there were; in training, how many have had a backward pass.
+    forwards: how many there were in training.
+    gradients: numbers of the outputs that gradients came for in the last backward pass.
+    draws: whether the forward pass draws random numbers.
+    rows_are_independent: whether more rows leave the first ones as they are; None: not known.
+    reason: why there will be no capture, or "".
+    captured: its graphs in each arena.
+    """
+
+    calls: int = 0
+    forwards: int = 0
+    gradients: set[int] = field(default_factory=set)
+    draws: bool = False
+    rows_are_independent: bool | None = None
+    reason: str = ""
+    captured: dict[Arena, Captured] = field(default_factory=dict)
+
+    def is_warm(self, wants: bool) -> bool:
+        return self.calls >= _WARM_UPS and bool(self.gradients or not wants)
+
+    def gradient_came(self, came: set[int], number: int) -> None:
+        """Note that a gradient came for an output. came: for which outputs of this call one did."""
+        if not came:
+            self.calls, self.gradients = self.calls + 1, came
+        came.add(number)
+        if torch.is_grad_enabled():
+            self.reason = "gradients of gradients are wanted (create_graph)"
+
+
+class Graphed:
+    """Stands for a method of a model, see `method_of`. Copies and pickles have no graphs, and capture their own.
+
+    Args:
+        model: has the method.
+        name: of the method.
+        keep: how many graphs are kept.
+        rounded: function of the leaves of a call in inference that returns what it may run as instead; None: as it is.
+        before: what the instance had under that name, or None.
+    """
+
+    def __init__(
+        self, model: nn.Module, name: str, keep: int, rounded: Callable[[list[Any]], Leaves] | None, before: Any
+    ) -> None:
+        self.model, self.name, self.keep, self.rounded, self.before = model, name, keep, rounded, before
+        self.captured: OrderedDict[Captured, _Kind] = OrderedDict()  # the last used is the last
+        self.reasons: Counter[str] = Counter()  # why calls ran as without graphs
+        self._kinds: dict[Any, _Kind] = {}
+        self._lock = threading.RLock()
+        self._arenas: list[Arena] = []
+        self._versions: list[Version] = []  # the last used is the first
+        self._made = Counter[str]()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: vars(self)[name] for name in ("model", "name", "keep", "rounded", "before")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]
+
+    @property
+    def plain(self) -> Callable[..., Any]:
+        """The method without graphs."""
+        return self.before or getattr(type(self.model), self.name).__get__(self.model)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if is_compiling() or recorder.Recorder.is_capturing():  # an outer graph sees what the model calls
+            return self.plain(*args, **kwargs)
+        try:
+            return self._run(args, kwargs)
+        except Unfit as reason:
+            self.note(str(reason))
+        return self.plain(*args, **kwargs)
+
+    def note(self, reason: str) -> None:
+        """Count a call that ran as without graphs. Warn of the first of a reason."""
+        self.reasons[reason] += 1
+        if self.reasons[reason] == 1:
+            name = type(self.model).__name__
+            warnings.warn(f"{name} runs as without fastvit.graphs: {reason}", stacklevel=6)
+
+    # ---- internal ----
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        check_unobserved()
+        values, spec = (list(args), None) if _is_one_tensor(args, kwargs) else tree_flatten((args, kwargs))
+        tensors = [v for v in values if isinstance(v, Tensor)]
+        with self._lock:
+            version, parameters, buffers = self._current_version()
+            check_kinds(tensors)
+            recorder.Recorder.check([*tensors, *parameters[:1], *buffers[:1]])
+            wants = torch.is_grad_enabled() and any(t.requires_grad for t in (*tensors, *parameters))
+            leaves = Leaves(values, [None] * len(tensors))
+            if self.rounded is not None and not (wants or self.model.training):
+                if args and isinstance(args[0], list | tuple):
+                    if isinstance(self.model, Backbone):
+                        return self.plain(*args, **kwargs)  # which calls `_blocks_packed`, with graphs of its own
+                    raise Unfit("a list has no batch size to be rounded")
+                leaves = self.rounded(values)
+            key = version, spec, *_described(leaves, wants), *_circumstances(tensors[0].device.type), wants
+            kind = self._kinds.setdefault(key, _Kind())
+            if kind.reason:
+                raise Unfit(kind.reason)
+            run = self._function(spec, leaves)
+            tensors = [v for v in leaves.values if isinstance(v, Tensor)]
+            if leaves.rows is not None and not kind.rows_are_independent:
+                return self._compare_rows(kind, run, leaves, tensors, partial(self.plain, *args, **kwargs))
+            if not kind.is_warm(wants):
+                return self._warm_up(kind, run, leaves, tensors, wants)
+            captured = self._captured(kind, run, leaves, tensors)
+            return self._replay(captured, run, version, leaves, tensors, parameters if wants else None)
+
+    def _current_version(self) -> tuple[Version, list[Tensor], list[Tensor]]:
+        """Return the model's present version and its parameters and buffers. Forget versions that will not return."""
+        for i, version in enumerate(self._versions):
+            if version.is_of(self.model) and (tensors := version.tensors()) is not None:
+                self._versions.insert(0, self._versions.pop(i))
+                break
+        else:
+            self._made["version"] += 1
+            if self._made["version"] > _MOST_VERSIONS:
+                raise Unfit("the model changes too often: its modes, hooks, parameters or other attributes")
+            version = Version(self.model)
+            alive = {version, *(v for v in self._versions if v.tensors() is not None)}
+            self._versions = [version, *(v for v in self._versions if v in alive)]
+            for key in [key for key in self._kinds if key[0] not in alive]:
+                for captured in self._kinds.pop(key).captured.values():
+                    del self.captured[captured]
+            tensors = version.tensors()
+        if version.reason:
+            raise Unfit(version.reason)
+        assert tensors is not None
+        return version, *tensors
+
+    def _function(self, spec: Any, leaves: Leaves) -> Callable[[Sequence[Tensor]], Any]:
+        """Return the method as a function of the tensors among its arguments."""
+        others = [Tensor if isinstance(v, Tensor) else v for v in leaves.values]  # holds no tensor of the caller
+
+        def run(tensors: Sequence[Tensor]) -> Any:
+            if spec is None:
+                return self.plain(*tensors)
+            left = iter(tensors)
+            args, kwargs = tree_unflatten([next(left) if v is Tensor else v for v in others], spec)
+            return self.plain(*args, **kwargs)
+
+        return run
+
+    def _arena(self, kind: _Kind, device: torch.device) -> Arena:
+        """Return where a call may run now, if possible where its kind is captured."""
+        free = [a for a in self._arenas if a.recorder.device == device and a.is_free()]
+        for arena in free:
+            if arena in kind.captured:
+                return arena
+        if free:
+            return free[0]
+        if len(self._arenas) == _MOST_ARENAS:
+            raise Unfit(f"{_MOST_ARENAS} earlier calls wait for their backward passes")
+        self._arenas.append(Arena(recorder.Recorder(device)))
+        return self._arenas[-1]
+
+    def _warm_up(self, kind: _Kind, run: Callable[..., Any], leaves: Leaves, tensors: list[Tensor], wants: bool) -> Any:
+        of = self._arena(kind, tensors[0].device).recorder
+        random, host, versions = of.random_state(), of.host_state(), versions_of(tensors)
+        result, waits, checkpoints = of.watch(lambda: run([*map(_grown, tensors, leaves.sizes)]))
+        kind.draws |= not torch.equal(random, of.random_state())
+        if waits:
+            kind.reason = f"an operation at {waits} waits for the GPU"
+        elif host != of.host_state():
+            kind.reason = "it draws random numbers on the host, which a graph would repeat"
+        elif versions != versions_of(tensors):
+            kind.reason = "it changes its arguments in place"
+        elif kind.draws and checkpoints:
+            kind.reason = "it draws random numbers and has checkpoints, which would restore the generator's state"
+        outputs = Outputs.of(result)
+        if not wants:
+            kind.calls += 1
+            return result if leaves.rows is None else outputs.result([t[: leaves.rows] for t in outputs.tensors])
+        kind.forwards += 1
+        if kind.forwards > _WARM_UPS and not kind.calls:
+            self.note("no backward pass came; torch.no_grad() would let the call be captured")
+        came: set[int] = set()
+        for i, t in enumerate(outputs.tensors):
+            if t.requires_grad:
+                t.register_hook(lambda _, i=i: kind.gradient_came(came, i))
+        return result
+
+    def _compare_rows(
+        self, kind: _Kind, run: Callable[..., Any], leaves: Leaves, tensors: list[Tensor], plain: Callable[[], Any]
+    ) -> Any:
+        """Run a call as it is, and with more rows unless that has been done. Note whether the results agree."""
+        result = plain()
+        if kind.rows_are_independent is None:
+            own = Outputs.of(result).tensors
+            more = Outputs.of(run([*map(_grown, tensors, leaves.sizes)])).tensors
+            kind.rows_are_independent = len(own) == len(more) and all(
+                a.dim() > 0
+                and a.shape == b[: leaves.rows].shape
+                and len(a) == leaves.rows
+                and _are_close(a, b[: len(a)])
+                for a, b in zip(own, more, strict=True)
+            )
+            kind.calls += 1
+        if not kind.rows_are_independent:
+            self.note("its results depend on the batch size, so that it cannot be rounded")
+        return result
+
+    def _captured(self, kind: _Kind, run: Callable[..., Any], leaves: Leaves, tensors: list[Tensor]) -> Captured:
+        """Return the graphs of a kind of calls; capture them if there are none."""
+        arena = self._arena(kind, tensors[0].device)
+        if (captured := kind.captured.get(arena)) is None:
+            self._made["capture"] += 1
+            if self._made["capture"] > _MOST_CAPTURES * self.keep:
+                raise Unfit(f"there were {_MOST_CAPTURES * self.keep} captures: calls are of too many kinds")
+            grown, gradients = [*map(_grown, tensors, leaves.sizes)], frozenset(kind.gradients)
+            try:
+                captured = Captured(run, arena, self.model, grown, gradients, _ddp_runs(), kind.draws)
+            except Unfit as reason:
+                kind.reason = str(reason)
+                raise
+            kind.captured[arena] = captured
+            self.captured[captured] = kind
+            if len(self.captured) > self.keep:
+                oldest, of = self.captured.popitem(last=False)
+                del of.captured[oldest.arena]
+        self.captured.move_to_end(captured)
+        return captured
+
+    def _replay(
+        self, captured: Captured, run: Callable[..., Any], version: Version, leaves: Leaves, tensors: list[Tensor],
+        parameters: list[Tensor] | None,
+    ) -> Any:  # fmt: skip
+        of = captured.arena.recorder
+        state = of.random_state() if captured.draws and parameters is not None else None
+        with torch.no_grad():
+            outputs = captured.replay_forward(tensors, leaves.rows)
+        if parameters is not None:
+            device = of.device.type
+            cast = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+
+            def again(tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+                if not version.is_of(self.model) or version.tensors() is None:
+                    raise RuntimeError("the model has changed between a forward pass and its backward pass")
+                inputs = [t.view_as(t) if t.requires_grad else t for t in tensors]
+                views, buffers = replaced(self.model, lambda p: p.view_as(p)), [*self.model.buffers()]
+                before = copies(buffers)
+                with torch.autocast(device, cast[1], cast[0]), of.drawing_from(state), views as parameters:
+                    results = Outputs.of(run(inputs)).tensors
+                for t, value in zip(buffers, before, strict=True):
+                    t.data.copy_(value)  # the first time has changed them
+                return results, [*(t for t in inputs if t.requires_grad), *parameters]
+
+            call = Call(captured, tensors, parameters, again)
+            outputs = captured.attach(call, outputs, [t for t in (*tensors, *parameters) if t.requires_grad])
+        return captured.outputs.result(outputs)
+
+
+def method_of(graphed: Graphed) -> Any:
+    """Return what is put on the model's instance: a partial, which torch.export takes, with the method's signature,
+    which transformers' Trainer reads."""
+    method = partial(_call, graphed)
+    method.__signature__ = inspect.signature(graphed.plain)  # type: ignore[attr-defined]
+    return method
+
+
+def graphed_of(value: Any) -> Graphed | None:
+    """Return the `Graphed` of what `method_of` returned, or None for anything else."""
+    return value.args[0] if isinstance(value, partial) and value.func is _call else None
+
+
+def _call(graphed: Graphed, /, *args: Any, **kwargs: Any) -> Any:
+    return graphed(*args, **kwargs)
+
+
+def check_unobserved() -> None:
+    """Raise `Unfit` if something has to see what the model calls."""
+    if has_global_hooks():
+        raise Unfit("there are hooks on all modules, which replays do not call")
+    if backend.is_traced():
+        raise Unfit("a mode, a transform or a tracer sees what it calls")
+    if top_saved_tensors_hooks is None or top_saved_tensors_hooks(True) is not None:
+        raise Unfit("hooks see what is saved for the backward pass, as around a checkpoint")
+
+
+def check_kinds(tensors: list[Tensor]) -> None:
+    """Raise `Unfit` for arguments that are not plain tensors."""
+    if not tensors:
+        raise Unfit("it has no tensor as argument")
+    for t in tensors:
+        if type(t) not in (Tensor, nn.Parameter):
+            raise Unfit(f"an argument is a {type(t).__name__}")
+
+
+def _is_one_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether arguments have no structure, which would take 30 us to compare."""
+    return not kwargs and len(args) == 1 and isinstance(args[0], Tensor)
+
+
+def _described(leaves: Leaves, wants: bool) -> list[Any]:
+    """Return what graphs depend on of each argument."""
+    described: list[Any] = []
+    sizes = iter(leaves.sizes)
+    for v in leaves.values:
+        if isinstance(v, Tensor):
+            size = next(sizes)
+            shape = v.shape if size is None else (size, *v.shape[1:])
+            described.append((shape, v.stride(), v.dtype, v.requires_grad and wants))
+        else:
+            try:
+                hash(v)
+            except TypeError:
+                raise Unfit(f"an argument is a {type(v).__name__}") from None
+            described.append((type(v), v))
+    return described
+
+
+def _circumstances(device: str) -> tuple[Any, ...]:
+    """Return what else a graph depends on."""
+    return (
+        torch.is_inference_mode_enabled(), torch.is_autocast_enabled(device), torch.get_autocast_dtype(device),
+        backend.settings(), torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled(),
+        _ddp_runs(),
+    )  # fmt: skip
+
+
+def _ddp_runs() -> bool:
+    """Return whether a DistributedDataParallel calls the model."""
+    return getattr(DistributedDataParallel, "_active_ddp_module", None) is not None
+
+
+def _grown(t: Tensor, size: int | None) -> Tensor:
+    """Return a tensor with more rows, zeros. size: how many in all; None: as many as it has."""
+    if size is None or size == len(t):
+        return t
+    grown = t.new_zeros(size, *t.shape[1:])
+    grown[: len(t)] = t
+    return grown
+
+
+def _are_close(a: Tensor, b: Tensor) -> bool:
+    return bool(a.numel() == 0 or (a.double() - b.double()).abs().max() <= _CLOSE * b.double().abs().max())

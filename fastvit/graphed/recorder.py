@@ -1,0 +1,169 @@
+"""Capture functions as CUDA graphs, and replay them. No other module of `graphed` calls CUDA."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import random
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor
+
+from fastvit.ops.runtime import call
+
+T = TypeVar("T")
+Replay = Callable[[], object]
+
+
+class Unfit(Exception):
+    """A call that no graph can run. The message gives the reason."""
+
+
+class Recorder:
+    """Captures functions as CUDA graphs that share a memory pool: no two of them may be in use at a time.
+
+    device: the GPU of everything that the functions read and write.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+        self._used: torch.cuda.Stream | None = None  # the stream of the last replay
+
+    @staticmethod
+    def check(tensors: Sequence[Tensor]) -> None:
+        """Raise `Unfit` if a call on these tensors cannot be captured or replayed now."""
+        for t in tensors:
+            if not t.is_cuda:
+                raise Unfit(f"a tensor is on the {t.device.type}, and graphs are for GPUs of CUDA")
+            if t.device != tensors[0].device or t.device.index != torch.cuda.current_device():
+                raise Unfit("tensors are not all on the current GPU")
+        if call.launches_are_watched():
+            raise Unfit("a profiler hooks the launches of Triton's kernels, which replays do not call")
+
+    @staticmethod
+    def is_capturing() -> bool:
+        """Return whether the current stream is being captured, by this class or by anyone."""
+        return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+    def record(self, function: Callable[[Replay], T]) -> tuple[T, list[Replay]]:
+        """Run a function while it is captured: its kernels do not run.
+
+        Args:
+            function: gets a function that ends a graph and begins the next, which any thread may call.
+
+        Returns:
+            Its result, and the functions that replay the graphs on the current stream.
+
+        Raises:
+            Unfit: the capture failed.
+        """
+        graphs: list[torch.cuda.CUDAGraph] = []
+        generator = torch.cuda.default_generators[self.device.index]
+        before = generator.clone_state()
+
+        def begin() -> None:
+            graphs.append(torch.cuda.CUDAGraph())
+            graphs[-1].capture_begin(self._pool, capture_error_mode="relaxed")  # another thread may end it
+
+        def cut() -> None:
+            with torch.cuda.stream(self._stream):
+                graphs[-1].capture_end()
+                begin()
+
+        gc.collect()
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()
+        try:
+            with torch.cuda.stream(self._stream), no_generator_restored():
+                begin()
+                try:
+                    result = function(cut)
+                finally:
+                    graphs[-1].capture_end()
+        except Exception as error:
+            generator.graphsafe_set_state(before)  # the state in use still takes itself to be captured
+            cause = error.__context__ or error  # ending a capture that has failed fails, too
+            raise Unfit(f"its capture failed at {line_of(cause)}: {str(cause).splitlines()[0]}") from error
+        return result, [graph.replay for graph in graphs]
+
+    def begin_replay(self) -> None:
+        """Let the current stream wait for the last replay, if that was on another stream."""
+        stream = torch.cuda.current_stream(self.device)
+        if self._used is not None and self._used != stream:
+            stream.wait_stream(self._used)
+        self._used = stream
+
+    def bytes(self) -> int:
+        """Return the size of the memory pool."""
+        segments = torch.cuda.memory_snapshot()
+        return sum(s["total_size"] for s in segments if tuple(s["segment_pool_id"]) == tuple(self._pool))
+
+    # ---- random numbers ----
+
+    def random_state(self) -> Tensor:
+        """Return the state of the generator that kernels draw from."""
+        return torch.cuda.get_rng_state(self.device)
+
+    @staticmethod
+    def host_state() -> Any:
+        """Return the states of the generators whose numbers a graph would repeat."""
+        return random.getstate(), tuple(torch.get_rng_state().tolist())
+
+    @contextlib.contextmanager
+    def drawing_from(self, state: Tensor | None) -> Iterator[None]:
+        """Draw from a state within the context; None: from the present one."""
+        with torch.random.fork_rng([self.device.index], enabled=state is not None):
+            if state is not None:
+                torch.cuda.set_rng_state(state, self.device)
+            yield
+
+    @staticmethod
+    def watch(function: Callable[[], T]) -> tuple[T, str, bool]:
+        """Call a function. Return its result, the line of an operation that made the host wait for the GPU, or "", and
+        whether torch.utils.checkpoint has kept the generator's state."""
+        kept: list[Any] = []
+        before, mode = torch.utils.checkpoint.get_device_states, torch.cuda.get_sync_debug_mode()
+
+        def get_device_states(*args: Any) -> Any:
+            kept.append(args)
+            return before(*args)
+
+        torch.utils.checkpoint.get_device_states = get_device_states
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            with warnings.catch_warnings(record=True) as seen:
+                warnings.simplefilter("always")
+                result = function()
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
+            torch.utils.checkpoint.get_device_states = before
+        waits = [w for w in seen if "synchronizing CUDA operation" in str(w.message)]
+        for w in seen:
+            if w not in waits:
+                warnings.warn_explicit(w.message, w.category, w.filename, w.lineno)
+        return result, f"{waits[0].filename}:{waits[0].lineno}" if waits else "", bool(kept)
+
+
+@contextlib.contextmanager
+def no_generator_restored() -> Iterator[None]:
+    """Let torch.utils.checkpoint keep and restore no generator of the GPU, which a capture does not allow. It is for
+    functions that draw nothing."""
+    before = torch.utils.checkpoint.get_device_states
+    torch.utils.checkpoint.get_device_states = lambda *_: ([], [])
+    try:
+        yield
+    finally:
+        torch.utils.checkpoint.get_device_states = before
+
+
+def line_of(error: BaseException) -> str:
+    """Return the innermost line of Python that raised an error: "file.py:12"."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "an unknown line"

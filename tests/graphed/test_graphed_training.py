@@ -1,0 +1,304 @@
+"""`fastvit.graphs` in training: losses, gradients and parameters are those without graphs, bit by bit."""
+
+import copy
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from host_recorder import HostRecorder
+from library_models import hugging_face, output_of, vit
+from torch import Tensor, nn
+
+import fastvit
+from fastvit.graphed import captured
+from fastvit.study.fitting.choices import BLOCK, Choice, put_on
+
+DROPOUT: dict[str, Any] = {
+    "pos_drop_rate": 0.1, "proj_drop_rate": 0.2, "attn_drop_rate": 0.2, "drop_path_rate": 0.5
+}  # fmt: skip
+
+
+def ours(**options: Any) -> nn.Module:
+    sizes = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 3, "num_heads": 2, "num_classes": 5}
+    return fastvit.VisionTransformer(**sizes, init_values=0.1, **options)  # type: ignore[arg-type]
+
+
+def accelerated() -> nn.Module:
+    model = vit(depth=2, drop_path_rate=0.3)
+    assert fastvit.accelerate(model).accelerated
+    return model
+
+
+def frozen() -> nn.Module:
+    model = ours()
+    model.patch_embed.requires_grad_(False)
+    model.blocks[0].requires_grad_(False)
+    return model
+
+
+def checkpointed() -> nn.Module:
+    model = ours(**DROPOUT)
+    model.set_grad_checkpointing()
+    return model
+
+
+def fitted() -> nn.Module:
+    model = ours(**DROPOUT)
+    put_on(model.blocks[0], Choice("all", "all"))
+    put_on(model.blocks[1], BLOCK)
+    return model
+
+
+class TwoHeads(nn.Module):
+    """Returns a dict with a tensor twice, a number, an output without gradient, and one that no loss reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.read, self.unread = nn.Linear(3072, 8), nn.Linear(8, 5), nn.Linear(8, 5)
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, x: Tensor, *, scale: float = 1.0) -> dict[str, Any]:
+        x = self.norm(self.body(x.flatten(1))) * scale
+        out = self.read(x)
+        return {"logits": out, "again": [out], "unread": self.unread(x), "most": out.argmax(1), "rows": len(x)}
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "dropout": lambda: ours(**DROPOUT),
+    "accelerated": accelerated,
+    "transformers": lambda: hugging_face("ViTForImageClassification"),
+    "frozen": frozen,
+    "checkpointed": checkpointed,
+    "fitted": fitted,
+    "two heads": TwoHeads,
+}
+
+
+def logits(out: Any) -> Tensor:
+    return out["logits"] if isinstance(out, dict) and "logits" in out else output_of(out)
+
+
+def pair(model: nn.Module, **options: Any) -> tuple[nn.Module, nn.Module, Any]:
+    """A model, and a copy of it with graphs."""
+    graphed = copy.deepcopy(model.train())
+    return model, graphed, fastvit.graphs(graphed, **options)
+
+
+def assert_equal(model: nn.Module, graphed: nn.Module) -> None:
+    """Parameters, buffers and gradients."""
+    state, other = model.state_dict(), graphed.state_dict()
+    assert [name for name, t in state.items() if not torch.equal(t, other[name])] == []
+    for (name, p), q in zip(model.named_parameters(), graphed.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None), name
+        assert p.grad is None or torch.equal(p.grad, q.grad), name
+
+
+def train(model: nn.Module, steps: int, **options: Any) -> list[Tensor]:
+    """Steps of two micro batches; the learning rate changes, gradients are clipped, and scaled under autocast."""
+    amp, none = options.pop("amp", False), options.pop("set_to_none", True)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, **options)
+    scaler = torch.amp.GradScaler("cpu", enabled=amp)
+    generator, losses = torch.Generator().manual_seed(1), []
+    for step in range(steps):
+        torch.manual_seed(step)
+        optimizer.zero_grad(set_to_none=none)
+        for _ in range(2):
+            images = torch.randn(4, 3, 32, 32, generator=generator)
+            with torch.autocast("cpu", torch.bfloat16) if amp else nullcontext():
+                loss = logits(model(images)).float().square().mean()
+            scaler.scale(loss).backward()
+            losses.append(loss.detach())
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.param_groups[0]["lr"] *= 0.7
+    return losses
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_train_as_without_graphs(name: str, recorders: list[HostRecorder]) -> None:
+    model, graphed, report = pair(MODELS[name]())
+    expected, losses = train(model, 4), train(graphed, 4)
+    assert all(map(torch.equal, losses, expected))
+    assert_equal(model, graphed)
+    assert [g.replays for g in report.graphs] == [6]
+    assert not report.reasons
+    assert len(recorders) == 1
+
+
+@pytest.mark.parametrize(
+    "options", [{"amp": True}, {"set_to_none": False}, {"fused": True}, {"foreach": True}], ids=lambda o: next(iter(o))
+)
+def test_loops_train_as_without_graphs(options: dict[str, Any]) -> None:
+    model, graphed, report = pair(ours(**DROPOUT))
+    assert all(map(torch.equal, train(graphed, 4, **options), train(model, 4, **options)))
+    assert_equal(model, graphed)
+    assert len(report.graphs) == 1
+
+
+def test_groups_of_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under DistributedDataParallel a gradient is there as soon as its group is computed, and later ones are not."""
+    monkeypatch.setattr(captured, "_GROUP_BYTES", 20_000)
+    monkeypatch.setattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", object())
+    model, graphed, _ = pair(ours())
+    train(model, 2), train(graphed, 2)
+    order: list[tuple[str, int]] = []
+    for name, p in graphed.named_parameters():
+        p.register_post_accumulate_grad_hook(lambda _, name=name: order.append((name, made.replays)))
+    (made,) = HostRecorder.made
+    before = made.replays + 1  # the forward pass
+    train(graphed, 1), train(model, 1)
+    assert_equal(model, graphed)
+    half = len(order) // 2
+    group_of = {name: replays - before for name, replays in order[:half]}
+    assert sorted({*group_of.values()}) == [*range(1, 8)]
+    assert group_of["head.weight"] == 1
+    assert group_of["patch_embed.proj.weight"] >= 6
+    assert order == sorted(order, key=lambda one: one[1])
+
+
+def test_gradients_are_copies() -> None:
+    """A gradient that is kept, and one that a hook sees, are not those of later steps; hooks run once."""
+    model = ours()
+    fastvit.graphs(model)
+    seen: list[Tensor] = []
+    model.head.bias.register_hook(seen.append)
+    outputs = []
+    for _ in range(5):
+        outputs.append(model(torch.randn(2, 3, 32, 32)))
+        outputs[-1].square().sum().backward()
+    total = torch.zeros(5)
+    for g in seen:
+        total += g
+    assert len(seen) == 5
+    assert len({g.data_ptr() for g in seen}) == 5
+    torch.testing.assert_close(model.head.bias.grad, total)
+    assert len({out.data_ptr() for out in outputs}) == 5
+    assert all(out.isfinite().all() for out in outputs)
+
+
+def grads(model: nn.Module, backward: Callable[[nn.Module], Any]) -> list[Tensor | None]:
+    model.zero_grad()
+    torch.manual_seed(7)
+    extra = backward(model)
+    return [*(p.grad for p in model.parameters()), *(extra if extra is not None else ())]
+
+
+def image(seed: int = 2) -> Tensor:
+    return torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(seed))
+
+
+def two_views(model: nn.Module) -> None:
+    a, b = logits(model(image(2))), logits(model(image(3)))
+    (a - b).square().sum().backward()
+
+
+def with_validation(model: nn.Module) -> None:
+    loss = logits(model(image())).square().sum()
+    with torch.no_grad():
+        model(image(3))
+    loss.backward()
+
+
+def twice(model: nn.Module) -> None:
+    loss = logits(model(image())).square().sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def of_gradients(model: nn.Module) -> list[Tensor]:
+    x = image().requires_grad_()
+    out = logits(model(x))
+    (g,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+    (out.sum() + g.square().sum()).backward()
+    return [g.detach(), x.grad]
+
+
+def of_parts(model: nn.Module) -> list[Tensor]:
+    x = image().requires_grad_()
+    loss = logits(model(x)).square().sum()
+    return [*torch.autograd.grad(loss, [x, next(model.parameters())], retain_graph=True), *torch.autograd.grad(loss, x)]
+
+
+def batched(model: nn.Module) -> list[Tensor]:
+    out = logits(model(image()))
+    eye = torch.eye(out.numel()).view(-1, *out.shape)
+    return [*torch.autograd.grad(out, list(model.parameters())[:1], eye, is_grads_batched=True)]
+
+
+def another_output(model: nn.Module) -> None:
+    out = model(image())
+    (out["unread"].sum() + out["logits"].sum()).backward()
+
+
+def expanded(model: nn.Module) -> None:
+    model(image()[:1].expand(2, -1, -1, -1))["logits"].sum().backward()
+
+
+def forgotten(model: nn.Module) -> None:
+    """Calls whose gradients no one can ask for any more."""
+    for seed in range(6):
+        model(image(seed))
+    logits(model(image())).sum().backward()
+
+
+def again_later(model: nn.Module) -> None:
+    """Reentrant checkpointing around the model: forward without gradients, then with them."""
+    x = image().requires_grad_()
+    torch.utils.checkpoint.checkpoint(lambda x: logits(model(x)), x, use_reentrant=True).square().sum().backward()
+
+
+PASSES = [
+    two_views, with_validation, twice, of_gradients, of_parts, batched, another_output, expanded, forgotten, again_later
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("backward", PASSES, ids=lambda f: f.__name__)
+def test_backward_passes(backward: Callable[[nn.Module], Any]) -> None:
+    """Of a model that is captured for the usual call already, and once more when all that is new is captured too."""
+    model, graphed, report = pair(TwoHeads())
+    for _ in range(3):
+        logits(graphed(image())).square().sum().backward()
+        logits(model(image())).square().sum().backward()
+    for _ in range(4):
+        for got, expected in zip(grads(graphed, backward), grads(model, backward), strict=True):
+            assert (got is None) == (expected is None)
+            assert got is None or torch.equal(got, expected)
+    assert_equal(model, graphed)
+    assert report.graphs
+
+
+def test_a_parameter_changed_before_the_backward_pass() -> None:
+    model = ours()
+    fastvit.graphs(model)
+    for _ in range(3):
+        model(image()).sum().backward()
+    out = model(image()).sum()
+    with torch.no_grad():
+        model.head.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified in place"):
+        out.backward()
+
+
+def test_a_second_backward_pass_needs_retain_graph() -> None:
+    model = ours()
+    fastvit.graphs(model)
+    for _ in range(3):
+        loss = model(image()).sum()
+        loss.backward()
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+
+
+def test_a_model_changed_before_a_second_backward_pass() -> None:
+    model = ours()
+    fastvit.graphs(model)
+    for _ in range(3):
+        loss = model(image()).sum()
+        loss.backward(retain_graph=True)
+    model.eval()
+    with pytest.raises(RuntimeError, match="the model has changed"):
+        loss.backward()
