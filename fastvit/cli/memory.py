@@ -23,6 +23,7 @@ EXAMPLES = """examples:
   fastvit memory vit_tiny_patch16_224 --image-size 224,384 --plot memory.svg
   fastvit memory vit_tiny_patch16_224 --mode infer --dtype fp32 --measured
   fastvit memory vit_small_patch14_dinov2 --image-size 518,224,224 --together
+  fastvit memory vit_tiny_patch16_224 --batch 8 --device cuda --graphs
   fastvit memory ./config.json --device cuda --json
 
 For planned figures the model itself runs on fake tensors: nothing is allocated,
@@ -31,6 +32,8 @@ peak, and planned is their sum. Gradients, for example, are small if the peak is
 early in the backward pass.
   saved      tensors that the forward pass keeps for the backward pass
   attention  N x N scores
+  graph      with --graphs: the memory that the captured passes keep, gradients
+             and a copy of the images included; grads are copies in .grad
 """
 
 
@@ -45,6 +48,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--mode", choices=("train", "infer"), default="train", help="a training step, or a forward pass")
     options.add_training(parser)
     add("--checkpointing", action="store_true", help="recompute blocks in the backward pass")
+    add("--graphs", action="store_true", help="the passes as one captured CUDA graph, as fastvit.graphs runs them")
     text = f"of {', '.join(PROVIDERS)} (default: all but compile; with --together fastvit, which alone takes lists)"
     add("--providers", type=options.words_of(PROVIDERS), metavar="P,...", help=text)
     options.add_planned_device(parser)
@@ -66,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("--budget searches batches of one image size, and --together has several")
     if args.providers is None:
         args.providers = ["fastvit"] if args.together else ["eager", "sdpa", "fastvit"]
-    names = ("patch_size", "device", "mode", "dtype", "optimizer", "checkpointing")
+    names = ("patch_size", "device", "mode", "dtype", "optimizer", "checkpointing", "graphs")
     common = {name: getattr(args, name) for name in names}
     sizes = args.image_size or [study.image_size(args.model)]
     points = (1 if args.together else len(sizes)) * len(args.batch) * len(args.providers)
@@ -132,10 +136,10 @@ def _print(found: MemoryStudy, args: argparse.Namespace, fits: list[dict[str, An
     checkpointed = ", checkpointed" if s.checkpointing else ""
     batches = list(dict.fromkeys(p.batch for p in found.points))
     batch = f"batch {batches[0]}" if len(batches) == 1 else "by batch"
-    title = f"{found.model}, {batch}, {step}{checkpointed}, {s.dtype}, {_device(found.device)}: MiB at the peak"
+    title = f"{found.model}, {batch}, {step}{checkpointed}, {s.dtype}, {_device(found)}: MiB at the peak"
     heads = ["image", "N", "batch"][: 2 + (len(batches) > 1)]
     keys = len(heads) + 1
-    heads += ["", "weights", "grads", "optim", "saved", "attention", "other", "planned"]
+    heads += ["", "weights", "grads", "optim", "saved", "attention", "other", *["graph"] * s.graphs, "planned"]
     heads += ["measured"] if args.measured else []
     rows: list[list[str]] = []
     last = None
@@ -166,12 +170,13 @@ def _cells(p: MemoryPoint) -> list[str]:
         return [""] * 7
     parts = p.planned
     other = parts.inputs + parts.temporaries
-    figures = parts.weights, parts.gradients, parts.optimizer, parts.saved, parts.attention, other, parts.peak
+    graph = [parts.graph] if parts.graph else []
+    figures = parts.weights, parts.gradients, parts.optimizer, parts.saved, parts.attention, other, *graph, parts.peak
     return [*map(_mib, figures)]
 
 
-def _device(kind: str) -> str:
-    return "GPU" if kind == "cuda" else "CPU"
+def _device(found: MemoryStudy) -> str:
+    return ("GPU" if found.device == "cuda" else "CPU") + " with CUDA graphs" * found.setting.graphs
 
 
 def _mib(value: int | None) -> str:
@@ -205,6 +210,6 @@ def _plot(found: MemoryStudy, args: argparse.Namespace) -> None:
             panels["activations"][provider] = tokens, [p.activations for p in points]
             panels["whole step"][provider] = tokens, [p.peak for p in planned]
     s = found.setting
-    caption = f"{found.model}, batch {args.batch[0]}, {s.dtype}, {s.optimizer}, planned for a {_device(found.device)}"
+    caption = f"{found.model}, batch {args.batch[0]}, {s.dtype}, {s.optimizer}, planned for a {_device(found)}"
     what = f"peak memory, {'training' if s.mode == 'train' else 'inference'}"
     terminal.write_figure(args.plot, draw(panels, caption, args.theme, what), args.theme)

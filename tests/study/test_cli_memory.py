@@ -1,5 +1,6 @@
 """`fastvit memory`: its table, files and pictures, and what fits into a budget."""
 
+import itertools
 import json
 import sys
 
@@ -52,6 +53,23 @@ def test_a_budget(capsys):
     out, err = capsys.readouterr()
     assert json.loads(out)["fits"][0]["image_size"]["2"] is None
     assert "takes no image_size: its model has one only" in err
+
+
+def test_a_captured_graph(capsys):
+    """In the table, the JSON and the search of what fits."""
+    pytest.importorskip("triton")
+    options = {"mode": "infer", "dtype": "bf16", "device": "cuda"}
+    parts = study.memory(SMALL, **options, image_sizes=(32,), batches=(64,), graphs=True).points[-1].planned
+    words = f"memory {SMALL} --batch 64 --device cuda --mode infer --providers fastvit --graphs".split()
+    assert main(words) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    (row,) = (line for head, line in itertools.pairwise(lines) if head[-2:] == ["graph", "planned"])
+    assert row[-2:] == [f"{n / 2**20:.1f}" for n in (parts.graph, parts.peak)]
+    assert main([*words, "--budget", "16MiB", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["points"][0]["planned"] == vars(parts) | {"peak": parts.peak}
+    fitting = [study.largest_batch(SMALL, "16MiB", **options, graphs=graphs) for graphs in (True, False)]
+    assert [found["fits"][0]["batch"]["32"]] == fitting[:1] < fitting[1:]
 
 
 def test_a_function_in_the_folder_of_the_caller(tmp_path, monkeypatch, capsys):

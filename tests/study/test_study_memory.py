@@ -1,5 +1,6 @@
 """Planned memory against what allocators record, and against arithmetic."""
 
+import itertools
 import random
 from typing import Any
 
@@ -12,7 +13,7 @@ from fastvit import ops, study, zoo
 from fastvit.ops.runtime import backend as backends
 from fastvit.study.memory import growth, search
 from fastvit.study.memory.allocations import Allocations, as_on
-from fastvit.study.memory.plan import plan
+from fastvit.study.memory.plan import plan, trace_step
 from fastvit.study.memory.scaled_step import ScaledStep
 from fastvit.study.memory.search import _largest
 from fastvit.study.memory.step import Setting
@@ -103,6 +104,28 @@ def test_the_parts_of_a_step(kind, monkeypatch):
     assert inference.saved == inference.gradients == inference.optimizer == 0
     checkpointed, kept = parts(checkpointing=True, optimizer="none"), parts(optimizer="none")
     assert kept.peak - checkpointed.peak > depth / 2 * 10 * tokens  # of all; by then there are gradients
+
+
+@pytest.mark.parametrize(
+    ("mode", "optimizer", "px"), [("train", "adamw", 8), ("train", "none", 64), ("infer", "none", 64)]
+)
+def test_a_captured_graph_holds_the_passes(mode, optimizer, px):
+    """Gradients and a copy of the images are in it. Outside it are the gradients' copies and AdamW's square roots, one
+    for each weight; at 8 px these are more than the activations."""
+    pytest.importorskip("triton")
+    options = {"image_sizes": (px,), "batches": (4,), "mode": mode, "optimizer": optimizer, "providers": ("eager",)}
+    (point,) = study.memory(SMALL, **options, device="cuda", graphs=True).points
+    source, setting = find.find(SMALL), Setting(mode, optimizer=optimizer)
+    seen, begin, last, _, groups = trace_step(source, "eager", (px, px), 4, setting, gpu=True)
+    given = set().union(*(groups[name] for name in ("weights", "optimizer", "inputs")))
+    changes = [seen.storages[n].nbytes * (1 if came else -1) for n, came in seen.events[begin:last] if n not in given]
+    images, parts = 4 * 3 * px**2 * 2, point.planned
+    weights = sum(-(-2 * p.numel() // 512) * 512 for p in source.build("eager", (px, px)).parameters())
+    assert parts.graph == max(itertools.accumulate(changes)) + images > point.activations
+    assert parts.gradients == (weights if mode == "train" else 0)
+    assert parts.temporaries == (weights if optimizer == "adamw" else 0)
+    assert (parts.saved, parts.attention, parts.inputs) == (0, 0, images)
+    assert parts.peak == parts.weights + parts.gradients + parts.optimizer + images + parts.temporaries + parts.graph
 
 
 def test_autocast_on_a_gpu_has_scores_in_float32():
@@ -234,6 +257,9 @@ def test_a_plan_scaled_from_two_traces_is_the_plan(row, monkeypatch):
         ({"providers": ("flash",)}, "providers must be of .*got 'flash'"),
         ({"providers": ("compile",)}, "'compile' has no planned figures"),
         ({"device": "cuda", "measured": True}, "needs a GPU"),
+        ({"graphs": True}, "graphs=True is planned for device='cuda' only"),
+        ({"graphs": True, "measured": True}, "graphs=True is planned only"),
+        ({"graphs": True, "providers": ("compile",)}, "graphs=True is planned only"),
         ({"batches": (2**63,)}, f"batch must be a positive integer, at most 1048576, got {2**63}"),
         ({"image_sizes": (2**63,)}, f"image_size must have sides of at most 65536 pixels, got {2**63}"),
         ({"together": True, "providers": ("fastvit", "sdpa")}, "providers must be .'fastvit',. with together=True"),

@@ -60,7 +60,7 @@ def collect(
             except ValueError as error:
                 return {"plan": None, "note": f"No memory is planned: {error}."}
             for s, p in itertools.product(sizes, patches):
-                parts = {b: astuple((one if b == 1 else more).parts(s, p, b)) for b in BATCHES}
+                parts = {b: astuple((one if b == 1 else more).parts(s, p, b))[:-1] for b in BATCHES}
                 plans[provider][mode][dtype][f"{s}x{p}"] = parts
         step("recomputation")
         start, fit = f"{size[0]}x{patch[0]}", None
@@ -76,7 +76,7 @@ def collect(
     right = plan(source, last, size, _START, Setting("train", "bfloat16"), gpu=gpu).parts.peak
     off = abs(sum(plans[last]["train"]["bfloat16"][start][_START]) / right - 1)
     return {
-        "parts": [f.name for f in fields(Parts)], "providers": providers, "modes": MODES, "dtypes": DTYPES,
+        "parts": [f.name for f in fields(Parts)][:-1], "providers": providers, "modes": MODES, "dtypes": DTYPES,
         "sizes": sizes, "patches": patches, "batches": BATCHES, "plan": plans,
         "budgets": BUDGETS, "fit": fit,
         "tokens": {f"{s}x{p}": (s // p) ** 2 + prefix for s in sizes for p in patches},

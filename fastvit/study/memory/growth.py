@@ -85,7 +85,7 @@ def memory(
     model: str, *, image_sizes: Sequence[Pair] = (224, 384, 512, 768, 1024), batches: Sequence[int] = (8,),
     patch_size: Pair | None = None, mode: str = "train", dtype: str = "bfloat16", optimizer: str = "adamw",
     checkpointing: bool = False, providers: Sequence[str] | None = None, device: str | None = None,
-    measured: bool = False, together: bool = False, progress: Progress = silent,
+    measured: bool = False, together: bool = False, graphs: bool = False, progress: Progress = silent,
 ) -> MemoryStudy:  # fmt: skip
     """Plan, and on request measure, the peak memory of a model's step, for every provider, image size and batch.
 
@@ -114,15 +114,17 @@ def memory(
         measured: run the steps too, on `device`, and read its allocator.
         together: one step with images of all sizes, as a list that has a batch of each, instead of a step for each
             size. The model is one of `fastvit.list_models()`; its positions are for its default size.
+        graphs: plan the step as `fastvit.graphs` runs it on a GPU: its passes are one captured CUDA graph, which keeps
+            its memory during the optimizer's step.
         progress: called with a text before every point.
 
     Raises:
-        ValueError: an unknown model, an image size that the patch does not divide, measured=True without a GPU, and
-            other wrong arguments.
+        ValueError: an unknown model, an image size that the patch does not divide, measured=True without a GPU,
+            graphs=True for a CPU or with measured=True, and other wrong arguments.
         FileNotFoundError: no such configuration.
         ImportError: a library that the model needs, or triton for device="cuda", is not installed.
     """
-    setting = Setting(mode, dtype, optimizer if mode == "train" else "none", checkpointing)
+    setting = Setting(mode, dtype, optimizer if mode == "train" else "none", checkpointing, graphs)
     source = find(model)
     kind = checked_device(device)
     if providers is None:
@@ -132,6 +134,8 @@ def memory(
     for provider in providers:
         if provider not in (*PROVIDERS, "compile"):
             raise ValueError(f"providers must be of {(*PROVIDERS, 'compile')}, got {provider!r}")
+    if graphs and (measured or "compile" in providers):
+        raise ValueError("graphs=True is planned only: measured=True and the provider 'compile' run steps without it")
     if "compile" in providers and not measured:
         raise ValueError("the provider 'compile' has no planned figures, and needs measured=True")
     if measured and kind == "cuda" and not torch.cuda.is_available():

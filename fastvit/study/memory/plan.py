@@ -14,9 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
+from fastvit.blocks.hooks import without_hooks
 from fastvit.study.memory.allocations import Allocations, as_on
 from fastvit.study.memory.step import DTYPES, Setting, Step, Together, images_of
-from fastvit.study.sources.hooks import without_hooks
 from fastvit.study.sources.model_source import ModelSource, one_line_errors
 
 _CPU = torch.device("cpu")
@@ -34,6 +34,9 @@ class Parts:
         saved: tensors that the forward pass keeps for the backward pass, except attention matrices.
         attention: (B, H, N, N) scores and probabilities, and their gradients.
         temporaries: everything else.
+        graph: with `Setting.graphs`, what the captured graph holds: the peak of its passes, their gradients included,
+            and its own copy of the images. `gradients` are then the copies in `.grad`, `saved` and `attention` are 0,
+            and `temporaries` are the optimizer's. Otherwise 0.
     """
 
     weights: int
@@ -43,6 +46,7 @@ class Parts:
     saved: int
     attention: int
     temporaries: int
+    graph: int = 0
 
     @property
     def peak(self) -> int:
@@ -76,18 +80,27 @@ def plan(
     Args:
         gpu: plan for a GPU, where fused ops run Triton kernels; else for a CPU.
         together: sizes of a list of images, with a batch of each, instead of a batch of the model's image_size.
+
+    Raises:
+        ValueError: `setting.graphs` for a CPU, and other wrong arguments.
     """
+    if setting.graphs and not gpu:
+        raise ValueError("graphs=True is planned for device='cuda' only, which needs no GPU")
     seen, begin, last, _, groups = trace_step(
         source, provider, image_size, batch, setting, gpu=gpu, patch_size=patch_size, together=together
     )
     at_peak, parts = seen.held(begin), {}
+    given = groups["weights"] | groups["optimizer"] | groups["inputs"]
+    passes = set(range(len(seen.storages))) - given
+    if setting.graphs:  # the graph's memory is never released, so the peak is in the optimizer's step
+        temporaries = seen.held(last, of={n for n, came in seen.events[last:] if came})
+        at_peak = given | groups["gradients"] | temporaries
+        parts["graph"] = seen.bytes_of(seen.held(begin, last, passes)) + seen.bytes_of(groups["inputs"])
     for name, group in groups.items():
         parts[name] = seen.bytes_of(at_peak & group)
         at_peak -= group
     parts["temporaries"] = seen.bytes_of(at_peak)
-    activations = set(range(len(seen.storages))).difference(
-        *(groups[name] for name in ("weights", "gradients", "optimizer", "inputs"))
-    )
+    activations = passes - groups["gradients"]
     largest = [seen.bytes_of(seen.held(begin, last, storages)) for storages in (activations, groups["attention"])]
     return MemoryPlan(Parts(**parts), seen.tokens, *largest)
 

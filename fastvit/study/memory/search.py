@@ -26,7 +26,7 @@ def largest_batch(
         budget: bytes, or text such as "24GiB".
         image_size: None for the model's default.
         provider: "eager", "sdpa" or "fastvit".
-        setting: mode, dtype, optimizer, checkpointing, as in `memory`.
+        setting: mode, dtype, optimizer, checkpointing, graphs, as in `memory`.
 
     Raises:
         ValueError, FileNotFoundError, ImportError: as `memory`.
@@ -48,7 +48,7 @@ def largest_image(
         model, patch_size, device: as in `memory`; patches must be square.
         batch: images.
         provider: "eager", "sdpa" or "fastvit".
-        setting: mode, dtype, optimizer, checkpointing, as in `memory`.
+        setting: mode, dtype, optimizer, checkpointing, graphs, as in `memory`.
     """
     check_batch(batch)
     source = find(model)

@@ -27,6 +27,7 @@ class Setting:
         dtype: of parameters and activations, or "amp": float32 parameters under autocast to bfloat16.
         optimizer: "adamw", "sgd" (with momentum) or "none" (no step). For "train" only.
         checkpointing: recompute blocks in the backward pass. For "train" only.
+        graphs: the passes are one captured CUDA graph, as `fastvit.graphs` captures them. Planned only, for a GPU.
 
     Raises:
         ValueError: an unknown value.
@@ -36,6 +37,7 @@ class Setting:
     dtype: str = "bfloat16"
     optimizer: str = "adamw"
     checkpointing: bool = False
+    graphs: bool = False
 
     def __post_init__(self) -> None:
         for name, allowed in (("mode", MODES), ("dtype", tuple(DTYPES)), ("optimizer", OPTIMIZERS)):
