@@ -40,7 +40,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--providers",
         type=words_of(PROVIDERS),
-        help=f"of {','.join(PROVIDERS)}; default all but the kernels of SDPA by name, on a CPU what is not compiled",
+        help=f"of {','.join(PROVIDERS)}; default all but the kernels of SDPA by name, on a CPU eager,sdpa,fastvit",
     )
     group.addoption("--bench-seconds", type=float, help="timed seconds for each case and step")
 

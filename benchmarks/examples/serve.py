@@ -1,20 +1,19 @@
-"""Measure the latency of a timm model at batch 1, untouched and accelerated; on a GPU also as CUDA graphs.
+"""Measure the latency of a timm model at batch 1, untouched and accelerated; on a GPU also with `fastvit.graphs`.
 
     python benchmarks/examples/serve.py --model vit_base_patch16_224
 
-At batch 1 a GPU waits for its host, which queues kernels one by one; a CUDA graph queues all of them at once. On a CPU
-the accelerated model runs PyTorch's own fused functions: fastvit's kernels are for GPUs.
+At batch 1 a GPU waits for its host, which queues kernels one by one; a CUDA graph queues all of them at once. The first
+two calls warm up, the third is captured, later ones are replayed. On a CPU the accelerated model runs PyTorch's own
+fused functions: fastvit's kernels are for GPUs.
 """
 
 import argparse
 import copy
 import sys
 import time
-from collections.abc import Callable
-from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import fastvit
 from fastvit.cli import options, terminal
@@ -22,7 +21,7 @@ from fastvit.cli import options, terminal
 WARM_UP = 5
 
 
-def latencies(models: dict[str, Callable[..., Any]], image: Tensor, rounds: int) -> dict[str, Tensor]:
+def latencies(models: dict[str, nn.Module], image: Tensor, rounds: int) -> dict[str, Tensor]:
     """Milliseconds of every call (rounds,), the models in turn: what slows the machine down for a while slows all."""
     taken: dict[str, list[float]] = {name: [] for name in models}
     for _ in range(WARM_UP + rounds):
@@ -52,10 +51,11 @@ def main() -> int:
     image = torch.randn(1, *timm.data.resolve_model_data_config(model)["input_size"], device=device, dtype=dtype)
     accelerated = copy.deepcopy(model)
     print(fastvit.accelerate(accelerated))
-    models: dict[str, Callable[..., Any]] = {"timm": model, "timm, accelerated": accelerated}
-    if gpu:  # a graphed model is changed in place
+    models: dict[str, nn.Module] = {"timm": model, "timm, accelerated": accelerated}
+    if gpu:
         for name, each in list(models.items()):
-            models[f"{name}, CUDA graph"] = torch.cuda.make_graphed_callables(copy.deepcopy(each), (image,))
+            models[f"{name}, graphs"] = graphed = copy.deepcopy(each)
+            fastvit.graphs(graphed)
 
     where = torch.cuda.get_device_name() if gpu else f"a CPU, {torch.get_num_threads()} threads, no kernel of fastvit"
     print(f"\n{args.model}, batch 1, {dtype}, on {where}: milliseconds, {args.rounds} calls, in turn")

@@ -113,7 +113,7 @@ def _selected(*ops: str) -> tuple[str, ...]:
 
 
 def _rows(ops: tuple[str, ...], folder: Path, limit: float, *options: str) -> Command:
-    plugin = ("-p", "benchmarks.gpu.rows", "--journal", str(folder), "--providers", "eager,flash,cudnn,fastvit")
+    plugin = ("-p", "benchmarks.gpu.rows", "--journal", str(folder), "--providers", "eager,flash,cudnn,fastvit,graphs")
     uses = "quick" if "--quick" in options else "headline"
     results = tuple(row_name(workload, mode) for workload in workloads(uses, ops=ops) for mode in MODES)
     name = ops[0] if len(ops) == 1 else "others"

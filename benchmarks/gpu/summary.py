@@ -230,25 +230,25 @@ input, parameter, output and gradient once a pass; of the limit: the share of th
 
 def _rows(records: list[Record], rates: Rates) -> list[str]:
     alone, called, notes = [], [], []
-    for r in records:
-        if r["kind"] != "row":
-            continue
+    rows = [r for r in records if r["kind"] == "row"]
+    with_graphs = (*PROVIDERS, *["graphs"] * any("graphs" in r.get("providers", {}) for r in rows))
+    for r in rows:
         by_provider = r.get("providers", {})
         name = r["name"] if r["status"] == "passed" else f"{r['name']} (**{reason(r)[:160].replace('|', '/')}**)"
         reached = rates.cells(r["name"], by_provider.get("fastvit", {}).get("graph"))
         alone.append(
             [name, *(_us(by_provider, provider, "graph") for provider in PROVIDERS), *reached, _over(r, "graph")]
         )
-        called.append([name, *(_us(by_provider, provider, "called") for provider in PROVIDERS), _over(r, "called")])
+        called.append([name, *(_us(by_provider, provider, "called") for provider in with_graphs), _over(r, "called")])
         notes += [
             f"- {r['name']}, {provider}: {words}"
             for provider, result in by_provider.items()
             for words in (result.get("skipped"), result.get("remark"))
             if words
         ]
-    times = [f"{name} us" for name in PROVIDERS]
+    times = [f"{name} us" for name in with_graphs]
     return [
-        *_table(["the GPU alone", *times, "rate", "of the limit", "us / fastvit's"], alone),
+        *_table(["the GPU alone", *times[: len(PROVIDERS)], "rate", "of the limit", "us / fastvit's"], alone),
         *_table(["called", *times, "us / fastvit's"], called),
         *_LEGEND * bool(alone),
         *notes,

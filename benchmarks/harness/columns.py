@@ -1,4 +1,4 @@
-"""Format a table of at most 100 columns, for a terminal or a file."""
+"""Format a table of 100 columns, more where numbers would be cut, for a terminal or a file."""
 
 from __future__ import annotations
 
@@ -16,12 +16,17 @@ def make(columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1
     from rich.table import Table
 
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False)
+    rows = list(rows)
     for i, name in enumerate(columns):
-        table.add_column(name, justify="left" if i < left else "right", no_wrap=i > 0, overflow="fold")
+        longest = max(len(line) for row in (columns, *rows) for line in row[i].split("\n"))
+        least = longest if i else min(longest, 10)
+        table.add_column(name, justify="left" if i < left else "right", no_wrap=i > 0, overflow="fold", min_width=least)
     for row in rows:
         table.add_row(*row)
-    console = Console(width=WIDTH, file=io.StringIO(), color_system=None, markup=False, emoji=False, highlight=False)
-    console.width = min(WIDTH, max(width, console.measure(table).minimum))  # with less, numbers would be cut
+    console = Console(
+        width=10 * WIDTH, file=io.StringIO(), color_system=None, markup=False, emoji=False, highlight=False
+    )
+    console.width = max(min(width, WIDTH), console.measure(table).minimum)
     with console.capture() as captured:
         console.print(table)
     return [line.rstrip().replace("─", "-") for line in captured.get().splitlines()]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.harness.photographs import photographs
+from fastvit.graphed import GraphsReport
 from fastvit.study.accuracy.cases import WITHOUT_GRADIENT, values
 
 
@@ -71,12 +72,14 @@ class Draw:
 
 @dataclass
 class Runner:
-    """A workload as one provider runs it. `forward()` computes from tensors that it already holds."""
+    """A workload as one provider runs it. `forward()` computes from tensors that it already holds. report: of
+    `fastvit.graphs` on the module, if that was called."""
 
     forward: Callable[[], Tensor | tuple[Tensor, ...]]
     inputs: tuple[Tensor, ...]
     parameters: tuple[Tensor, ...] = ()
     module: nn.Module | None = None
+    report: GraphsReport | None = None
 
     @property
     def leaves(self) -> tuple[Tensor, ...]:

@@ -1,5 +1,6 @@
-"""Build every op and model as each provider runs it: eager, SDPA, compiled, fastvit. Tensors of an op have the names of
-the table of ops, `study.accuracy.cases`, and are drawn in one fixed order: all providers get the same numbers."""
+"""Build every op and model as each provider runs it: eager, SDPA, compiled, fastvit without and with graphs. Tensors of
+an op have the names of the table of ops, `study.accuracy.cases`, and are drawn in one fixed order: all providers get
+the same numbers."""
 
 from __future__ import annotations
 
@@ -24,10 +25,12 @@ from fastvit.study.accuracy.cases import Shapes, sizes
 from fastvit.study.sources.baselines import plain_model, use_sdpa
 from fastvit.study.sources.model_source import output_of
 
-PROVIDERS = ("eager", "sdpa", "flash", "cudnn", "compile", "graph", "fastvit")
+PROVIDERS = ("eager", "sdpa", "flash", "cudnn", "compile", "graph", "fastvit", "graphs")
 COMPILED = ("compile", "graph")
+FIRST_CALLS = {"compile": 1, "graph": 1, "graphs": 3}  # that compile, or warm up and capture
 Sizes = dict[str, Any]
 _OF_ATTENTION = ("eager", "sdpa", "compile", "fastvit")
+_OF_MODULES = (*_OF_ATTENTION, "graphs")
 
 
 def compiled(provider: str, forward: Callable[..., Any], **options: Any) -> Callable[..., Any]:
@@ -330,11 +333,11 @@ OPS = {
     "mlp": Op(mlp),
     "layer_norm_mlp": Op(functools.partial(mlp, norm=True)),
     "patch_embed": Op(patch_embed, note=f"on {SOURCE}"),
-    "block": Op(block, _OF_ATTENTION, _few_samples),
-    "model": Op(model, _OF_ATTENTION, _few_images, f"on {SOURCE}"),
+    "block": Op(block, _OF_MODULES, _few_samples),
+    "model": Op(model, _OF_MODULES, _few_images, f"on {SOURCE}"),
     "accelerate": Op(
         accelerate,
-        ("sdpa", "compile", "graph", "fastvit"),
+        ("sdpa", "compile", "graph", "fastvit", "graphs"),
         lambda sizes: {"B": min(sizes["B"], 2), "depth": min(sizes.get("depth", 12), 2)},
         f"ViT-B/16 at 224 px unless a case says another size, on {SOURCE}; sdpa: the library's own",
     ),

@@ -50,6 +50,8 @@ compile   the latter, or where an op has no attention the former, under
           torch.compile
 graph     the same under fastvit.compile, with fastvit's ops in the graph
 fastvit   this package
+graphs    its modules and models after fastvit.graphs; "ms called" only, because
+          the GPU alone runs the same kernels
 ms        median of interleaved rounds, at least seven, their order random
 MB        the most that one step allocates at a time: activations, temporaries,
           results, gradients; those of parameters do not grow with N
@@ -81,10 +83,11 @@ def render(records: Sequence[Record], ceilings: Ceilings, width: int = WIDTH) ->
     for op in sorted({r.op for r in records}, key=lambda op: (known.index(op) if op in known else len(known), op)):
         mine = _small_first([r for r in records if r.op == op])
         names = [name for name in PROVIDERS if any(name in r.providers for r in mine)]
-        times = [] if op.startswith("memory") else [*_table(mine, names, "ms", ceilings, width), ""]
+        alone = [name for name in names if name != "graphs"]  # which has only a time as called
+        times = [] if op.startswith("memory") else [*_table(mine, alone, "ms", ceilings, width), ""]
         if any(p.called for r in mine for p in r.providers.values()):
             times += [*_table([_as_called(r) for r in mine], names, "ms called", ceilings, width), ""]
-        yield op, [*times, *_table(mine, names, "MB", ceilings, width), *_remarks(mine)]
+        yield op, [*times, *_table(mine, alone, "MB", ceilings, width), *_remarks(mine)]
     if notes := [*_notes(records)]:
         yield "notes", notes
 

@@ -21,6 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks.harness.draw import Draw, Runner
 from benchmarks.harness.providers import COMPILED, OPS, VIT_B_16, compiled
 from benchmarks.harness.sdpa_backend import BY_NAME
+from fastvit.graphed import graphs
 
 Step = Callable[[], tuple[Tensor, ...]]
 LIST = Path(__file__).with_name("workloads.txt")
@@ -57,6 +58,11 @@ class Workload:
     def runner(self, provider: str, draw: Draw, *, check: bool = False) -> Runner:
         sizes = {**self.sizes, **self.check} if check else self.sizes
         provider = "sdpa" if provider in BY_NAME else provider
+        if provider == "graphs":
+            runner = OPS[self.op].build("fastvit", draw, **sizes)
+            assert runner.module is not None
+            runner.report = graphs(runner.module)
+            return runner
         if provider not in COMPILED:
             return OPS[self.op].build(provider, draw, **sizes)
         # the best plain PyTorch for this op

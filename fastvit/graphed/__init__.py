@@ -93,7 +93,7 @@ def graphs(model: nn.Module, *, batches: Sequence[int] | None = None, keep: int 
     A call runs as without graphs, with one warning for each reason, if a graph could not do the same: hooks on modules
     in the model, tensors on a CPU, a checkpoint around the model, an operation that waits for the GPU, and others. A
     backward pass that comes a second time, or that is differentiated (create_graph), computes the forward pass again.
-    torch.compile and torch.export see the model without graphs.
+    torch.compile, torch.export, modes such as FLOP counters and an outer capture see the model without graphs.
 
     The graphs of a model share memory that they never return. It is held in addition to that of tensors outside: of
     calls that wait for their backward pass at one time, each has memory of its own. `fastvit memory --graphs` plans it.

@@ -126,7 +126,8 @@ class Captured:
         for i, t in enumerate(wanted):
             t.register_hook(lambda _, i=i: gradient_is_ready(i))
         of, given = [outputs[i] for i in self.out_gradients], list(self.out_gradients.values())
-        return list(torch.autograd.grad(of, wanted, given, allow_unused=True)), groups
+        with torch.autocast(wanted[0].device.type, enabled=False):  # backward passes run outside of it
+            return list(torch.autograd.grad(of, wanted, given, allow_unused=True)), groups
 
     # ---- replays ----
 
@@ -207,8 +208,9 @@ class Call:
             self._recomputed = None if fits else self._recompute(given, saved())
         if self._recomputed is not None:
             return [self._recomputed[i] for i in self.captured.groups[group][0]]
-        self.left -= 1
-        return self.captured.replay_backward(group, given)
+        gradients = self.captured.replay_backward(group, given)
+        self.left -= 1  # from 0 on other threads may replay what is in this arena
+        return gradients
 
     def _recompute(self, given: Sequence[Tensor | None], tensors: Sequence[Tensor]) -> list[Tensor | None]:
         with torch.enable_grad():

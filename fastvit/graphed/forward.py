@@ -31,6 +31,7 @@ _WARM_UPS = 2  # calls before a capture
 _MOST_ARENAS = 4  # calls that wait for their backward pass at one time, each with memory of its own
 _MOST_CAPTURES = 16  # for each graph that is kept: more would cost more time than they save
 _MOST_VERSIONS = 100  # of the model
+_MOST_KINDS = 1000
 _CLOSE = 0.05  # of the largest value: what another batch size may change by rounding
 
 
@@ -38,8 +39,8 @@ _CLOSE = 0.05  # of the largest value: what another batch size may change by rou
 class _Kind:
     """What is known of a kind of calls.
 
-    calls: how many there were; in training, how many have had a backward pass.
-    forwards: how many there were in training.
+    forwards: how many calls there were before the capture.
+    calls: how many of them count: in training, those that have had a backward pass.
     gradients: numbers of the outputs that gradients came for in the last backward pass.
     draws: whether the forward pass draws random numbers.
     rows_are_independent: whether more rows leave the first ones as they are; None: not known.
@@ -47,8 +48,8 @@ class _Kind:
     captured: its graphs in each arena.
     """
 
-    calls: int = 0
     forwards: int = 0
+    calls: int = 0
     gradients: set[int] = field(default_factory=set)
     draws: bool = False
     rows_are_independent: bool | None = None
@@ -102,7 +103,8 @@ class Graphed:
         return self.before or getattr(type(self.model), self.name).__get__(self.model)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if is_compiling() or recorder.Recorder.is_capturing():  # an outer graph sees what the model calls
+        # What compiles, traces, counts or captures has to see what the model calls
+        if is_compiling() or backend.is_traced() or recorder.Recorder.is_capturing():
             return self.plain(*args, **kwargs)
         try:
             return self._run(args, kwargs)
@@ -136,6 +138,8 @@ class Graphed:
                     raise Unfit("a list has no batch size to be rounded")
                 leaves = self.rounded(values)
             key = version, spec, *_described(leaves, wants), *_circumstances(tensors[0].device.type), wants
+            if len(self._kinds) > _MOST_KINDS:
+                self._kinds = {key: kind for key, kind in self._kinds.items() if kind.captured}
             kind = self._kinds.setdefault(key, _Kind())
             if kind.reason:
                 raise Unfit(kind.reason)
@@ -201,7 +205,8 @@ class Graphed:
         random, host, versions = of.random_state(), of.host_state(), versions_of(tensors)
         result, waits, checkpoints = of.watch(lambda: run([*map(_grown, tensors, leaves.sizes)]))
         kind.draws |= not torch.equal(random, of.random_state())
-        if waits:
+        kind.forwards += 1
+        if waits and kind.forwards > 1:  # the first call may wait for tables that it makes
             kind.reason = f"an operation at {waits} waits for the GPU"
         elif host != of.host_state():
             kind.reason = "it draws random numbers on the host, which a graph would repeat"
@@ -213,7 +218,6 @@ class Graphed:
         if not wants:
             kind.calls += 1
             return result if leaves.rows is None else outputs.result([t[: leaves.rows] for t in outputs.tensors])
-        kind.forwards += 1
         if kind.forwards > _WARM_UPS and not kind.calls:
             self.note("no backward pass came; torch.no_grad() would let the call be captured")
         came: set[int] = set()
@@ -313,8 +317,6 @@ def check_unobserved() -> None:
     """Raise `Unfit` if something has to see what the model calls."""
     if has_global_hooks():
         raise Unfit("there are hooks on all modules, which replays do not call")
-    if backend.is_traced():
-        raise Unfit("a mode, a transform or a tracer sees what it calls")
     if top_saved_tensors_hooks is None or top_saved_tensors_hooks(True) is not None:
         raise Unfit("hooks see what is saved for the backward pass, as around a checkpoint")
 

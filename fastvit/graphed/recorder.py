@@ -8,6 +8,7 @@ import random
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -18,6 +19,7 @@ from fastvit.ops.runtime import call
 
 T = TypeVar("T")
 Replay = Callable[[], object]
+_TORCH = str(Path(torch.__file__).parent)
 
 
 class Unfit(Exception):
@@ -65,12 +67,11 @@ class Recorder:
             Unfit: the capture failed.
         """
         graphs: list[torch.cuda.CUDAGraph] = []
-        generator = torch.cuda.default_generators[self.device.index]
-        before = generator.clone_state()
 
         def begin() -> None:
             graphs.append(torch.cuda.CUDAGraph())
-            graphs[-1].capture_begin(self._pool, capture_error_mode="relaxed")  # another thread may end it
+            with torch.inference_mode(False):  # torch 2.9: the generator's tensors would be of that mode
+                graphs[-1].capture_begin(self._pool, capture_error_mode="relaxed")  # another thread may end it
 
         def cut() -> None:
             with torch.cuda.stream(self._stream):
@@ -88,10 +89,20 @@ class Recorder:
                 finally:
                     graphs[-1].capture_end()
         except Exception as error:
-            generator.graphsafe_set_state(before)  # the state in use still takes itself to be captured
+            self._clean_up()
             cause = error.__context__ or error  # ending a capture that has failed fails, too
             raise Unfit(f"its capture failed at {line_of(cause)}: {str(cause).splitlines()[0]}") from error
         return result, [graph.replay for graph in graphs]
+
+    def _clean_up(self) -> None:
+        """Undo what a failed capture leaves behind: the pool takes allocations as if it went on, and so does the
+        generator take draws, until another capture ends."""
+        with contextlib.suppress(AttributeError, RuntimeError):  # it takes none
+            torch._C._cuda_endAllocateToPool(self.device.index, self._pool)
+            torch._C._cuda_releasePool(self.device.index, self._pool)
+        number = torch.zeros(1, device=self.device)
+        with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=self._stream):
+            number.add_(1)
 
     def begin_replay(self) -> None:
         """Let the current stream wait for the last replay, if that was on another stream."""
@@ -135,18 +146,18 @@ class Recorder:
             kept.append(args)
             return before(*args)
 
-        torch.utils.checkpoint.get_device_states = get_device_states
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            with warnings.catch_warnings(record=True) as seen:
-                warnings.simplefilter("always")
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            torch.utils.checkpoint.get_device_states = get_device_states
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
                 result = function()
-        finally:
-            torch.cuda.set_sync_debug_mode(mode)
-            torch.utils.checkpoint.get_device_states = before
+            finally:
+                torch.cuda.set_sync_debug_mode(mode)
+                torch.utils.checkpoint.get_device_states = before
         waits = [w for w in seen if "synchronizing CUDA operation" in str(w.message)]
         for w in seen:
-            if w not in waits:
+            if w not in waits and "debug mode is a prototype" not in str(w.message):
                 warnings.warn_explicit(w.message, w.category, w.filename, w.lineno)
         return result, f"{waits[0].filename}:{waits[0].lineno}" if waits else "", bool(kept)
 
@@ -164,6 +175,7 @@ def no_generator_restored() -> Iterator[None]:
 
 
 def line_of(error: BaseException) -> str:
-    """Return the innermost line of Python that raised an error: "file.py:12"."""
+    """Return the innermost line outside of torch that led to an error: "file.py:12"."""
     frames = traceback.extract_tb(error.__traceback__)
-    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "an unknown line"
+    own = [frame for frame in frames if not frame.filename.startswith(_TORCH)] or frames
+    return f"{own[-1].filename}:{own[-1].lineno}" if own else "an unknown line"

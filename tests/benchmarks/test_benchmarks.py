@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from host_recorder import HostRecorder
 
 from benchmarks.harness import clock as clock_module
 from benchmarks.harness import measure, timing
@@ -18,11 +19,13 @@ from benchmarks.harness.clock import Clock, Quantiles
 from benchmarks.harness.draw import Draw, Runner
 from benchmarks.harness.provenance import ROOT
 from benchmarks.harness.providers import OPS, Op
+from benchmarks.harness.record import Provider
 from benchmarks.harness.sdpa_backend import SdpaBackend
 from benchmarks.harness.table import FIRST
 from benchmarks.harness.workloads import Workload, workloads
 from benchmarks.report import plot
 from fastvit import reference
+from fastvit.graphed import recorder
 from fastvit.study.sources.baselines import use_sdpa
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -67,6 +70,33 @@ def test_agreement_lets_through_what_is_right_and_stops_what_is_wrong(error, mod
     else:
         ratios = measure.agreement(*arguments)
         assert ratios["fastvit"] == ratios["eager"] < 1.0
+
+
+@pytest.mark.parametrize("mode", ["inference", "training"])
+def test_graphs_are_compared_and_timed_as_replays(mode, monkeypatch):
+    """Where nothing is captured, the remark says why."""
+    made: list[HostRecorder] = []
+    monkeypatch.setattr(HostRecorder, "made", made)
+    monkeypatch.setattr(recorder, "Recorder", HostRecorder)
+    (block,) = workloads("quick", ops=("block",))
+    ratios = measure.agreement(block, mode, ("fastvit", "graphs"), torch.float32, CPU)
+    assert ratios["graphs"] == ratios["fastvit"]
+    assert made[-1].replays == (1 if mode == "inference" else 2)
+
+    def first_calls() -> tuple[Callable[[], object], str]:
+        session: Any = SimpleNamespace(dtype=torch.float32, device=CPU, clock=Clock(CPU))
+        record: Any = SimpleNamespace(mode=mode, providers={"graphs": Provider()})
+        step, _ = measure._first_calls(session, block, "graphs", record)
+        return step, record.providers["graphs"].remark
+
+    step, remark = first_calls()
+    before = made[-1].replays
+    step()
+    assert (made[-1].replays > before, remark) == (True, "")
+    monkeypatch.setattr(HostRecorder, "refuses", "of a reason")
+    with pytest.warns(UserWarning, match="its capture failed"):
+        _, remark = first_calls()
+    assert remark.startswith("not timed, it runs as without graphs: its capture failed at")
 
 
 def test_cost_of_a_matmul(monkeypatch):

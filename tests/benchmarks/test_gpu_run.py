@@ -186,6 +186,16 @@ def test_sanitizer_cases_launch_every_kernel():
     assert {kernel for op in sanitize.ops() for kernel in sanitize.rehearse(op)} == kernels
 
 
+def test_graphs_are_a_column_of_the_calls_where_they_were_timed():
+    time = {"median": 2e-6}
+    providers = {"fastvit": {"called": time, "graph": time}, "graphs": {"called": {"median": 1e-6}}}
+    row = {"kind": "row", "name": "a", "status": "passed", "op": "model", "mode": "training", "providers": providers}
+    old = row | {"providers": {"fastvit": providers["fastvit"]}}
+    alone, called = (line for line in summary.markdown([row]).splitlines() if line.startswith("| a |"))
+    assert called == "| a | - | - | - | 2.0 | 1.0 | 0.50x graphs |"
+    assert "graphs" not in alone + summary.markdown([old])
+
+
 def test_the_verdict_has_what_is_wrong_first_and_compares_what_was_timed():
     def record(kind: str, name: str, status: str = "passed", **about: Any) -> Record:
         return {"kind": kind, "name": name, "status": status, **about}

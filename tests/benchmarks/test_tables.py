@@ -53,6 +53,17 @@ def test_a_table_has_times_peaks_and_remarks():
     assert row(table_lines(record), "ms")[-4:] == ["-", "-", "-", "-"], "nothing without fastvit's figure"
 
 
+def test_graphs_have_a_time_as_called_only():
+    record = a_record()
+    assert "graphs" not in "".join(table_lines(record))
+    for name, ms in (("eager", 12.0), ("fastvit", 4.0), ("graphs", 2.0)):
+        record.providers.setdefault(name, Provider()).called = Quantiles.of([1e-3 * ms])
+    lines = table_lines(record)
+    assert row(lines, "called") == ["N197", "fwd+bwd", "12.0", "skipped", "4.00", "2.00", "~3.00x", "-", "~0.50x"]
+    assert row(lines, "ms") == row(table_lines(a_record()), "ms")
+    assert Record.read(json.loads(json.dumps(dataclasses.asdict(record)))) == record
+
+
 def test_growth_is_fitted_to_the_largest_sizes_and_drawn(tmp_path):
     """The sizes may run in any order."""
     records = [a_record("memory, attention", n, 4000 * n * n, 64000 * n) for n in (4097, 2305, 1025, 577, 197)]

@@ -56,9 +56,10 @@ class HostRecorder:
             result, cuts = self._run(function)
         except Exception as error:
             raise Unfit(f"its capture failed at {line_of(error)}: {error}") from error
-        torch.set_rng_state(state)  # a capture computes nothing
-        for t, before in buffers:
-            t.data.copy_(before)
+        finally:
+            torch.set_rng_state(state)  # a capture computes nothing
+            for t, before in buffers:
+                t.data.copy_(before)
         number = len(self.statics)
         grad = torch.is_grad_enabled()
         self.statics[number] = statics = tensors_of(result)
