@@ -1,16 +1,16 @@
 /* Tell whether a module is as it was when it was read, in 6 ns a value. unchanged.py says what that is for.
 
-   record(module, any)                    -> a list of what the module contains, or None if it cannot be compared
-   recall(module, record, template, any)  -> the template with objects for weak references; None if it has changed
+   record(module, opaque)                    -> a list of what the module contains, or None if it cannot be compared
+   recall(module, record, template, opaque)  -> the template with objects for weak references; None if it has changed
 
    One walk through the module's __dict__ and the dicts, lists, tuples and modules in it makes the record, or compares
    with it. Plain values are the same if they are the same object, which the record holds. To tensors, modules and
    callables it has weak references: it keeps none alive, and a new object at an old address is not the same. After each
    comes the version tag of its type. CPython gives a type another tag, which was never used before, when an attribute
    of the type or of a base is set: a forward replaced on a class shows, and another class of the object too. Values of
-   other types could change inside: no record is made of a module with one, unless `any` is true. Then the walk goes
-   through the attributes of such objects too, once through each, and compares what has none by identity; the modules
-   may be in cycles. No Python code runs during a walk. */
+   other types could change inside: no record is made of a module with one, unless `opaque` is a set of types. Objects of
+   these are then compared by identity, and the walk goes through the attributes of all others, once through each, so
+   that modules may be in cycles. No Python code runs during a walk. */
 
 #include <Python.h>
 #ifdef Py_GIL_DISABLED
@@ -18,22 +18,23 @@
 #endif
 
 enum { MOST_ITEMS = 5000 };            /* modules in a cycle, or that lead to the whole model, have more */
-enum { MOST_VALUES = 4000000 };        /* with `any`: some 30 ms, and 400 bytes each */
+enum { MOST_VALUES = 4000000, DEEPEST = 1000 }; /* with `opaque`: some 30 ms, and 400 bytes each */
 enum Kind { TAG = 1, DICT, SEQUENCE, SEEN }; /* of a number in a record */
 
 typedef struct {
     PyObject *record;
     PyObject **next, **end; /* the items that are left to compare; NULL while the record is made */
-    int any;
-    PyObject *seen; /* addresses of the objects whose attributes are recorded, with `any` */
+    PyObject *opaque; /* NULL if there is none */
+    PyObject *seen;   /* with `opaque`: addresses of the objects whose attributes are recorded */
+    int depth;
 } Walk;
 
-static PyTypeObject *module_type, *tensor_type;
+static PyTypeObject *module_type, *tensor_type, *partial_type;
 static PyObject *empty; /* stands for a dict, list, tuple or set without items */
 
 static int note(Walk *walk, PyObject *value) { /* Append to the record, or compare with its next item. */
     if (walk->next != NULL) return walk->next < walk->end && *walk->next++ == value;
-    Py_ssize_t most = walk->any ? MOST_VALUES : MOST_ITEMS;
+    Py_ssize_t most = walk->opaque != NULL ? MOST_VALUES : MOST_ITEMS;
     return PyList_GET_SIZE(walk->record) < most && PyList_Append(walk->record, value) == 0;
 }
 
@@ -98,7 +99,7 @@ static int visit_items(Walk *walk, PyObject *container, enum Kind kind, Py_ssize
 }
 
 static int seen_before(Walk *walk, PyObject *object) { /* Note it, if so. */
-    if (!walk->any) return 0;
+    if (walk->opaque == NULL) return 0;
     if (walk->next != NULL) {
         PyObject *item = walk->next < walk->end ? *walk->next : Py_None;
         int seen = PyComplex_CheckExact(item) && ((PyComplexObject *)item)->cval.real == SEEN;
@@ -112,13 +113,27 @@ static int seen_before(Walk *walk, PyObject *object) { /* Note it, if so. */
     return seen != 0 && note_number(walk, SEEN, 0);
 }
 
-static int visit_other(Walk *walk, PyObject *value) { /* an object of which the walk knows nothing */
-    if (!PyType_SUPPORTS_WEAKREFS(Py_TYPE(value))) return note(walk, value);
-    if (!note_object(walk, value)) return 0;
-    if (PyCallable_Check(value) || PyModule_Check(value) || seen_before(walk, value)) return 1;
+static int visit_attribute(Walk *walk, PyObject *value, const char *name) { /* one that C code gets */
+    PyObject *attribute = PyObject_GetAttrString(value, name);
+    int noted = attribute != NULL && visit(walk, attribute);
+    Py_XDECREF(attribute);
+    return noted;
+}
+
+static int visit_other(Walk *walk, PyObject *value) { /* an object of which only the type is known */
+    int weak = PyType_SUPPORTS_WEAKREFS(Py_TYPE(value));
+    if (PySet_Contains(walk->opaque, (PyObject *)Py_TYPE(value)) || PyType_Check(value) || PyModule_Check(value) ||
+        PyFunction_Check(value) || PyCFunction_Check(value))
+        return weak ? note_object(walk, value) : note(walk, value);
+    if (PyMethod_Check(value)) /* a new object wherever it is bound */
+        return visit(walk, PyMethod_GET_FUNCTION(value)) && visit(walk, PyMethod_GET_SELF(value));
+    if (!weak || !note_object(walk, value)) return 0;
+    if (seen_before(walk, value)) return 1;
+    if (Py_TYPE(value) == partial_type)
+        return visit_attribute(walk, value, "func") && visit_attribute(walk, value, "args") &&
+               visit_attribute(walk, value, "keywords");
     PyObject *dict = PyObject_GenericGetDict(value, NULL);
-    if (dict == NULL) PyErr_Clear();
-    int noted = dict == NULL || visit(walk, dict);
+    int noted = dict != NULL && visit(walk, dict);
     Py_XDECREF(dict);
     return noted;
 }
@@ -130,20 +145,20 @@ static int visit_set(Walk *walk, PyObject *set) {
     return noted;
 }
 
-static int visit(Walk *walk, PyObject *value) {
+static int visit_value(Walk *walk, PyObject *value) {
     if (PyDict_Check(value)) return visit_items(walk, value, DICT, PyDict_GET_SIZE(value));
     if (PyTuple_Check(value) || PyList_Check(value))
         return visit_items(walk, value, SEQUENCE, PySequence_Fast_GET_SIZE(value));
     if (PyAnySet_Check(value)) {
         if (PySet_GET_SIZE(value) == 0) return note(walk, empty);
-        return walk->any && visit_set(walk, value);
+        return walk->opaque != NULL && visit_set(walk, value);
     }
     if (value == Py_None || PyBool_Check(value) || PyLong_CheckExact(value) || PyFloat_CheckExact(value) ||
         PyUnicode_CheckExact(value))
         return note(walk, value);
     if (!PyObject_TypeCheck(value, module_type)) {
         if (PyObject_TypeCheck(value, tensor_type)) return note_object(walk, value);
-        return walk->any ? visit_other(walk, value) : PyCallable_Check(value) && note_object(walk, value);
+        return walk->opaque != NULL ? visit_other(walk, value) : PyCallable_Check(value) && note_object(walk, value);
     }
     if (!note_object(walk, value)) return 0;
     if (seen_before(walk, value)) return 1;
@@ -153,8 +168,14 @@ static int visit(Walk *walk, PyObject *value) {
     return noted;
 }
 
+static int visit(Walk *walk, PyObject *value) {
+    int noted = ++walk->depth < DEEPEST && visit_value(walk, value);
+    walk->depth--;
+    return noted;
+}
+
 static PyObject *record(PyObject *self, PyObject *const *args, Py_ssize_t count) {
-    Walk walk = {PyList_New(0), NULL, NULL, args[1] == Py_True, PySet_New(NULL)};
+    Walk walk = {PyList_New(0), NULL, NULL, args[1] == Py_None ? NULL : args[1], PySet_New(NULL), 0};
     int collects = PyGC_Disable(); /* it could run code that changes a dict */
     int noted = walk.record != NULL && walk.seen != NULL && visit(&walk, args[0]);
     if (collects) PyGC_Enable();
@@ -182,8 +203,12 @@ static PyObject *filled(PyObject *part) { /* NULL if an object of a weak referen
 
 static PyObject *recall(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     PyObject **items = PySequence_Fast_ITEMS(args[1]);
-    Walk walk = {args[1], items, items + PyList_GET_SIZE(args[1]), args[3] == Py_True, NULL};
-    if (!visit(&walk, args[0]) || walk.next < walk.end) Py_RETURN_NONE;
+    Walk walk = {args[1], items, items + PyList_GET_SIZE(args[1]),
+                 args[3] == Py_None ? NULL : args[3], NULL, 0};
+    if (!visit(&walk, args[0]) || walk.next < walk.end) {
+        PyErr_Clear(); /* of an attribute that is gone */
+        Py_RETURN_NONE;
+    }
     int collects = PyGC_Disable();
     PyObject *description = filled(args[2]);
     if (collects) PyGC_Enable();
@@ -200,7 +225,9 @@ static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "unchanged", NULL
 
 PyMODINIT_FUNC PyInit_unchanged(void) {
     PyObject *torch = PyImport_ImportModule("torch"), *nn = PyImport_ImportModule("torch.nn");
-    if (torch == NULL || nn == NULL) return NULL;
+    PyObject *functools = PyImport_ImportModule("functools");
+    if (torch == NULL || nn == NULL || functools == NULL) return NULL;
+    partial_type = (PyTypeObject *)PyObject_GetAttrString(functools, "partial");
     module_type = (PyTypeObject *)PyObject_GetAttrString(nn, "Module");
     tensor_type = (PyTypeObject *)PyObject_GetAttrString(torch, "Tensor");
     empty = PyList_New(0);

@@ -56,7 +56,7 @@ def read_once(read: Callable[[Any], T], module: nn.Module) -> T:
         return _read_and_keep(read, module)
     if record is None:
         return read(module)
-    description: Any = compiled().recall(module, record, template, False)
+    description: Any = compiled().recall(module, record, template, None)
     if description is None:
         return _read_and_keep(read, module)
     return description or read(module)
@@ -73,7 +73,7 @@ def read_once_or_none(read: Callable[[Any], T], module: nn.Module) -> T | None:
 def _read_and_keep(read: Callable[[Any], T], module: nn.Module) -> T:
     library = compiled()
     is_known = type(module).__module__.startswith(_LIBRARIES)
-    record, template = library.record(module, False) if is_known else None, False
+    record, template = library.record(module, None) if is_known else None, False
     try:
         description = read(module)
         if record is not None:
@@ -83,7 +83,7 @@ def _read_and_keep(read: Callable[[Any], T], module: nn.Module) -> T:
                 record = None
     finally:
         # compared, because another thread may have changed the module since
-        if record is None or library.recall(module, record, True, False):
+        if record is None or library.recall(module, record, True, None):
             _kept[module] = read, record, template
     return description
 

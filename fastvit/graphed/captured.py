@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from fastvit.graphed.recorder import Recorder, Replay
+from fastvit.graphed.recorder import Recorder, Replay, Unfit
+from fastvit.ops.runtime.backend import is_traced
 from fastvit.ops.runtime.torch_private import foreach_clone, is_batched_gradient
 
 _GROUP_BYTES = 25 * 2**20  # of gradients that are given out together, as in DistributedDataParallel's buckets
@@ -75,12 +76,13 @@ class Captured:
     ) -> None:  # fmt: skip
         self.run, self.arena, self.model, self.draws = run, arena, model, draws
         self.grouped, self.replays = grouped, 0
-        self._want = [t.requires_grad for t in tensors]
         record, before = arena.recorder.record, arena.recorder.bytes()
         self.inputs = [_static(t) for t in tensors]
         self.description = ", ".join(f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in tensors)
         self._live: tuple[list[Tensor], list[Tensor]] = [], []  # outputs and tensors that want gradients
         (outputs, self._static), self._forward = record(self._run_forward)
+        if with_gradient and {*map(id, leaves_of(outputs.tensors))} - {*map(id, self._live[1])}:
+            raise Unfit("it uses a tensor that wants gradients and is no parameter of a module in it")
         self.outputs = outputs._replace(tensors=[])
         self.differentiable = [t.requires_grad for t in outputs.tensors]
         del outputs
@@ -89,10 +91,10 @@ class Captured:
         self.out_gradients = {i: torch.empty_like(self._static[i]) for i in sorted(with_gradient)}
         if with_gradient:
             (gradients, group_of), self.backward = record(self._run_backward)
+            if grouped and any(g is None for g in gradients):  # DistributedDataParallel would wait for it
+                raise Unfit("a parameter has no gradient, under DistributedDataParallel")
             for group in range(len(self.backward)):
-                # A single group takes all, because a gradient may come for another output
-                alone = len(self.backward) == 1
-                chosen = [i for i, g in enumerate(gradients) if alone or (g is not None and group_of[i] == group)]
+                chosen = [i for i, of_gradient in enumerate(group_of) if of_gradient == group]
                 self.groups.append((chosen, [gradients[i] for i in chosen]))
         self._live = [], []  # what was saved is released: the memory is there for other captures of this arena
         outside = sum(t.untyped_storage().nbytes() for t in (*self.inputs, *self.out_gradients.values()))
@@ -101,7 +103,7 @@ class Captured:
     # ---- what is captured ----
 
     def _run_forward(self, _: Replay) -> tuple[Outputs, list[Tensor]]:
-        inputs = [t.detach().requires_grad_(want) for t, want in zip(self.inputs, self._want, strict=True)]
+        inputs = [t.detach().requires_grad_(t.requires_grad) for t in self.inputs]
         torch.clear_autocast_cache()
         # Parameters of their own: no hooks, and no gradient nodes that belong to another stream
         with replaced(self.model, lambda p: Parameter(p.detach(), p.requires_grad)) as parameters:
@@ -201,13 +203,16 @@ class Call:
             if self._versions != versions_of(self._parameters):
                 raise RuntimeError("a parameter was modified in place between a forward pass and its backward pass")
             numbers = {i for i, g in enumerate(given) if g is not None}
-            batched = is_batched_gradient is not None and any(is_batched_gradient(given[i]) for i in numbers)
+            mapped = is_traced() or is_batched_gradient is None or any(is_batched_gradient(given[i]) for i in numbers)
             first = self.left == len(self.captured.backward)
             as_captured = first and numbers == self.captured.out_gradients.keys()
-            fits = as_captured and not batched and not torch.is_grad_enabled()  # a gradient of gradients is wanted
+            fits = as_captured and not mapped and not torch.is_grad_enabled()  # a gradient of gradients is wanted
             self._recomputed = None if fits else self._recompute(given, saved())
         if self._recomputed is not None:
-            return [self._recomputed[i] for i in self.captured.groups[group][0]]
+            gradients = [self._recomputed[i] for i in self.captured.groups[group][0]]
+            if group == len(self.captured.groups) - 1:
+                self._recomputed = None
+            return gradients
         gradients = self.captured.replay_backward(group, given)
         self.left -= 1  # from 0 on other threads may replay what is in this arena
         return gradients
@@ -267,11 +272,25 @@ def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
     return list(foreach_clone(tensors))
 
 
+def leaves_of(outputs: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Yield the leaf tensors that gradients of outputs flow to."""
+    left, seen = [t.grad_fn for t in outputs], set[Any]()
+    while left:
+        node = left.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            left += [function for function, _ in node.next_functions]
+            if hasattr(node, "variable"):
+                yield node.variable
+
+
 def _static(t: Tensor) -> Tensor:
-    """Return a tensor without gradient that holds any values of t's shape, with its strides unless they overlap."""
+    """Return a copy of a tensor, with its strides unless they overlap."""
     if any(stride == 0 and size > 1 for stride, size in zip(t.stride(), t.shape, strict=True)):
-        return t.detach().clone(memory_format=torch.contiguous_format)
-    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device).copy_(t.detach())
+        static = t.detach().clone(memory_format=torch.contiguous_format)
+    else:
+        static = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device).copy_(t.detach())
+    return static.requires_grad_(t.requires_grad)
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -23,15 +24,17 @@ from fastvit.graphed import recorder
 from fastvit.graphed.captured import Arena, Call, Captured, Outputs, copies, replaced, versions_of
 from fastvit.graphed.recorder import Unfit
 from fastvit.graphed.rounding import Leaves
-from fastvit.graphed.version import Version
+from fastvit.graphed.version import OPAQUE, Version, why_not
 from fastvit.ops.runtime import backend
+from fastvit.ops.runtime.device import float32_precision
 from fastvit.ops.runtime.torch_private import top_saved_tensors_hooks
 
 _WARM_UPS = 2  # calls before a capture
 _MOST_ARENAS = 4  # calls that wait for their backward pass at one time, each with memory of its own
 _MOST_CAPTURES = 16  # for each graph that is kept: more would cost more time than they save
-_MOST_VERSIONS = 100  # of the model
+_MOST_VERSIONS, _KEPT_VERSIONS = 100, 8  # of the model
 _MOST_KINDS = 1000
+_CONSTANTS = bool, int, float, str, bytes, torch.dtype, torch.device, torch.memory_format, Enum, type
 _CLOSE = 0.05  # of the largest value: what another batch size may change by rounding
 
 
@@ -45,6 +48,7 @@ class _Kind:
     draws: whether the forward pass draws random numbers.
     rows_are_independent: whether more rows leave the first ones as they are; None: not known.
     reason: why there will be no capture, or "".
+    hooks: on the outputs of the last call.
     captured: its graphs in each arena.
     """
 
@@ -54,6 +58,7 @@ class _Kind:
     draws: bool = False
     rows_are_independent: bool | None = None
     reason: str = ""
+    hooks: list[Any] = field(default_factory=list)
     captured: dict[Arena, Captured] = field(default_factory=dict)
 
     def is_warm(self, wants: bool) -> bool:
@@ -61,7 +66,7 @@ class _Kind:
 
     def gradient_came(self, came: set[int], number: int) -> None:
         """Note that a gradient came for an output. came: for which outputs of this call one did."""
-        if not came:
+        if not came:  # the first one
             self.calls, self.gradients = self.calls + 1, came
         came.add(number)
         if torch.is_grad_enabled():
@@ -127,8 +132,11 @@ class Graphed:
         tensors = [v for v in values if isinstance(v, Tensor)]
         with self._lock:
             version, parameters, buffers = self._current_version()
-            check_kinds(tensors)
-            recorder.Recorder.check([*tensors, *parameters[:1], *buffers[:1]])
+            if not tensors:
+                raise Unfit("it has no tensor as argument")
+            recorder.Recorder.check(tensors)
+            if reason := why_not([*tensors, *parameters[:1], *buffers[:1]], of="with its arguments, the model has"):
+                raise Unfit(reason)
             wants = torch.is_grad_enabled() and any(t.requires_grad for t in (*tensors, *parameters))
             leaves = Leaves(values, [None] * len(tensors))
             if self.rounded is not None and not (wants or self.model.training):
@@ -159,13 +167,15 @@ class Graphed:
                 self._versions.insert(0, self._versions.pop(i))
                 break
         else:
+            if reason := why_not([*self.model.parameters(), *self.model.buffers()]):
+                raise Unfit(reason)
             self._made["version"] += 1
             if self._made["version"] > _MOST_VERSIONS:
                 raise Unfit("the model changes too often: its modes, hooks, parameters or other attributes")
             version = Version(self.model)
-            alive = {version, *(v for v in self._versions if v.tensors() is not None)}
-            self._versions = [version, *(v for v in self._versions if v in alive)]
-            for key in [key for key in self._kinds if key[0] not in alive]:
+            alive = [v for v in self._versions if v.tensors() is not None]
+            self._versions = [version, *alive][:_KEPT_VERSIONS]
+            for key in [key for key in self._kinds if key[0] not in self._versions]:
                 for captured in self._kinds.pop(key).captured.values():
                     del self.captured[captured]
             tensors = version.tensors()
@@ -203,27 +213,39 @@ class Graphed:
     def _warm_up(self, kind: _Kind, run: Callable[..., Any], leaves: Leaves, tensors: list[Tensor], wants: bool) -> Any:
         of = self._arena(kind, tensors[0].device).recorder
         random, host, versions = of.random_state(), of.host_state(), versions_of(tensors)
+        before = [t.clone() for t in tensors if t.is_inference()]
         result, waits, checkpoints = of.watch(lambda: run([*map(_grown, tensors, leaves.sizes)]))
         kind.draws |= not torch.equal(random, of.random_state())
         kind.forwards += 1
+        outputs = Outputs.of(result)
+        odd = [leaf for leaf, of_tensor in zip(outputs.leaves, outputs.is_tensor, strict=True)
+               if not (of_tensor or is_constant(leaf))]  # fmt: skip
+        same = all(map(torch.equal, before, (t for t in tensors if t.is_inference())))
         if waits and kind.forwards > 1:  # the first call may wait for tables that it makes
             kind.reason = f"an operation at {waits} waits for the GPU"
         elif host != of.host_state():
             kind.reason = "it draws random numbers on the host, which a graph would repeat"
-        elif versions != versions_of(tensors):
+        elif versions != versions_of(tensors) or not same:
             kind.reason = "it changes its arguments in place"
+        elif odd:
+            kind.reason = f"it returns a {type(odd[0]).__name__}, which may change"
         elif kind.draws and checkpoints:
             kind.reason = "it draws random numbers and has checkpoints, which would restore the generator's state"
-        outputs = Outputs.of(result)
+        elif not wants and any(t.requires_grad for t in outputs.tensors):
+            kind.reason = "it uses a tensor that wants gradients and is no parameter of a module in it"
+        for hook in kind.hooks:
+            hook.remove()
         if not wants:
             kind.calls += 1
             return result if leaves.rows is None else outputs.result([t[: leaves.rows] for t in outputs.tensors])
         if kind.forwards > _WARM_UPS and not kind.calls:
             self.note("no backward pass came; torch.no_grad() would let the call be captured")
         came: set[int] = set()
-        for i, t in enumerate(outputs.tensors):
-            if t.requires_grad:
-                t.register_hook(lambda _, i=i: kind.gradient_came(came, i))
+        kind.hooks = [
+            t.register_hook(lambda g, i=i: None if g is None else kind.gradient_came(came, i))
+            for i, t in enumerate(outputs.tensors)
+            if t.requires_grad
+        ]
         return result
 
     def _compare_rows(
@@ -233,7 +255,9 @@ class Graphed:
         result = plain()
         if kind.rows_are_independent is None:
             own = Outputs.of(result).tensors
-            more = Outputs.of(run([*map(_grown, tensors, leaves.sizes)])).tensors
+            of = self._arena(kind, tensors[0].device).recorder
+            with of.drawing_from(of.random_state()):  # what it draws does not count
+                more = Outputs.of(run([*map(_grown, tensors, leaves.sizes)])).tensors
             kind.rows_are_independent = len(own) == len(more) and all(
                 a.dim() > 0
                 and a.shape == b[: leaves.rows].shape
@@ -254,11 +278,13 @@ class Graphed:
             if self._made["capture"] > _MOST_CAPTURES * self.keep:
                 raise Unfit(f"there were {_MOST_CAPTURES * self.keep} captures: calls are of too many kinds")
             grown, gradients = [*map(_grown, tensors, leaves.sizes)], frozenset(kind.gradients)
+            for hook in kind.hooks:
+                hook.remove()
             try:
                 captured = Captured(run, arena, self.model, grown, gradients, _ddp_runs(), kind.draws)
-            except Unfit as reason:
-                kind.reason = str(reason)
-                raise
+            except (Unfit, RuntimeError) as error:  # the latter without memory, or a snapshot of it
+                kind.reason = recorder.described(error)
+                raise Unfit(kind.reason) from error
             kind.captured[arena] = captured
             self.captured[captured] = kind
             if len(self.captured) > self.keep:
@@ -296,6 +322,9 @@ class Graphed:
         return captured.outputs.result(outputs)
 
 
+OPAQUE.add(Graphed)
+
+
 def method_of(graphed: Graphed) -> Any:
     """Return what is put on the model's instance: a partial, which torch.export takes, with the method's signature,
     which transformers' Trainer reads."""
@@ -321,18 +350,14 @@ def check_unobserved() -> None:
         raise Unfit("hooks see what is saved for the backward pass, as around a checkpoint")
 
 
-def check_kinds(tensors: list[Tensor]) -> None:
-    """Raise `Unfit` for arguments that are not plain tensors."""
-    if not tensors:
-        raise Unfit("it has no tensor as argument")
-    for t in tensors:
-        if type(t) not in (Tensor, nn.Parameter):
-            raise Unfit(f"an argument is a {type(t).__name__}")
-
-
 def _is_one_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return whether arguments have no structure, which would take 30 us to compare."""
     return not kwargs and len(args) == 1 and isinstance(args[0], Tensor)
+
+
+def is_constant(value: Any) -> bool:
+    """Return whether a value cannot change."""
+    return value is None or isinstance(value, _CONSTANTS) or inspect.isfunction(value)
 
 
 def _described(leaves: Leaves, wants: bool) -> list[Any]:
@@ -345,21 +370,17 @@ def _described(leaves: Leaves, wants: bool) -> list[Any]:
             shape = v.shape if size is None else (size, *v.shape[1:])
             described.append((shape, v.stride(), v.dtype, v.requires_grad and wants))
         else:
-            try:
-                hash(v)
-            except TypeError:
-                raise Unfit(f"an argument is a {type(v).__name__}") from None
+            if not is_constant(v):
+                raise Unfit(f"an argument is a {type(v).__name__}")
             described.append((type(v), v))
     return described
 
 
 def _circumstances(device: str) -> tuple[Any, ...]:
     """Return what else a graph depends on."""
-    return (
-        torch.is_inference_mode_enabled(), torch.is_autocast_enabled(device), torch.get_autocast_dtype(device),
-        backend.settings(), torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled(),
-        _ddp_runs(),
-    )  # fmt: skip
+    autocast = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+    numbers = torch.get_default_dtype(), float32_precision(), torch.are_deterministic_algorithms_enabled()
+    return torch.is_inference_mode_enabled(), *autocast, *numbers, backend.settings(), _ddp_runs()
 
 
 def _ddp_runs() -> bool:
@@ -377,4 +398,6 @@ def _grown(t: Tensor, size: int | None) -> Tensor:
 
 
 def _are_close(a: Tensor, b: Tensor) -> bool:
-    return bool(a.numel() == 0 or (a.double() - b.double()).abs().max() <= _CLOSE * b.double().abs().max())
+    largest = b.double().nan_to_num(0, 0, 0).abs().max() if b.numel() else 0
+    difference = (a.double() - b.double()).abs().masked_fill(a == b, 0)
+    return bool((difference <= _CLOSE * largest).all())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import random
+import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -44,7 +45,7 @@ class Recorder:
         for t in tensors:
             if not t.is_cuda:
                 raise Unfit(f"a tensor is on the {t.device.type}, and graphs are for GPUs of CUDA")
-            if t.device != tensors[0].device or t.device.index != torch.cuda.current_device():
+            if t.device.index != torch.cuda.current_device():
                 raise Unfit("tensors are not all on the current GPU")
         if call.launches_are_watched():
             raise Unfit("a profiler hooks the launches of Triton's kernels, which replays do not call")
@@ -80,18 +81,23 @@ class Recorder:
 
         gc.collect()
         torch.cuda.synchronize(self.device)
+        torch._C._cuda_clearCublasWorkspaces()  # one in the pool would outlive its graphs
         torch.cuda.empty_cache()
         try:
-            with torch.cuda.stream(self._stream), no_generator_restored():
+            with torch.cuda.stream(self._stream), device_states(lambda *_: ([], [])):
                 begin()
                 try:
                     result = function(cut)
-                finally:
-                    graphs[-1].capture_end()
+                except Exception:
+                    with contextlib.suppress(RuntimeError):  # it fails because the function did
+                        graphs[-1].capture_end()
+                    raise
+                graphs[-1].capture_end()
         except Exception as error:
             self._clean_up()
-            cause = error.__context__ or error  # ending a capture that has failed fails, too
-            raise Unfit(f"its capture failed at {line_of(cause)}: {str(cause).splitlines()[0]}") from error
+            raise Unfit(f"its capture failed at {line_of(error)}: {described(error)}") from error
+        finally:
+            torch._C._cuda_clearCublasWorkspaces()
         return result, [graph.replay for graph in graphs]
 
     def _clean_up(self) -> None:
@@ -100,6 +106,7 @@ class Recorder:
         with contextlib.suppress(AttributeError, RuntimeError):  # it takes none
             torch._C._cuda_endAllocateToPool(self.device.index, self._pool)
             torch._C._cuda_releasePool(self.device.index, self._pool)
+        self._pool = torch.cuda.graph_pool_handle()
         number = torch.zeros(1, device=self.device)
         with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=self._stream):
             number.add_(1)
@@ -125,7 +132,9 @@ class Recorder:
     @staticmethod
     def host_state() -> Any:
         """Return the states of the generators whose numbers a graph would repeat."""
-        return random.getstate(), tuple(torch.get_rng_state().tolist())
+        numpy = sys.modules.get("numpy")
+        of_numpy = "" if numpy is None else str(numpy.random.get_state())
+        return random.getstate(), of_numpy, torch.get_rng_state().tolist()
 
     @contextlib.contextmanager
     def drawing_from(self, state: Tensor | None) -> Iterator[None]:
@@ -142,19 +151,17 @@ class Recorder:
         kept: list[Any] = []
         before, mode = torch.utils.checkpoint.get_device_states, torch.cuda.get_sync_debug_mode()
 
-        def get_device_states(*args: Any) -> Any:
+        def get(*args: Any) -> Any:
             kept.append(args)
             return before(*args)
 
-        with warnings.catch_warnings(record=True) as seen:
+        with warnings.catch_warnings(record=True) as seen, device_states(get):
             warnings.simplefilter("always")
-            torch.utils.checkpoint.get_device_states = get_device_states
             torch.cuda.set_sync_debug_mode("warn")
             try:
                 result = function()
             finally:
                 torch.cuda.set_sync_debug_mode(mode)
-                torch.utils.checkpoint.get_device_states = before
         waits = [w for w in seen if "synchronizing CUDA operation" in str(w.message)]
         for w in seen:
             if w not in waits and "debug mode is a prototype" not in str(w.message):
@@ -163,15 +170,20 @@ class Recorder:
 
 
 @contextlib.contextmanager
-def no_generator_restored() -> Iterator[None]:
-    """Let torch.utils.checkpoint keep and restore no generator of the GPU, which a capture does not allow. It is for
-    functions that draw nothing."""
+def device_states(get: Callable[..., Any]) -> Iterator[None]:
+    """Let torch.utils.checkpoint call another function for the states of the GPUs' generators, which it restores when
+    it computes again. A capture allows neither to read nor to set them."""
     before = torch.utils.checkpoint.get_device_states
-    torch.utils.checkpoint.get_device_states = lambda *_: ([], [])
+    torch.utils.checkpoint.get_device_states = get
     try:
         yield
     finally:
         torch.utils.checkpoint.get_device_states = before
+
+
+def described(error: BaseException) -> str:
+    """Return the first line of an error, or its class."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def line_of(error: BaseException) -> str:

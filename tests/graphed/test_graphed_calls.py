@@ -6,10 +6,14 @@ import pickle
 import random
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from host_recorder import HostRecorder
 from library_models import vit
 from torch import Tensor, nn
@@ -39,6 +43,69 @@ def replays(report: Any) -> list[int]:
 # ---- kinds of calls ----
 
 
+def fewer(head: nn.Module) -> dict[str, Any]:
+    """The first four classes, in the same memory and parameters."""
+    for p in head.parameters():
+        p.data = p.data[:4]
+    return head._parameters
+
+
+class Scale:
+    """A callable object, as some models keep as their activation."""
+
+    factor = 1.0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.factor * x
+
+    def method(self, x: Tensor) -> Tensor:
+        return self.factor * x
+
+
+class Calls(nn.Module):
+    """Calls objects that hold numbers, in the ways in which modules keep them."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        scale = Scale()
+        self.linear, self.cycle = nn.Linear(4, 4), {"self": scale}
+        self.cycle["cycle"] = self.cycle if kind == "cycle" else None  # type: ignore[assignment]
+        of: dict[str, Any] = {"object": scale, "method": scale.method, "partial": partial(Scale.method, scale)}
+        self.act = of.get(kind, scale)
+        if kind == "slots":
+            self.config = Slots(1.0)
+        self.register_buffer("shift", torch.zeros(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.linear(x)) + self.shift.sum()
+
+
+@dataclass(slots=True)
+class Slots:
+    number: float
+
+
+@pytest.mark.parametrize("kind", ["object", "method", "partial"])
+def test_an_object_changes_inside(kind: str) -> None:
+    model = Calls(kind)
+    plain = copy.deepcopy(model)
+    report = fastvit.graphs(model)
+    x = torch.randn(2, 4)
+    with torch.no_grad():
+        check(model, plain, x)
+        assert replays(report) == [2]
+        for changed in (model, plain):
+            changed.cycle["self"].factor = 5.0  # type: ignore[union-attr,operator,index]
+        check(model, plain, x)
+
+
+@pytest.mark.parametrize("kind", ["slots", "cycle"])
+def test_objects_that_cannot_be_compared(kind: str) -> None:
+    model = Calls(kind)
+    with torch.no_grad():
+        runs_plainly(model, lambda: model(torch.randn(2, 4)), "values than can be compared")
+
+
 CHANGES: dict[str, Callable[[nn.Module], Any]] = {
     "mode": lambda m: m.train(),
     "an attribute": lambda m: setattr(m.blocks[1].norm1, "eps", 0.5),
@@ -48,6 +115,8 @@ CHANGES: dict[str, Callable[[nn.Module], Any]] = {
     "a hook of the model": lambda m: m.register_forward_hook(lambda m, args, out: 3 * out),
     "moved": lambda m: m.double().float(),
     "data": lambda m: setattr(m.head.weight, "data", torch.randn(5, 32)),
+    "other strides": lambda m: setattr(m.blocks[0].attn.proj.weight, "data", m.blocks[0].attn.proj.weight.data.t()),
+    "fewer values": lambda m: setattr(m.head, "_parameters", fewer(m.head)),
     "loaded": lambda m: m.load_state_dict({n: t + 1 for n, t in m.state_dict().items()}, assign=True),
     "in place": lambda m: m.load_state_dict({n: t + 1 for n, t in m.state_dict().items()}),
 }
@@ -69,7 +138,7 @@ def test_a_changed_model_is_never_stale(change: str) -> None:
         torch.manual_seed(3)
         assert all(torch.equal(out, plain(IMAGE)) for out in got)
     assert replays(report)[-1] == (6 if change == "in place" else 2)
-    gone = change in ("a parameter", "moved", "data", "loaded", "a module", "in place")
+    gone = change in ("a parameter", "moved", "data", "loaded", "a module", "in place", "other strides", "fewer values")
     assert len(report.graphs) == (1 if gone else 2), "graphs of tensors that are gone are released"
     assert not report.reasons
 
@@ -96,6 +165,12 @@ def test_kinds_of_calls() -> None:
                         assert torch.equal(call(model), call(plain))
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         check(model, plain, IMAGE)
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    try:
+        with torch.no_grad():
+            check(model, plain, IMAGE)
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = "ieee"
     assert replays(report)[-1] == 2
     assert len(report.graphs) == 8, "those used last"
     assert not report.reasons
@@ -137,7 +212,12 @@ def set_buffer(m: Odd, x: Tensor) -> None:
     m.register_buffer("mean", x.mean())
 
 
+def of_numpy(m: Odd, x: Tensor) -> None:
+    np.random.rand()
+
+
 ODD: dict[str, tuple[Callable[[Odd, Tensor], Any], str]] = {
+    "numpy": (of_numpy, "random numbers on the host"),
     "host": (lambda m, x: random.random(), "random numbers on the host"),
     "in place": (lambda m, x: x.add_(1), "arguments in place"),
     "attribute": (set_attribute, "changes too often"),
@@ -221,6 +301,59 @@ def test_hooks() -> None:
     assert part.reasons.total() == 6
 
 
+class Returns:
+    """What pytree does not know."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+class Wraps(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.linear = kind, nn.Linear(4, 4)
+        self.listed = [self.linear.weight, nn.Linear(4, 4)]
+        if kind == "alone":
+            self.linear.requires_grad_(False)
+
+    def forward(self, x: Tensor, state: Any = None) -> Any:
+        if self.kind == "returns":
+            return Returns(self.linear(x))
+        if self.kind in ("outside", "alone"):
+            return self.listed[1](self.linear(x))  # type: ignore[operator]
+        return self.linear(x) * (1 if state is None else state.value)
+
+
+def train_once(model: nn.Module) -> None:
+    model(torch.ones(2, 4)).sum().backward()
+    assert model.listed[1].weight.grad is not None  # type: ignore[index]
+    model.listed[1].zero_grad()  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("kind", "call", "reason"),
+    [
+        ("returns", lambda m: m(torch.ones(2, 4)), "returns a Returns"),
+        ("state", lambda m: m(torch.ones(2, 4), Returns(2)), "an argument is a Returns"),
+        ("sparse", lambda m: m(torch.ones(2, 4).to_sparse()), "a sparse or nested tensor"),
+        ("outside", train_once, "no parameter of a module in it"),
+        ("alone", train_once, "no parameter of a module in it"),
+    ],
+)
+def test_what_graphs_cannot_hold(kind: str, call: Callable[[nn.Module], Any], reason: str) -> None:
+    model = Wraps(kind)
+    with torch.set_grad_enabled(call is train_once):
+        runs_plainly(model, lambda: call(model), reason)
+
+
+def test_arguments_of_inference_mode_changed_in_place() -> None:
+    model = Odd(lambda m, x: x.add_(1))
+    with torch.inference_mode():
+        x = torch.zeros(2, 3, 32, 32)
+        runs_plainly(model, lambda: model(x), "arguments in place")
+        assert x.eq(5).all()
+
+
 def test_no_backward_pass() -> None:
     model = ours()
     runs_plainly(model, lambda: model(IMAGE), "no backward pass came")
@@ -302,6 +435,8 @@ class AcrossTheBatch(nn.Module):
             return out, out.mean()
         if self.kind == "pairs":
             return out @ out.T
+        if self.kind == "masked":
+            return F.dropout(out).masked_fill(out > 0, -torch.inf)
         return out + out.mean(0)
 
 
@@ -343,6 +478,21 @@ def test_lists_of_images(name: str, pool: str) -> None:
         with pytest.warns(UserWarning, match="number of tokens of"):
             out = model(images)
         torch.testing.assert_close(out, plain(images))
+
+
+def test_comparing_draws_nothing() -> None:
+    """Results with infinities can be compared, and the comparison leaves the generator where the call left it."""
+    model = AcrossTheBatch("masked").eval()
+    plain = copy.deepcopy(model)
+    report = fastvit.graphs(model, batches=(4,))
+    results = []
+    for each in (model, plain):
+        torch.manual_seed(0)
+        with torch.no_grad():
+            each(torch.ones(3, 4))
+            results.append(torch.rand(()))
+    assert torch.equal(*results)
+    assert not report.reasons or "depend" in str(report)
 
 
 # ---- report, copies, errors ----
@@ -442,7 +592,7 @@ def sharded() -> nn.Module:
         ((ours(), {"batches": (1.5,)}), TypeError, r"batches\[0\] must be"),
         ((torch.compile(ours()),), ValueError, "model is compiled"),
         ((nn.DataParallel(ours()),), ValueError, "model is in a DataParallel"),
-        ((sharded(),), ValueError, "the model has a Sharded as parameter or buffer"),
+        ((sharded(),), ValueError, "the model has a Sharded"),
     ],
 )
 def test_errors(arguments: Any, error: type[Exception], message: str) -> None:

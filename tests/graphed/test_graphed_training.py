@@ -160,6 +160,17 @@ def test_groups_of_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     assert order == sorted(order, key=lambda one: one[1])
 
 
+def test_ddp_with_a_parameter_that_has_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DistributedDataParallel(find_unused_parameters=True) finds it in autograd's graph of a call without graphs."""
+    monkeypatch.setattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", object())
+    model, graphed, report = pair(TwoHeads())
+    with pytest.warns(UserWarning, match="a parameter has no gradient"):
+        train(graphed, 2)
+    train(model, 2)
+    assert_equal(model, graphed)
+    assert not report.graphs
+
+
 def test_gradients_are_copies() -> None:
     """A gradient that is kept, and one that a hook sees, are not those of later steps; hooks run once."""
     model = ours()
@@ -229,6 +240,12 @@ def batched(model: nn.Module) -> list[Tensor]:
     return [*torch.autograd.grad(out, list(model.parameters())[:1], eye, is_grads_batched=True)]
 
 
+def mapped(model: nn.Module) -> list[Tensor]:
+    out, weight = logits(model(image())), next(model.parameters())
+    ones = torch.eye(out.numel()).view(-1, *out.shape)
+    return [torch.func.vmap(lambda v: torch.autograd.grad(out, weight, v, retain_graph=True)[0])(ones)]
+
+
 def another_output(model: nn.Module) -> None:
     out = model(image())
     (out["unread"].sum() + out["logits"].sum()).backward()
@@ -252,7 +269,8 @@ def again_later(model: nn.Module) -> None:
 
 
 PASSES = [
-    two_views, with_validation, twice, of_gradients, of_parts, batched, another_output, expanded, forgotten, again_later
+    two_views, with_validation, twice, of_gradients, of_parts, batched, mapped, another_output, expanded, forgotten,
+    again_later,
 ]  # fmt: skip
 
 

@@ -6,7 +6,6 @@ read too late show.
 """
 
 import contextlib
-import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from fastvit.graphed.recorder import Replay, Unfit, line_of
+from fastvit.graphed.recorder import Recorder, Replay, Unfit, line_of
 
 
 class HostRecorder:
@@ -97,7 +96,7 @@ class HostRecorder:
 
     @staticmethod
     def host_state() -> Any:
-        return random.getstate()
+        return Recorder.host_state()[:2]  # without what the CPU's kernels draw from
 
     @contextlib.contextmanager
     def drawing_from(self, state: Tensor | None) -> Iterator[None]:

@@ -9,15 +9,26 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from host_recorder import HostRecorder
 from library_imports import import_library
 from torch import Tensor, nn
 
 import fastvit
+from fastvit.graphed import captured, recorder
 from fastvit.study.fitting.choices import BLOCK, Choice, put_on
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this torch has no torch.distributed")
 BATCH = 4
-KINDS = ("ddp", "ddp, accelerated", "ddp, fitted", "fsdp2", "fsdp2, fitted", "ddp, compiled", "fsdp2, compiled")
+KINDS = (
+    "ddp",
+    "ddp, accelerated",
+    "ddp, fitted",
+    "fsdp2",
+    "fsdp2, fitted",
+    "ddp, compiled",
+    "fsdp2, compiled",
+    "ddp, graphs",
+)
 
 
 def build() -> tuple[nn.Module, Tensor]:
@@ -54,7 +65,10 @@ def worker(rank: int, port: int, folder: str) -> None:
         if "fitted" in kind:
             put_on(model.blocks[0], Choice("all", "all"))
             put_on(model.blocks[1], BLOCK)
-        if kind in ("ddp", "ddp, fitted", "ddp, compiled"):
+        if kind == "ddp, graphs":
+            recorder.Recorder, captured._GROUP_BYTES = HostRecorder, 100_000  # type: ignore[misc]
+            graphs = fastvit.graphs(model)
+        if kind in ("ddp", "ddp, fitted", "ddp, compiled", "ddp, graphs"):
             model = nn.parallel.DistributedDataParallel(model)
         elif "fsdp2" in kind:
             from torch.distributed.fsdp import fully_shard
@@ -67,11 +81,17 @@ def worker(rank: int, port: int, folder: str) -> None:
             model = fastvit.compile(model, inner="aot_eager")
             loss(model, image.chunk(2)[rank]).backward()  # compiles, which must not count in the profile
             model.zero_grad()
+        for _ in range(3 * (kind == "ddp, graphs")):  # the third is captured
+            loss(model, image.chunk(2)[rank]).backward()
+            model.zero_grad()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
             loss(model, image.chunk(2)[rank]).backward()
         names = [event.name for event in profile.events()]
         calls = 2 + 2 * ("fitted" in kind)  # each block runs its attention once more in the backward pass
         assert names.count("fastvit::attention_qkvpacked_fwd") == calls, f"{kind}: the blocks did not run fused"
+        if kind == "ddp, graphs":
+            assert [graph.replays for graph in graphs.graphs] == [2]
+            assert HostRecorder.made[0].replays > 4, "several groups of gradients"
         whole = gradients(model)  # a collective: every rank takes part
         if rank == 0:
             torch.save(whole, Path(folder) / f"{kind}.pt")
