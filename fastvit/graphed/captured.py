@@ -40,6 +40,8 @@ class Outputs(NamedTuple):
 
     def result(self, tensors: Sequence[Tensor]) -> Any:
         """Return the result, made of other tensors."""
+        if self.spec.type is None and self.is_tensor == [True]:  # one tensor, without structure
+            return tensors[0]
         leaves = zip(self.leaves, self.is_tensor, strict=True)
         return tree_unflatten([tensors[leaf] if is_tensor else leaf for leaf, is_tensor in leaves], self.spec)
 
@@ -165,7 +167,8 @@ class Captured:
             places, results = self.groups[group][0], outputs
             if group:
                 results = [torch.empty(0, device=outputs[0].device)]
-            token = _apply(call, group, results, *[wanted[i] for i in places], *token)
+            tensors = wanted if len(places) == len(wanted) else [wanted[i] for i in places]
+            token = _apply(call, group, results, *tensors, *token)
         return list(token)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import operator
 import weakref
 from collections.abc import Callable, Sequence
@@ -59,7 +58,10 @@ class Version:
         """Return the model's parameters and buffers, each once; None if one of them is gone or has moved, or now wants
         a gradient, or wants none any more."""
         tensors: list[Any] = [reference() for reference in self._references]
-        if any(map(_is_none, tensors)) or [*map(Tensor.data_ptr, tensors)] != self._addresses:
+        try:
+            if [*map(Tensor.data_ptr, tensors)] != self._addresses:
+                return None
+        except TypeError:  # of None: it is gone
             return None
         mode = torch.is_inference_mode_enabled(), is_any_autocast_enabled is None or is_any_autocast_enabled()
         if mode not in self._same or not self._same[mode](*tensors):
@@ -94,6 +96,3 @@ _read = operator.attrgetter("requires_grad", "dtype", "shape")
 
 def _state_of(tensors: list[Tensor]) -> Any:
     return [*map(_read, tensors)], [*map(Tensor.stride, tensors)]
-
-
-_is_none = functools.partial(operator.is_, None)
