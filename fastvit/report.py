@@ -12,10 +12,6 @@ from fastvit._output import wrapped
 Kind = Literal["attention", "MLP", "LayerNorm", "RMSNorm", "patch embedding", "linear"]
 Status = Literal["accelerated", "part of", "skipped", "as it was"]
 FUSED_ALREADY = "fused already"
-_IN_PLACE = (
-    "accelerate changes the model in place and returns a report. Write `report = fastvit.accelerate(model)`, not "
-    "`model = ...`, and go on with `model`"
-)
 _Row = tuple[str, str, str, str]
 
 
@@ -50,8 +46,33 @@ class Entry:
         return self.name
 
 
+class NotTheModel:
+    """Base class of reports, whose errors say so if one is taken for the model."""
+
+    if not TYPE_CHECKING:  # a type checker is to refuse both
+
+        def __call__(self, *_: Any, **__: Any) -> NoReturn:
+            raise TypeError(f"a report was called as if it were the model{self._hint()}")
+
+        def __getattr__(self, name: str) -> NoReturn:
+            hint = "" if name.startswith("_") else self._hint()
+            raise AttributeError(f"a report has no attribute {name!r}{hint}")
+
+    def _made_by(self) -> str:
+        raise NotImplementedError
+
+    def _hint(self) -> str:
+        name = self._made_by()
+        if name == "compile":
+            return ""
+        return (
+            f": {name} changes the model in place and returns a report. Write `report = fastvit.{name}(model)`, not "
+            "`model = ...`, and go on with `model`"
+        )
+
+
 @dataclass(frozen=True, repr=False)
-class Report:
+class Report(NotTheModel):
     """The report of `accelerate`, or of one graph of `compile`, shown as a table.
 
     Numbered modules with the same outcome share a row of the table. Below it stands how much is fused.
@@ -89,17 +110,8 @@ class Report:
         of_part = [entry.fused for entry in self.entries if entry.part == part]
         return sum(of_part), len(of_part)
 
-    if not TYPE_CHECKING:  # a type checker is to refuse both
-
-        def __call__(self, *_: Any, **__: Any) -> NoReturn:
-            raise TypeError(f"a report was called as if it were the model{self._hint()}")
-
-        def __getattr__(self, name: str) -> NoReturn:
-            hint = "" if name.startswith("_") else self._hint()
-            raise AttributeError(f"a report has no attribute {name!r}{hint}")
-
-    def _hint(self) -> str:
-        return f": {_IN_PLACE}" if self.route == "accelerate" else ""
+    def _made_by(self) -> str:
+        return self.route
 
     def __repr__(self) -> str:
         return wrapped(self._graph_lines() if self.route == "compile" else self._model_lines())

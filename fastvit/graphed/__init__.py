@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from torch import nn
 
+from fastvit._output import wrapped
 from fastvit.features import Backbone
 from fastvit.graphed.forward import Graphed, graphed_of, method_of
 from fastvit.graphed.rounding import round_batch, round_tokens
 from fastvit.graphed.version import why_not
 from fastvit.modules.arguments import check_integers
+from fastvit.report import NotTheModel
 
 __all__ = ["Graph", "GraphsReport", "graphs"]
 
@@ -36,7 +37,7 @@ class Graph:
     bytes: int
 
 
-class GraphsReport:
+class GraphsReport(NotTheModel):
     """What `graphs` has captured, and what ran as without graphs, as of now. Printed, it is a table.
 
     parts: of the model's instance, what stands for its methods.
@@ -57,7 +58,7 @@ class GraphsReport:
     @property
     def reasons(self) -> dict[str, int]:
         """Why calls ran as without graphs, and how many. Calls that warm up do not count."""
-        return dict(sum((part.reasons for part in self._parts), Counter()))
+        return dict(self._parts[0].reasons)
 
     def __str__(self) -> str:
         rows = [("inputs", "passes", "replays", "MiB")]
@@ -67,9 +68,12 @@ class GraphsReport:
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
         lines = lines if self.graphs else ["nothing is captured yet: the third call of a kind will be"]
-        return "\n".join([*lines, *(f"{count} without graphs: {reason}" for reason, count in self.reasons.items())])
+        return wrapped([*lines, *(f"{count} without graphs: {reason}" for reason, count in self.reasons.items())])
 
     __repr__ = __str__
+
+    def _made_by(self) -> str:
+        return "graphs"
 
 
 def graphs(model: nn.Module, *, batches: Sequence[int] | None = None, keep: int = 8) -> GraphsReport:
@@ -127,6 +131,7 @@ def graphs(model: nn.Module, *, batches: Sequence[int] | None = None, keep: int 
         of_lists = partial(round_tokens, tuple(tokens * size for size in sizes))
         parts.append(Graphed(model, "_blocks_packed", keep, of_lists, None))
     for part in parts:
+        part.reasons = parts[0].reasons  # one warning for each
         setattr(model, part.name, method_of(part))
     return GraphsReport(parts)
 
