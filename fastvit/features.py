@@ -60,7 +60,7 @@ class Backbone(nn.Module):
         Raises:
             TypeError, ValueError: naming the entry of a list that does not fit.
         """
-        if isinstance(x, list | tuple):
+        if isinstance(x, (list, tuple)):
             check_unmasked(attn_mask, is_causal, of="a list of images")
             packed, rest = self._embedded_list(x)
             return packed.split(self._blocks_packed(packed.tokens, packed.cu_seqlens, packed.max_seqlen, *rest))
@@ -221,7 +221,7 @@ class Backbone(nn.Module):
         function that returns the tokens of a list by entry, or an image's as they are."""
         by_entry: Callable[[Tensor], Any] = lambda y: y  # noqa: E731
         grids: Any
-        if isinstance(images, list | tuple):
+        if isinstance(images, (list, tuple)):
             check_unmasked(**masks, of="a list of images")
             packed, rest = self._embedded_list(images)
             x, by_entry, grids = packed.tokens, packed.split, [entry.grid for entry in packed.entries]

@@ -105,7 +105,7 @@ class Graphed:
     @property
     def plain(self) -> Callable[..., Any]:
         """The method without graphs."""
-        return self.before or getattr(type(self.model), self.name).__get__(self.model)
+        return self.before or partial(getattr(type(self.model), self.name), self.model)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # What compiles, traces, counts or captures has to see what the model calls
