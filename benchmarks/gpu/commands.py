@@ -73,6 +73,7 @@ def rest(folder: Path) -> list[Command]:
         name = path.relative_to(ROOT / "tests").with_suffix("").as_posix()
         commands.append(Command(f"tests {name}", (*_PYTEST, f"tests/{name}.py"), 1800.0))
     commands += [_sanitize(tool, op, 900.0) for tool in ("memcheck", "racecheck") for op in sanitize.ops()]
+    commands.append(_sanitize("memcheck", sanitize.GRAPHS, 900.0))
     for op in dict.fromkeys(workload.op for workload in workloads("gpu")):
         result = ("--benchmark-json", str(folder / f"{op.replace(', ', '_').replace(' ', '_')}.json"))
         commands.append(Command(f"bench {op}", (*_PYTEST, *_selected(op), *result), 7200.0))

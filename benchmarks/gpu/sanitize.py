@@ -22,12 +22,14 @@ if "--rehearse" in sys.argv and __name__ == "__main__":
 
 import torch
 
+import fastvit
 from benchmarks.gpu.runner import SKIPPED
 from benchmarks.harness.draw import Draw
 from benchmarks.harness.provenance import ROOT
 from benchmarks.harness.workloads import workloads
 from fastvit.ops.runtime import backend as backends
 
+GRAPHS = "graphs"  # models after `fastvit.graphs`
 FINDINGS = 86  # exit status by which the tool says so
 KERNELS = "(attention|layer_norm|linear|gated|act_bwd|patch_embed|column_sum|dropout|rotary|qk_norm)_"
 _PLACES = ("/usr/local/cuda/bin", "/usr/local/cuda/compute-sanitizer", "/opt/cuda/bin")
@@ -48,6 +50,20 @@ def run(op: str, device: torch.device, *dtypes: torch.dtype) -> None:
         torch.cuda.synchronize()
 
 
+def run_graphs(device: torch.device) -> None:
+    """Capture and replay a model in training and in inference, with calls of two kinds in turn."""
+    options = {"img_size": 32, "patch_size": 8, "embed_dim": 64, "depth": 2, "num_heads": 2}
+    model = fastvit.VisionTransformer(**options, drop_path_rate=0.5, device=device)  # type: ignore[arg-type]
+    report = fastvit.graphs(model)
+    for step in range(10):
+        image = torch.randn(1 + step % 2, 3, 32, 32, device=device)
+        model(image).square().sum().backward()
+        with torch.no_grad():
+            model(image)
+    torch.cuda.synchronize()
+    assert len(report.graphs) == 4, str(report)
+
+
 def rehearse(op: str) -> list[str]:
     """Run the op in the interpreter, without matmuls. Returns the kernels that ran. Raises for an access out of bounds
     and for a race."""
@@ -61,7 +77,7 @@ def rehearse(op: str) -> list[str]:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--tool", choices=("memcheck", "racecheck", "initcheck", "synccheck"))
-    parser.add_argument("--op", action="append", choices=ops(), help="default: all")
+    parser.add_argument("--op", action="append", choices=(*ops(), GRAPHS), help="default: all ops")
     parser.add_argument("--rehearse", action="store_true", help="in the interpreter, without the tool")
     chosen = parser.parse_args(arguments)
     names = chosen.op or ops()
@@ -71,6 +87,8 @@ def main(arguments: list[str] | None = None) -> int:
             if chosen.rehearse:
                 kernels = rehearse(op)
                 print(f"{op}: {len(kernels)} launches of {len(set(kernels))} kernels, in bounds and without races")
+            elif op == GRAPHS:
+                run_graphs(torch.device("cuda"))
             else:
                 run(op, torch.device("cuda"), torch.bfloat16, torch.float32)
         return 0
@@ -82,8 +100,8 @@ def main(arguments: list[str] | None = None) -> int:
         tool, "--tool", chosen.tool, "--error-exitcode", str(FINDINGS), "--kernel-regex", f"kns={KERNELS}",
         sys.executable, "-m", "benchmarks.gpu.sanitize", *(f"--op={op}" for op in names),
     ]  # fmt: skip
-    # every tensor gets an allocation of its own, so that memcheck sees its end
-    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    # every tensor gets an allocation of its own, so that memcheck sees its end; graphs need the allocator's pools
+    environment = {**os.environ, **({} if GRAPHS in names else {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"})}
     status = subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
     print(f"{chosen.tool}, {', '.join(names)}: {'FINDINGS' if status == FINDINGS else f'exit status {status}'}")
     return status

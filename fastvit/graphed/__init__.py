@@ -99,8 +99,9 @@ def graphs(model: nn.Module, *, batches: Sequence[int] | None = None, keep: int 
     backward pass that comes a second time, or that is differentiated (create_graph), computes the forward pass again.
     torch.compile, torch.export, modes such as FLOP counters and an outer capture see the model without graphs.
 
-    The graphs of a model share memory that they never return. It is held in addition to that of tensors outside: of
-    calls that wait for their backward pass at one time, each has memory of its own. `fastvit memory --graphs` plans it.
+    The graphs of a model share memory, which they hold until `fastvit.restore(model)`, in addition to that of tensors
+    outside; of calls that wait for their backward pass at one time, each has memory of its own. `fastvit memory
+    --graphs` plans it.
 
     Args:
         model: any module whose forward takes tensors, for example after `accelerate` or `fit`. Forwards of its
@@ -146,6 +147,7 @@ def remove(model: nn.Module) -> None:
     for module in model.modules():
         for part in graphed_parts(module):
             delattr(module, part.name)
+            part.forget()
             if part.before is not None:
                 setattr(module, part.name, part.before)
 

@@ -14,7 +14,7 @@ from torch.nn import Parameter
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from fastvit.graphed.recorder import Recorder, Replay, Unfit
-from fastvit.ops.runtime.backend import is_traced
+from fastvit.ops.runtime.backend import is_observed
 from fastvit.ops.runtime.torch_private import foreach_clone, is_batched_gradient
 
 _GROUP_BYTES = 25 * 2**20  # of gradients that are given out together, as in DistributedDataParallel's buckets
@@ -206,7 +206,8 @@ class Call:
             if self._versions != versions_of(self._parameters):
                 raise RuntimeError("a parameter was modified in place between a forward pass and its backward pass")
             numbers = {i for i, g in enumerate(given) if g is not None}
-            mapped = is_traced() or is_batched_gradient is None or any(is_batched_gradient(given[i]) for i in numbers)
+            batched = is_batched_gradient is None or any(is_batched_gradient(given[i]) for i in numbers)
+            mapped = batched or is_observed(profilers=False)
             first = self.left == len(self.captured.backward)
             as_captured = first and numbers == self.captured.out_gradients.keys()
             fits = as_captured and not mapped and not torch.is_grad_enabled()  # a gradient of gradients is wanted

@@ -27,7 +27,7 @@ from fastvit.graphed.rounding import Leaves
 from fastvit.graphed.version import OPAQUE, Version, why_not
 from fastvit.ops.runtime import backend
 from fastvit.ops.runtime.device import float32_precision
-from fastvit.ops.runtime.torch_private import top_saved_tensors_hooks
+from fastvit.ops.runtime.torch_private import current_function_mode, top_saved_tensors_hooks
 
 _WARM_UPS = 2  # calls before a capture
 _MOST_ARENAS = 4  # calls that wait for their backward pass at one time, each with memory of its own
@@ -109,12 +109,15 @@ class Graphed:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # What compiles, traces, counts or captures has to see what the model calls
-        if is_compiling() or backend.is_traced() or recorder.Recorder.is_capturing():
+        if is_compiling() or recorder.Recorder.is_capturing():
             return self.plain(*args, **kwargs)
-        try:
-            return self._run(args, kwargs)
-        except Unfit as reason:
-            self.note(str(reason))
+        if not backend.is_observed(profilers=False):
+            try:
+                return self._run(args, kwargs)
+            except Unfit as reason:
+                self.note(str(reason))
+        elif current_function_mode is not None and type(current_function_mode()).__name__ == "DeviceContext":
+            self.note("torch.set_default_device, or a device as context, is a mode that sees every call")
         return self.plain(*args, **kwargs)
 
     def note(self, reason: str) -> None:
@@ -123,6 +126,12 @@ class Graphed:
         if self.reasons[reason] == 1:
             name = type(self.model).__name__
             warnings.warn(f"{name} runs as without fastvit.graphs: {reason}", stacklevel=6)
+
+    def forget(self) -> None:
+        """Release all graphs."""
+        with self._lock:
+            self._kinds, self._arenas, self._versions = {}, [], []
+            self.captured.clear()
 
     # ---- internal ----
 

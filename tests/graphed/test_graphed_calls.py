@@ -262,19 +262,25 @@ def with_saved_hooks(call: Callable[[], Any]) -> None:
         call().sum().backward()
 
 
+def with_device(call: Callable[[], Any]) -> None:
+    with torch.device("cpu"):
+        call()
+
+
 def with_transform(call: Callable[[], Any]) -> None:
     torch.func.vmap(lambda _: call())(torch.zeros(2))
 
 
-@pytest.mark.parametrize("around", [with_mode, with_transform, with_saved_hooks], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("around", [with_mode, with_transform, with_device, with_saved_hooks], ids=lambda f: f.__name__)
 def test_calls_that_something_sees(around: Callable[[Callable[[], Any]], Any]) -> None:
     """After the capture too, and replays go on afterwards."""
     model = ours()
     report = fastvit.graphs(model)
     with torch.no_grad():
         check(model, copy.deepcopy(model), IMAGE)
-    if around is with_saved_hooks:
-        runs_plainly(model, lambda: around(lambda: model(IMAGE)), "hooks see what is saved")
+    if around in (with_saved_hooks, with_device):
+        reason = "hooks see what is saved" if around is with_saved_hooks else "torch.set_default_device"
+        runs_plainly(model, lambda: around(lambda: model(IMAGE)), reason)
     else:
         with torch.no_grad():
             around(lambda: model(IMAGE))
@@ -554,12 +560,17 @@ def test_restore() -> None:
     model = vit(depth=2).eval()
     before = {name: {**vars(m)} for name, m in model.named_modules()}
     fastvit.accelerate(model)
-    fastvit.graphs(model)
+    report = fastvit.graphs(model)
+    with torch.no_grad():
+        for _ in range(3):
+            model(IMAGE)
     with pytest.raises(ValueError, match="model has graphs already"):
         fastvit.graphs(model)
     with pytest.raises(ValueError, match="model has graphs already"):
         fastvit.accelerate(model)
+    assert len(report.graphs) == 1
     fastvit.restore(model)
+    assert not report.graphs, "released, although the report is there"
     for name, m in model.named_modules():
         assert vars(m).keys() == before[name].keys()
 

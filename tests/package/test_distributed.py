@@ -76,6 +76,8 @@ def worker(rank: int, port: int, folder: str) -> None:
             for block in model.blocks:
                 fully_shard(block)
             fully_shard(model)
+            with pytest.raises(ValueError, match="a DTensor: fully_shard"):
+                fastvit.graphs(model)
         if "compiled" in kind:
             torch._dynamo.reset()
             model = fastvit.compile(model, inner="aot_eager")

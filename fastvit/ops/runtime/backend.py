@@ -151,14 +151,9 @@ _KNOWS_OBSERVERS = has_forward_level and None not in (
 )
 
 
-def is_observed() -> bool:
-    """Return whether something has to see the calls made now, or may have to: what `is_traced` names, or profilers."""
-    return is_traced() or profiler_enabled()
-
-
-def is_traced() -> bool:
-    """Return whether modes (fake tensors, FLOP counters, checkpoint policies, tracers), functorch transforms or
-    forward-mode AD have to see the calls made now, or may have to."""
+def is_observed(profilers: bool = True) -> bool:
+    """Return whether something has to see the calls made now, or may have to: modes (fake tensors, FLOP counters,
+    checkpoint policies, tracers), functorch transforms, forward-mode AD, or, unless they do not count, profilers."""
     return bool(
         not _KNOWS_OBSERVERS
         or is_dynamo_compiling()
@@ -166,6 +161,7 @@ def is_traced() -> bool:
         or is_torch_function_mode_enabled()
         or are_functorch_transforms_active()
         or is_tracing()
+        or (profilers and profiler_enabled())
         or forward_ad._current_level >= 0
     )
 
