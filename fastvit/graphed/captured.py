@@ -22,28 +22,27 @@ _GROUP_BYTES = 25 * 2**20  # of gradients that are given out together, as in Dis
 Run = Callable[[Sequence[Tensor]], Any]  # the model's forward as a function of a call's tensors
 
 
+class _Place(int):
+    """The place of a tensor in a list of tensors."""
+
+
 class Outputs(NamedTuple):
-    """The tensors that a model returned, each once, and how its result is made of such tensors."""
+    """The tensors that a model returned, each once, and its result's leaves, with places instead of tensors."""
 
     tensors: list[Tensor]
-    leaves: list[Any]  # for a tensor its place in `tensors`
-    is_tensor: list[bool]
+    leaves: list[Any]
     spec: TreeSpec
 
     @classmethod
     def of(cls, result: Any) -> Outputs:
         leaves, spec = tree_flatten(result)
-        is_tensor = [isinstance(leaf, Tensor) for leaf in leaves]
         tensors = list({id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}.values())
-        places = {id(t): i for i, t in enumerate(tensors)}
-        return cls(tensors, [places.get(id(leaf), leaf) for leaf in leaves], is_tensor, spec)
+        places = {id(t): _Place(i) for i, t in enumerate(tensors)}
+        return cls(tensors, [places.get(id(leaf), leaf) for leaf in leaves], spec)
 
     def result(self, tensors: Sequence[Tensor]) -> Any:
         """Return the result, made of other tensors."""
-        if self.spec.type is None and self.is_tensor == [True]:  # one tensor, without structure
-            return tensors[0]
-        leaves = zip(self.leaves, self.is_tensor, strict=True)
-        return tree_unflatten([tensors[leaf] if is_tensor else leaf for leaf, is_tensor in leaves], self.spec)
+        return tree_unflatten([tensors[leaf] if type(leaf) is _Place else leaf for leaf in self.leaves], self.spec)
 
 
 class Arena:

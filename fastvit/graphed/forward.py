@@ -7,70 +7,30 @@ import threading
 import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from enum import Enum
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from fastvit.blocks.hooks import has_global_hooks
 from fastvit.features import Backbone
 from fastvit.graphed import recorder
 from fastvit.graphed.captured import Arena, Call, Captured, Outputs, copies, replaced, versions_of
+from fastvit.graphed.kind import WARM_UPS, Kind, circumstances, ddp_runs, described, is_constant
 from fastvit.graphed.recorder import Unfit
 from fastvit.graphed.rounding import Leaves
 from fastvit.graphed.version import OPAQUE, Version, why_not
 from fastvit.ops.runtime import backend
-from fastvit.ops.runtime.device import float32_precision
 from fastvit.ops.runtime.torch_private import current_function_mode, top_saved_tensors_hooks
 
-_WARM_UPS = 2  # calls before a capture
 _MOST_ARENAS = 4  # calls that wait for their backward pass at one time, each with memory of its own
 _MOST_CAPTURES = 16  # for each graph that is kept: more would cost more time than they save
 _MOST_VERSIONS, _KEPT_VERSIONS = 100, 8  # of the model
 _MOST_KINDS = 1000
-_CONSTANTS = bool, int, float, str, bytes, torch.dtype, torch.device, torch.memory_format, Enum, type
 _CLOSE = 0.05  # of the largest value: what another batch size may change by rounding
-
-
-@dataclass
-class _Kind:
-    """What is known of a kind of calls.
-
-    forwards: how many calls there were before the capture.
-    calls: how many of them count: in training, those that have had a backward pass.
-    gradients: numbers of the outputs that gradients came for in the last backward pass.
-    draws: whether the forward pass draws random numbers.
-    rows_are_independent: whether more rows leave the first ones as they are; None: not known.
-    reason: why there will be no capture, or "".
-    hooks: on the outputs of the last call.
-    captured: its graphs in each arena.
-    """
-
-    forwards: int = 0
-    calls: int = 0
-    gradients: set[int] = field(default_factory=set)
-    draws: bool = False
-    rows_are_independent: bool | None = None
-    reason: str = ""
-    hooks: list[Any] = field(default_factory=list)
-    captured: dict[Arena, Captured] = field(default_factory=dict)
-
-    def is_warm(self, wants: bool) -> bool:
-        return self.calls >= _WARM_UPS and bool(self.gradients or not wants)
-
-    def gradient_came(self, came: set[int], number: int) -> None:
-        """Note that a gradient came for an output. came: for which outputs of this call one did."""
-        if not came:  # the first one
-            self.calls, self.gradients = self.calls + 1, came
-        came.add(number)
-        if torch.is_grad_enabled():
-            self.reason = "gradients of gradients are wanted (create_graph)"
 
 
 class Graphed:
@@ -88,9 +48,9 @@ class Graphed:
         self, model: nn.Module, name: str, keep: int, rounded: Callable[[list[Any]], Leaves] | None, before: Any
     ) -> None:
         self.model, self.name, self.keep, self.rounded, self.before = model, name, keep, rounded, before
-        self.captured: OrderedDict[Captured, _Kind] = OrderedDict()  # the last used is the last
+        self.captured: OrderedDict[Captured, Kind] = OrderedDict()  # the last used is the last
         self.reasons: Counter[str] = Counter()  # why calls ran as without graphs
-        self._kinds: dict[Any, _Kind] = {}
+        self._kinds: dict[Any, Kind] = {}
         self._lock = threading.RLock()
         self._arenas: list[Arena] = []
         self._versions: list[Version] = []  # the last used is the first
@@ -136,7 +96,10 @@ class Graphed:
     # ---- internal ----
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        check_unobserved()
+        if has_global_hooks():
+            raise Unfit("there are hooks on all modules, which replays do not call")
+        if top_saved_tensors_hooks is None or top_saved_tensors_hooks(True) is not None:
+            raise Unfit("hooks see what is saved for the backward pass, as around a checkpoint")
         values, spec = (list(args), None) if _is_one_tensor(args, kwargs) else tree_flatten((args, kwargs))
         tensors = [v for v in values if isinstance(v, Tensor)]
         with self._lock:
@@ -154,10 +117,10 @@ class Graphed:
                         return self.plain(*args, **kwargs)  # which calls `_blocks_packed`, with graphs of its own
                     raise Unfit("a list has no batch size to be rounded")
                 leaves = self.rounded(values)
-            key = version, spec, *_described(leaves, wants), *_circumstances(tensors[0].device.type), wants
+            key = version, spec, *described(leaves, wants), *circumstances(tensors[0].device.type), wants
             if len(self._kinds) > _MOST_KINDS:
                 self._kinds = {key: kind for key, kind in self._kinds.items() if kind.captured}
-            kind = self._kinds.setdefault(key, _Kind())
+            kind = self._kinds.setdefault(key, Kind())
             if kind.reason:
                 raise Unfit(kind.reason)
             run = self._function(spec, leaves)
@@ -206,7 +169,7 @@ class Graphed:
 
         return run
 
-    def _arena(self, kind: _Kind, device: torch.device) -> Arena:
+    def _arena(self, kind: Kind, device: torch.device) -> Arena:
         """Return where a call may run now, if possible where its kind is captured."""
         free = [a for a in self._arenas if a.recorder.device == device and a.is_free()]
         for arena in free:
@@ -219,7 +182,7 @@ class Graphed:
         self._arenas.append(Arena(recorder.Recorder(device)))
         return self._arenas[-1]
 
-    def _warm_up(self, kind: _Kind, run: Callable[..., Any], leaves: Leaves, tensors: list[Tensor], wants: bool) -> Any:
+    def _warm_up(self, kind: Kind, run: Callable[..., Any], leaves: Leaves, tensors: list[Tensor], wants: bool) -> Any:
         of = self._arena(kind, tensors[0].device).recorder
         random, host, versions = of.random_state(), of.host_state(), versions_of(tensors)
         before = [t.clone() for t in tensors if t.is_inference()]
@@ -227,8 +190,7 @@ class Graphed:
         kind.draws |= not torch.equal(random, of.random_state())
         kind.forwards += 1
         outputs = Outputs.of(result)
-        odd = [leaf for leaf, of_tensor in zip(outputs.leaves, outputs.is_tensor, strict=True)
-               if not (of_tensor or is_constant(leaf))]  # fmt: skip
+        odd = [leaf for leaf in outputs.leaves if not is_constant(leaf)]
         same = all(map(torch.equal, before, (t for t in tensors if t.is_inference())))
         if waits and kind.forwards > 1:  # the first call may wait for tables that it makes
             kind.reason = f"an operation at {waits} waits for the GPU"
@@ -247,7 +209,7 @@ class Graphed:
         if not wants:
             kind.calls += 1
             return result if leaves.rows is None else outputs.result([t[: leaves.rows] for t in outputs.tensors])
-        if kind.forwards > _WARM_UPS and not kind.calls:
+        if kind.forwards > WARM_UPS and not kind.calls:
             self.note("no backward pass came; torch.no_grad() would let the call be captured")
         came: set[int] = set()
         kind.hooks = [
@@ -258,7 +220,7 @@ class Graphed:
         return result
 
     def _compare_rows(
-        self, kind: _Kind, run: Callable[..., Any], leaves: Leaves, tensors: list[Tensor], plain: Callable[[], Any]
+        self, kind: Kind, run: Callable[..., Any], leaves: Leaves, tensors: list[Tensor], plain: Callable[[], Any]
     ) -> Any:
         """Run a call as it is, and with more rows unless that has been done. Note whether the results agree."""
         result = plain()
@@ -279,7 +241,7 @@ class Graphed:
             self.note("its results depend on the batch size, so that it cannot be rounded")
         return result
 
-    def _captured(self, kind: _Kind, run: Callable[..., Any], leaves: Leaves, tensors: list[Tensor]) -> Captured:
+    def _captured(self, kind: Kind, run: Callable[..., Any], leaves: Leaves, tensors: list[Tensor]) -> Captured:
         """Return the graphs of a kind of calls; capture them if there are none."""
         arena = self._arena(kind, tensors[0].device)
         if (captured := kind.captured.get(arena)) is None:
@@ -290,7 +252,7 @@ class Graphed:
             for hook in kind.hooks:
                 hook.remove()
             try:
-                captured = Captured(run, arena, self.model, grown, gradients, _ddp_runs(), kind.draws)
+                captured = Captured(run, arena, self.model, grown, gradients, ddp_runs(), kind.draws)
             except (Unfit, RuntimeError) as error:  # the latter without memory, or a snapshot of it
                 kind.reason = recorder.described(error)
                 raise Unfit(kind.reason) from error
@@ -351,50 +313,9 @@ def _call(graphed: Graphed, /, *args: Any, **kwargs: Any) -> Any:
     return graphed(*args, **kwargs)
 
 
-def check_unobserved() -> None:
-    """Raise `Unfit` if something has to see what the model calls."""
-    if has_global_hooks():
-        raise Unfit("there are hooks on all modules, which replays do not call")
-    if top_saved_tensors_hooks is None or top_saved_tensors_hooks(True) is not None:
-        raise Unfit("hooks see what is saved for the backward pass, as around a checkpoint")
-
-
 def _is_one_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return whether arguments have no structure, which would take 30 us to compare."""
     return not kwargs and len(args) == 1 and isinstance(args[0], Tensor)
-
-
-def is_constant(value: Any) -> bool:
-    """Return whether a value cannot change."""
-    return value is None or isinstance(value, _CONSTANTS) or inspect.isfunction(value)
-
-
-def _described(leaves: Leaves, wants: bool) -> list[Any]:
-    """Return what graphs depend on of each argument."""
-    described: list[Any] = []
-    sizes = iter(leaves.sizes)
-    for v in leaves.values:
-        if isinstance(v, Tensor):
-            size = next(sizes)
-            shape = v.shape if size is None else (size, *v.shape[1:])
-            described.append((shape, v.stride(), v.dtype, v.requires_grad and wants))
-        else:
-            if not is_constant(v):
-                raise Unfit(f"an argument is a {type(v).__name__}")
-            described.append((type(v), v))
-    return described
-
-
-def _circumstances(device: str) -> tuple[Any, ...]:
-    """Return what else a graph depends on."""
-    autocast = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-    numbers = torch.get_default_dtype(), float32_precision(), torch.are_deterministic_algorithms_enabled()
-    return torch.is_inference_mode_enabled(), *autocast, *numbers, backend.settings(), _ddp_runs()
-
-
-def _ddp_runs() -> bool:
-    """Return whether a DistributedDataParallel calls the model."""
-    return getattr(DistributedDataParallel, "_active_ddp_module", None) is not None
 
 
 def _grown(t: Tensor, size: int | None) -> Tensor:
