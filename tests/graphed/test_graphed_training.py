@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from graphed_models import assert_equal
 from host_recorder import HostRecorder
 from library_models import hugging_face, output_of, vit
 from torch import Tensor, nn
@@ -84,15 +85,6 @@ def pair(model: nn.Module, **options: Any) -> tuple[nn.Module, nn.Module, Any]:
     """A model, and a copy of it with graphs."""
     graphed = copy.deepcopy(model.train())
     return model, graphed, fastvit.graphs(graphed, **options)
-
-
-def assert_equal(model: nn.Module, graphed: nn.Module) -> None:
-    """Parameters, buffers and gradients."""
-    state, other = model.state_dict(), graphed.state_dict()
-    assert [name for name, t in state.items() if not torch.equal(t, other[name])] == []
-    for (name, p), q in zip(model.named_parameters(), graphed.parameters(), strict=True):
-        assert (p.grad is None) == (q.grad is None), name
-        assert p.grad is None or torch.equal(p.grad, q.grad), name
 
 
 def train(model: nn.Module, steps: int, **options: Any) -> list[Tensor]:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from graphed_models import assert_equal
 from models import randomised
 from torch import Tensor, nn
 
@@ -59,15 +60,6 @@ def images(count: int, device: torch.device, seed: int = 0) -> Tensor:
 def draws(device: torch.device) -> Tensor:
     torch.manual_seed(3)
     return F.dropout(torch.randn(64, device=device), 0.5)
-
-
-def assert_equal(model: nn.Module, graphed: nn.Module) -> None:
-    """Parameters, buffers and gradients."""
-    state, other = model.state_dict(), graphed.state_dict()
-    assert [name for name, t in state.items() if not torch.equal(t, other[name])] == []
-    for (name, p), q in zip(model.named_parameters(), graphed.parameters(), strict=True):
-        assert (p.grad is None) == (q.grad is None), name
-        assert p.grad is None or torch.equal(p.grad, q.grad), name
 
 
 def infer(model: nn.Module, graphed: nn.Module, x: Any) -> None:
