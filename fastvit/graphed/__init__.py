@@ -38,7 +38,7 @@ class Graph:
 
 
 class GraphsReport(NotTheModel):
-    """What `graphs` has captured, and what ran as without graphs, as of now. Printed, it is a table.
+    """A list of what `graphs` has captured, and of why calls ran as without graphs, as of now. Printed, it is a table.
 
     parts: of the model's instance, what stands for its methods.
     """

@@ -23,7 +23,7 @@ _CONSTANTS = bool, int, float, str, bytes, torch.dtype, torch.device, torch.memo
 
 @dataclass
 class Kind:
-    """What is known of a kind of calls.
+    """A kind of calls, and what is known of it.
 
     forwards: how many calls there were before the capture.
     calls: how many of them count: in training, those that have had a backward pass.

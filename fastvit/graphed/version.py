@@ -1,4 +1,4 @@
-"""What graphs take for granted of a model: everything that it contains, and where its tensors are."""
+"""Tell whether a model is as it was when graphs were captured: all that it contains, and where its tensors are."""
 
 from __future__ import annotations
 

@@ -103,8 +103,10 @@ def test_results_with_infinities_are_compared() -> None:
     model = AcrossTheBatch("masked").eval()
     plain = copy.deepcopy(model)
     report = fastvit.graphs(model, batches=(4,))
+    x = torch.randn(3, 4)
     with torch.no_grad():
-        check(model, plain, torch.randn(3, 4))
+        for _ in range(4):
+            torch.testing.assert_close(model(x), plain(x))
     assert replays(report) == [2]
 
 

@@ -268,7 +268,7 @@ PASSES = [
 
 @pytest.mark.parametrize("backward", PASSES, ids=lambda f: f.__name__)
 def test_backward_passes(backward: Callable[[nn.Module], Any]) -> None:
-    """Of a model that is captured for the usual call already, and once more when all that is new is captured too."""
+    """The usual call is captured before, and these passes come again when all that is new in them is captured."""
     model, graphed, report = pair(TwoHeads())
     for _ in range(3):
         logits(graphed(image())).square().sum().backward()
