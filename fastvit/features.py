@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from fastvit.modules.arguments import check_choice, check_flags, checked_indices
 from fastvit.modules.packing import Images, Packed
 from fastvit.modules.parts import mask_arguments
-from fastvit.ops.attention.op import check_unmasked
+from fastvit.ops.attention.checks import check_unmasked
 
 __all__ = ["Backbone"]
 

@@ -13,7 +13,7 @@ from fastvit.modules.arguments import check_integers
 from fastvit.modules.packing import Images
 from fastvit.modules.parts import check_takes, mask_arguments
 from fastvit.modules.pooling import AttentionPoolLatent, check_pool, pool_sequences, pool_tokens
-from fastvit.ops.attention.op import check_unmasked
+from fastvit.ops.attention.checks import check_unmasked
 
 _FOR_IMAGES = ("forward_features", "pool", "forward_head")  # methods that lists do not call
 

@@ -23,9 +23,8 @@ from fastvit.modules.arguments import (
     check_number,
     with_known_arguments,
 )
-from fastvit.ops.attention.op import check_causal, check_mask, check_unmasked
-from fastvit.ops.attention.varlen import checked_lengths
-from fastvit.ops.attention.varlen_aten import checked_ends
+from fastvit.ops.attention.aten import checked_ends
+from fastvit.ops.attention.checks import check_causal, check_lengths, check_unmasked, checked_mask
 from fastvit.ops.runtime.checks import check_float, takes_head_dim
 from fastvit.ops.runtime.device import is_fake
 
@@ -136,7 +135,7 @@ def for_call(
     check_unmasked(attn_mask, is_causal, of="cu_seqlens")
     if x.dim() != 2:
         raise ValueError(f"x must have shape (T, D) with cu_seqlens, got {tuple(x.shape)}")
-    checked_lengths("x", x, cu_seqlens, max_seqlen)
+    check_lengths("x", x, cu_seqlens, max_seqlen)
     return None if described is None else run.within_sequences(described, x, cu_seqlens, max_seqlen)
 
 
@@ -194,7 +193,7 @@ def attend(
     check_causal(is_causal)
     if attn_mask is not None:
         B, M, H, _ = q.shape
-        check_mask(attn_mask, "x", q, B, M, H, k.shape[1])
+        checked_mask(attn_mask, "x", q, (B, H, M, k.shape[1]), "B, H, M, N")
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     probabilities = _probabilities(q @ k.transpose(-2, -1) * attn.scale, attn_mask, is_causal)
     return (attn.attn_drop(probabilities) @ v).transpose(1, 2)
@@ -202,7 +201,7 @@ def attend(
 
 def _sequence_of_tokens(which: str, x: Tensor, cu_seqlens: Tensor, max_seqlen: int | None) -> Tensor:
     """Return the sequence of each token, after the checks of `ops.attention_varlen`: of values on the CPU only."""
-    longest = checked_lengths("x", x, cu_seqlens, max_seqlen, which)
+    longest = check_lengths("x", x, cu_seqlens, max_seqlen, which)
     if cu_seqlens.device.type == "cpu" and not (torch.compiler.is_compiling() or is_fake(cu_seqlens)):
         checked_ends(which, cu_seqlens, longest, x.shape[0])
     return run.sequence_of_tokens(x, cu_seqlens)

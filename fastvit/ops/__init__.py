@@ -1,9 +1,13 @@
 """The fused ops as functions, and the choice of what runs them."""
 
-from fastvit.ops.attention.op import attention, attention_qkvpacked
-from fastvit.ops.attention.relative import Relative
-from fastvit.ops.attention.varlen import attention_varlen, attention_varlen_qkvpacked
-from fastvit.ops.attention.windows import attention_windows
+from fastvit.ops.attention.functions import (
+    attention,
+    attention_qkvpacked,
+    attention_varlen,
+    attention_varlen_qkvpacked,
+    attention_windows,
+)
+from fastvit.ops.attention.within import Relative
 from fastvit.ops.block.attention import layer_norm_attention
 from fastvit.ops.block.mlp import layer_norm_mlp, mlp
 from fastvit.ops.block.norm_linear import layer_norm_linear

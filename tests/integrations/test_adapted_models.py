@@ -52,7 +52,7 @@ def run(model: nn.Module, image: Tensor) -> tuple[Step, list[str]]:
 
 
 def attention_count(names: list[str]) -> int:
-    return sum(name in ("fastvit::attention_fwd", "fastvit::attention_qkvpacked_fwd") for name in names)
+    return names.count("fastvit::attention_fwd")
 
 
 # ---- LoRA ----

@@ -7,8 +7,7 @@ from oracle import GRADIENT, assert_as_accurate, inputs
 pytest.importorskip("triton")
 
 from fastvit.kernels import _attention_configs, _configs
-from fastvit.ops.attention.launch import attention_fwd as launch_forward
-from fastvit.ops.attention.launch import launch_backward
+from fastvit.ops.attention.softmax_launch import launch_backward, launch_forward
 from fastvit.study.accuracy.formulas import attention
 
 MARGIN = 8  # elements of NaN around every gradient
@@ -37,7 +36,7 @@ def autograd(q, k, v, do, scale, dtype):
 
 def fused(q, k, v, do, scale):
     """Run the forward kernel and return dq, dk, dv of the backward kernels."""
-    o, lse = launch_forward(q, k, v, None, None, scale, 0.0)
+    o, lse = launch_forward(q, k, v, None, None, scale, 0.0, False, None)
     B, N, H, d = q.shape
     frame = torch.full((B * N * 3 * H * d + 2 * MARGIN,), torch.nan, dtype=q.dtype, device=q.device)
     packed = frame[MARGIN:-MARGIN].view(B, N, 3, H, d)

@@ -132,8 +132,9 @@ def touched(monkeypatch, device):
     monkeypatch.setattr(interpreter.interpreter_builder, "create_masked_load", load)
     monkeypatch.setattr(interpreter.interpreter_builder, "create_masked_store", store)
     monkeypatch.setattr(torch.Tensor, "new_empty", new_empty)
-    launch = importlib.import_module("fastvit.ops.attention.launch")
-    monkeypatch.setattr(launch, "empty_like", lambda x: new_empty(x, x.shape))
+    for module in ("launch", "softmax_launch"):
+        launch = importlib.import_module(f"fastvit.ops.attention.{module}")
+        monkeypatch.setattr(launch, "empty_like", lambda x: new_empty(x, x.shape))
     return accesses
 
 

@@ -12,7 +12,7 @@ from op_cases import tensors_of
 from oracle import assert_op_as_accurate, inputs
 
 from fastvit import ops
-from fastvit.ops.attention import aten
+from fastvit.ops.attention import aten_samples
 from fastvit.ops.runtime import backend as backends
 from fastvit.study.accuracy.formulas import attention as eager
 
@@ -235,7 +235,7 @@ def test_blocks_of_scores(kv_heads, dtype, device, monkeypatch):
     tensors["attn_mask"] = random_mask(4, 20, 20, kind=torch.float32, device=device)
     runs = []
     for scores in (3 * 4 * 400, 2 * 4 * 400, 2 * 400, 7 * 20, 1):
-        monkeypatch.setattr(aten, "_BYTES", scores * 4)
+        monkeypatch.setattr(aten_samples, "_BYTES", scores * 4)
         with ops.use_backend("aten"):
             torch.manual_seed(3)
             o = ops.attention(**tensors, dropout_p=0.3)

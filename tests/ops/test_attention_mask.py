@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from fastvit.ops.attention import mask_launch
+from fastvit.ops.attention import launch as attention_launch
 from fastvit.ops.runtime import device as devices
 from fastvit.ops.runtime import launch
 
@@ -30,7 +30,7 @@ def test_gradients_of_masks_fill_a_gpu(images, mask, parts, programs, monkeypatc
     lse = torch.empty(B, H, 2, N, device="meta")
     with launch.launching(lambda kernel, programs, tensors, *_: launched.append((kernel.__name__, programs, tensors))):
         bias = torch.empty(*mask, N, N, dtype=torch.bfloat16, device="meta")
-        *_, dmask = mask_launch.attention_bwd_with_mask(q, q, q, q, bias, q, lse, None, 0.125, 0.0)
+        *_, dmask = attention_launch.attention_bwd(q, q, q, q, bias, q, lse, None, 0.125, 0.0, False, True)
     assert (dmask.shape, dmask.dtype) == (bias.shape, bias.dtype)
     (_, grid, tensors), *sums = launched[2:]
     assert grid == programs

@@ -42,6 +42,24 @@ def test_dropout(backend, device):
     assert share.abs() < 5 * math.sqrt(p * (1 - p) / kept.numel())
 
 
+@pytest.mark.parametrize("kind", ["causal", "bool", "float"])
+def test_masks(kind, backend, device):
+    """One mask of all sequences, over the queries and keys of each, and causal order; keys of other lengths too."""
+    tensors = draw_qkv(61, 2, 16, device=device, kv_heads=1)
+    tensors["q"] = tensors["q"].detach()[:44].requires_grad_()
+    ends, ends_k = ends_of(1, 0, 19, 24, device=device), ends_of(3, 2, 23, 33, device=device)
+    mask = inputs("normal", 2, 24, 33, dtype=torch.float32, device=device, seed=9)
+    options = {"causal": {"is_causal": True}, "bool": {"attn_mask": mask > -1}, "float": {"attn_mask": mask}}[kind]
+    more = {"cu_seqlens": ends, "cu_seqlens_k": ends_k, **options}
+    lengths = {"max_seqlen": 24, "max_seqlen_k": 33}
+    fused = lambda **t: ops.attention_varlen(**t, **more, **lengths)  # noqa: E731
+    assert_op_as_accurate(fused, lambda **t: eager(**t, **more, empty_rows=True), tensors)
+    qkv = torch.stack((tensors["q"], *(tensors[name][:44].expand(-1, 2, -1) for name in "kv")), 1)
+    options |= {"attn_mask": options["attn_mask"][..., :24]} if kind != "causal" else {}
+    packed = ops.attention_varlen_qkvpacked(qkv, ends, 24, **options)
+    torch.testing.assert_close(packed, eager(*qkv.unbind(1), ends, **options, empty_rows=True), atol=1e-5, rtol=1e-5)
+
+
 def test_packed(device):
     """One tensor, read in place, has the results of three; so has its gradient."""
     qkv = inputs("normal", 64, 3, 2, 24, dtype=torch.float32, device=device).requires_grad_()
@@ -61,8 +79,9 @@ def counted(triton_backend, monkeypatch):
     """A context in which an access outside of a kernel's arguments raises. Elements that no kernel writes are not
     NaN."""
     traffic_counter = pytest.importorskip("benchmarks.codegen.traffic_counter")
-    launch = importlib.import_module("fastvit.ops.attention.launch")
-    monkeypatch.setattr(launch, "empty_like", torch.zeros_like)
+    for module in ("launch", "softmax_launch"):
+        launch = importlib.import_module(f"fastvit.ops.attention.{module}")
+        monkeypatch.setattr(launch, "empty_like", torch.zeros_like)
     return traffic_counter
 
 

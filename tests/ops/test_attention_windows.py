@@ -11,7 +11,7 @@ from oracle import assert_op_as_accurate
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fastvit import ops
-from fastvit.ops.attention import aten, relative_aten
+from fastvit.ops.attention import aten_samples
 from fastvit.ops.runtime import backend as backends
 from fastvit.study.accuracy.formulas import attention_windows as eager
 from fastvit.study.memory.allocations import Allocations, as_on
@@ -60,11 +60,11 @@ def test_what_a_query_does_not_see_has_no_influence(backend, device):
 
 def test_windows_wider_than_32_bits_are_refused(triton_backend):
     """Offsets within a window are 32-bit in the kernels: here two rows of the grid are 2^31 elements."""
-    launch = importlib.import_module("fastvit.ops.attention.relative_launch")
+    launch = importlib.import_module("fastvit.ops.attention.launch")
     qkv = torch.empty_strided((1, 2, 1 << 10, 3, 1, 16), (1 << 31, 1 << 30, 1 << 20, 16, 16, 1), device="meta")
     rows, columns = (torch.zeros(1, 2, 1 << 10, 1, 2, device="meta") for _ in range(2))
     with pytest.raises(backends.KernelUnsupported, match=r"within 2\^31 elements, got 2147483648"):
-        launch.attention_windows_relative_fwd(qkv, rows, columns, 1.0)
+        launch.attention_fwd(qkv, None, None, None, None, 1.0, 0.0, False, rows, columns)
 
 
 @pytest.mark.skipif(not backends.HAVE_TRITON, reason="triton is not installed")
@@ -90,10 +90,11 @@ def test_planned_memory():
 def test_blocks_of_scores(flash, device, monkeypatch):
     """On ATen: several samples or queries at a time change no value, by PyTorch's kernel and by the formula."""
     tensors = made("attention relative", 3, 20, device)
-    monkeypatch.setattr(aten, "_FLASH", flash)
+    monkeypatch.setattr(aten_samples, "_FLASH", flash)
     runs = []
     for scores in (3 * 2 * 20 * 20, 2 * 20 * 20, 2 * 7 * 20, 20):
-        monkeypatch.setattr(relative_aten, "_BYTES", scores * 4)
+        monkeypatch.setattr(aten_samples, "_RELATIVE_BYTES", scores * 4)
+        monkeypatch.setattr(aten_samples, "_BYTES", scores * 4)
         with ops.use_backend("aten"):
             runs.append(results(function("attention relative"), tensors))
     for run in runs[1:]:

@@ -1,367 +1,208 @@
-"""Softmax attention on PyTorch's own functions: its CPU flash kernel, or the formula by blocks of scores."""
+"""Softmax attention on PyTorch's own functions. Packed sequences are computed one after the other; the tokens of a grid
+are gathered by windows. Both are then samples (aten_samples.py)."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from fastvit.ops.attention import window_places
+from fastvit.ops.attention.aten_samples import backward, empty_gradients, forward, has_flash_backward
+from fastvit.ops.attention.window_places import from_windows, mask_of_windows, to_windows
+from fastvit.ops.attention.within import (
+    Gradients,
+    Heads,
+    Positions,
+    Relative,
+    Sequences,
+    Windows,
+    lse_shape,
+    unpacked,
+    within_of,
+)
 from fastvit.ops.runtime.device import is_fake
 from fastvit.ops.runtime.dtypes import stat_dtype
-from fastvit.ops.runtime.rows import unexpanded
-from fastvit.ops.runtime.torch_private import (
-    flash_attention,
-    flash_attention_backward,
-    fused_sdp_choice,
-    softmax_backward,
-)
-
-_FLASH = flash_attention is not None and flash_attention_backward is not None
-_BYTES = 1 << 20  # size of a block of materialised scores, so that they stay in the cache
-
-# PyTorch's CPU kernel compares a row's scores in SIMD vectors of up to 16 floats, and the rest in a way that drops NaN:
-# with fewer keys than a vector has, a row of NaN would become zero.
-_VECTOR = 16
-
-# Its backward pass computes P from a float32 LSE, which loses the logarithm of the sum if a mask makes all scores of a
-# row huge: at this size P is off by 2^-16, at 1e9 by a factor of N.
-_LSE = 256.0
-
-
-def is_added(mask: Tensor | None) -> bool:
-    """Return whether a mask is added to the scores: it is not bool."""
-    return mask is not None and mask.dtype is not torch.bool
-
-
-def lse_shape(q: Tensor, mask: Tensor | None) -> tuple[int, ...]:
-    """Return the shape of attention's LSE for q (B, M, H, d): (B, H, M), or (B, H, 2, M) with a mask of numbers."""
-    B, N, H, _ = q.shape
-    return (B, H, 2, N) if is_added(mask) else (B, H, N)
-
-
-def _takes_shared_keys() -> bool:
-    """Return whether PyTorch's CPU kernel takes k and v with fewer heads than q; 1 means that kernel."""
-    q = torch.empty(1, 2, _VECTOR, 16, device="cpu")
-    return fused_sdp_choice is not None and fused_sdp_choice(q, q[:, :1], q[:, :1], enable_gqa=True) == 1
-
-
-_SHARED = _takes_shared_keys()
 
 
 def attention_fwd(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None, scale: float, dropout_p: float,
-    causal: bool = False,
+    q: Tensor, k: Tensor | None, v: Tensor | None, mask: Tensor | None, seed: Tensor | None, scale: float,
+    dropout_p: float, causal: bool = False, *positions: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    if k.shape[1] >= _VECTOR and _has_flash(seed, q, k, v, mask, causal):
-        added = None if mask is None else as_added(mask, stat_dtype(q))
-        factor, scale = _split(scale, q)
-        scaled = q if factor == 1.0 else q * factor
-        qt, kt, vt = scaled.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        o, lse = flash_attention(qt, kt, vt, 0.0, causal, attn_mask=added, scale=scale)
-        lse = torch.stack((lse, torch.ones_like(lse)), 2) if is_added(mask) else lse.contiguous()
-        return o.transpose(1, 2).contiguous().detach(), lse  # no view, as in aten.linear
+    p, given = Positions(*positions), (q, k, v)
+    q, k, v = unpacked(q, k, v)
+    within, numbers = within_of(q, p), (scale, dropout_p, causal)
+    if within is None:
+        return forward(q, k, v, mask, seed, *numbers, _relative(p))
     o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse = q.new_empty(lse_shape(o, mask), dtype=stat_dtype(q))
-    words = None if seed is None else _dropout_words(q, k, seed)
-    for at, keys, parts in _blocks(q, k):
-        qb, kb, vb = _heads(q, at, q) * scale, _heads(k, keys, q), _heads(v, keys, q)
-        for rows in parts:
-            mask_part = None if mask is None else _part_of_mask(mask, at, rows)
-            p, base, weight = _softmax_and_peaks(_scores(qb, kb, mask_part, causal, rows), mask_part)
-            of_lse = lse[(*at, ..., rows)]
-            if is_added(mask):
-                torch.stack((base, weight.reciprocal()), 2, out=of_lse)
-            else:
-                torch.sub(base, weight.log(), out=of_lse)
-            if words is None:
-                ob = p @ vb
-            else:
-                ob = (p.mul_(_kept(words, at, rows, dropout_p, p.dtype)) @ vb).mul_(1.0 / (1.0 - dropout_p))
-            o[at[0], rows, at[1]] = ob.transpose(1, 2)
+    lse = q.new_empty(lse_shape(q, mask, within), dtype=stat_dtype(q))
+    if isinstance(within, Sequences):
+        for one in _sequences(within, mask, seed, lse, (q, o), (k, v)):
+            (its_q, out), (its_k, its_v) = one.of_q, one.of_k
+            out[:], one.lse[:] = forward(its_q, its_k, its_v, one.mask, one.seed, *numbers)
+    else:
+        for some in _samples(within, mask, seed, given, p):
+            out, its_lse = forward(*some.heads, some.mask, some.seed, *numbers, some.relative)
+            some.store(out, o)
+            lse.unflatten(0, (q.shape[0], -1))[some.at] = its_lse.unflatten(0, (-1, within.per_sample))
     return o, lse
 
 
-def attention_qkvpacked_fwd(qkv: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    q, k, v = qkv.unbind(2)
-    return attention_fwd(q, k, v, *rest)
-
-
 def attention_bwd(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, o: Tensor, lse: Tensor, seed: Tensor | None,
-    scale: float, dropout_p: float, causal: bool = False, *, out: Sequence[Tensor] | None = None,
-) -> Sequence[Tensor]:  # fmt: skip
-    """Compute dq, dk and dv. out: three tensors to write them to, perhaps views of one packed buffer, instead of new
-    ones."""
-    if k.shape[1] == 1 and seed is None and mask is None:
-        return _written(gradients_of_one_key(do, q, k, v), out)
-    if not _has_flash_backward(do, seed, q, k, v, mask, causal):
-        gradients = out or empty_gradients(q, k, v)
-        _backward(do, q, k, v, mask, seed, scale, dropout_p, causal, gradients)
-        return gradients
-    lse = lse[:, :, 0] + lse[:, :, 1].log() if is_added(mask) else lse
-    factor, power = _split(scale, q)
-    scaled = q if factor == 1.0 else q * factor
-    added = None if mask is None else as_added(mask, stat_dtype(q))
-    tensors = [t.transpose(1, 2) for t in (do, scaled, k, v, o)]
-    found = flash_attention_backward(*tensors, lse, 0.0, causal, attn_mask=added, scale=power)
-    if factor != 1.0:
-        found[0].mul_(factor)
-    gradients = _written([t.transpose(1, 2) for t in found], out)
-    if mask is not None and is_added(mask):
-        for i in _samples_of_huge_scores(lse):
-            one = slice(i, i + 1)
-            mask_part = mask[one] if mask.shape[0] > 1 else mask
-            each = do[one], q[one], k[one], v[one], mask_part, None
-            _backward(*each, scale, 0.0, causal, [t[one] for t in gradients])
-    return gradients
+    do: Tensor, q: Tensor, k: Tensor | None, v: Tensor | None, mask: Tensor | None, o: Tensor, lse: Tensor,
+    seed: Tensor | None, scale: float, dropout_p: float, causal: bool = False, wants_mask: bool = False,
+    *positions: Any, out: Heads | None = None,
+) -> Gradients:  # fmt: skip
+    """Compute the gradients. out: three tensors to write those of q, k and v to, perhaps views of one packed buffer."""
+    p, given, packed = Positions(*positions), (q, k, v), None
+    heads = unpacked(q, k, v)
+    within, numbers, relative = within_of(heads[0], p), (scale, dropout_p, causal), _relative(p)
+    plain = within is None and relative is None and not wants_mask
+    if k is None and plain and has_flash_backward(do, *heads, mask, seed, causal):
+        # PyTorch's kernel allocates gradients; they are packed once its workspace is freed
+        found: Any = backward(do, *heads, mask, o, lse, seed, *numbers)
+        return Gradients(torch.stack(found[:3], 2))
+    if k is None:
+        packed = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        out = unpacked(packed)
+    if within is None:
+        found = backward(do, *heads, mask, o, lse, seed, *numbers, relative, wants_mask=wants_mask, out=out)
+    elif isinstance(within, Sequences):
+        out = out or empty_gradients(*heads)
+        for one in _sequences(within, mask, seed, lse, (do, heads[0], o, out[0]), (*heads[1:], *out[1:])):
+            (its_do, its_q, its_o, to_q), (its_k, its_v, to_k, to_v) = one.of_q, one.of_k
+            tensors = its_do, its_q, its_k, its_v, one.mask, its_o, one.lse, one.seed
+            backward(*tensors, *numbers, out=(to_q, to_k, to_v))
+        found = Gradients(*out)
+    else:
+        found = _windows_backward(within, do, given, mask, o, lse, seed, numbers, p, out, wants_mask)
+    return found if packed is None else found._replace(q=packed, k=None, v=None)
 
 
-def gradients_of_one_key(do: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk and dv. The softmax over one key is constant: no gradient, not even one of rounding errors."""
-    of_head = do.unflatten(2, (v.shape[2], do.shape[2] // max(v.shape[2], 1)))
-    dv = of_head.sum((1, 3), dtype=stat_dtype(q)).to(v.dtype)[:, None]
-    return q.new_zeros(q.shape), k.new_zeros(k.shape), dv
+def _relative(p: Positions) -> Relative | None:
+    return None if p.rows is None or p.columns is None else Relative(p.rows, p.columns)
 
 
-def attention_qkvpacked_bwd(
-    do: Tensor, qkv: Tensor, mask: Tensor | None, o: Tensor, lse: Tensor, seed: Tensor | None, scale: float,
-    dropout_p: float, causal: bool = False,
-) -> Tensor:  # fmt: skip
-    q, k, v = qkv.unbind(2)
-    arguments: Any = (do, q, k, v, mask, o, lse, seed, scale, dropout_p, causal)
-    # PyTorch's kernel allocates gradients; they are packed once its workspace is freed
-    if _has_flash_backward(do, seed, q, k, v, mask, causal):
-        return torch.stack((*attention_bwd(*arguments),), 2)
-    dqkv = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
-    attention_bwd(*arguments, out=dqkv.unbind(2))
-    return dqkv
+# ---- sequences ----
 
 
-def attention_bwd_with_mask(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, o: Tensor, lse: Tensor, seed: Tensor | None,
-    scale: float, dropout_p: float, causal: bool = False, *, out: Sequence[Tensor] | None = None,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """Compute dq, dk, dv and the gradient of a float mask. The weights are computed once."""
-    gradients = out or empty_gradients(q, k, v)
-    return *gradients, _backward(do, q, k, v, mask, seed, scale, dropout_p, causal, gradients, True)
+class _Sequence(NamedTuple):
+    """One sequence: its parts (1, N, H, d) of q's tensors and of k's, (1, H, N) of the LSE, its mask and its seed."""
+
+    of_q: list[Tensor]
+    of_k: list[Tensor]
+    lse: Tensor
+    mask: Tensor | None
+    seed: Tensor | None
 
 
-def attention_qkvpacked_bwd_with_mask(
-    do: Tensor, qkv: Tensor, mask: Tensor, o: Tensor, lse: Tensor, seed: Tensor | None, *rest: Any
-) -> tuple[Tensor, Tensor]:
-    dqkv = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
-    arguments: Any = do, *qkv.unbind(2), mask, o, lse, seed, *rest
-    return dqkv, attention_bwd_with_mask(*arguments, out=dqkv.unbind(2))[3]
+def _sequences(
+    within: Sequences, mask: Tensor | None, seed: Tensor | None, lse: Tensor, of_q: Sequence[Tensor],
+    of_k: Sequence[Tensor],
+) -> Iterator[_Sequence]:  # fmt: skip
+    """Yield the sequences of q's tensors (T, H, d), of those of k, and of lse."""
+    T, H, _ = of_q[0].shape
+    numbers = lse_shape(of_q[0], mask, within)[0] // max(T * H, 1)  # of each query
 
+    def one(i: int, first: int, end: int, first_k: int, end_k: int) -> _Sequence:
+        shape = (1, H, end - first) if numbers < 2 else (1, H, numbers, end - first)
+        its_lse = lse[numbers * first * H : numbers * end * H].view(shape)
+        its_mask = None if mask is None else mask[:, :, : max(end - first, 1), : end_k - first_k]
+        parts = [t[None, first:end] for t in of_q], [t[None, first_k:end_k] for t in of_k]
+        return _Sequence(*parts, its_lse, its_mask, None if seed is None else seed + i)
 
-def empty_gradients(*tensors: Tensor) -> tuple[Tensor, ...]:
-    return tuple([torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in tensors])
-
-
-def zero_without_queries(q: Tensor, *gradients: Tensor) -> None:
-    """Fill the gradients of keys and values with zeros if there is no query, so that nothing else computes them."""
-    if q.numel() == 0:
-        for gradient in gradients:
-            gradient.zero_()
-
-
-def _written(found: Sequence[Tensor], out: Sequence[Tensor] | None) -> Sequence[Tensor]:
-    """Return the gradients contiguous, or copied into `out` if that is given."""
-    if out is None:
-        return tuple([t.contiguous().detach() for t in found])
-    for to, t in zip(out, found, strict=True):
-        to.copy_(t)
-    return out
-
-
-def _has_flash(seed: Tensor | None, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> bool:
-    """Return whether PyTorch's CPU flash kernel takes these inputs. It reads by stride but wants unit stride in a
-    head; of a mask and causal attention it takes one."""
-    if not _FLASH or seed is not None or not q.is_cpu or (causal and mask is not None):
-        return False
-    if q.numel() == 0 or k.numel() == 0:
-        return False
-    return q.stride(3) == k.stride(3) == v.stride(3) == 1 and (_SHARED or k.shape[2] == q.shape[2])
-
-
-def _has_flash_backward(do: Tensor, seed: Tensor | None, q: Tensor, *rest: Any) -> bool:
-    return _has_flash(seed, q, *rest) and do.stride(3) == 1
-
-
-def _split(scale: float, q: Tensor) -> tuple[float, float]:
-    """Split the scale into a factor for q and a power of two. PyTorch's kernel applies the scale after the product in
-    its forward pass, and within it in its backward pass. Unless it is a power of two, the two differ by roundings of
-    the score: in float32 up to 9 times the error of softmax and its gradient, negligible in 16 bits."""
-    factor, exponent = math.frexp(scale)
-    if abs(factor) in (0.0, 0.5) or q.dtype in (torch.bfloat16, torch.float16):
-        return 1.0, scale
-    return factor, math.ldexp(1.0, exponent)
-
-
-def as_added(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return what a mask adds to the scores."""
-    mask = unexpanded(mask)
-    if mask.dtype is not torch.bool:
-        return mask.to(dtype)
-    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
-
-
-def _samples_of_huge_scores(lse: Tensor) -> list[int]:
-    huge = ((lse.abs() > _LSE) & lse.isfinite()).flatten(1).any(1)
-    return huge.nonzero().flatten().tolist()
-
-
-# ---- the formula, by blocks: some samples, or some heads of one, or some queries of the heads that share keys ----
-
-_At = tuple[slice, slice]  # samples and heads
-
-
-def _blocks(q: Tensor, k: Tensor, size: int | None = None) -> Iterator[tuple[_At, _At, list[slice]]]:
-    """Yield samples and heads of q, samples and heads of k, and parts of the queries with few enough scores for `size`
-    bytes."""
-    if q.numel() == 0:
+    if is_fake(within.ends):  # the longest sequence needs the memory of all
+        yield one(0, 0, min(within.longest, T), 0, min(within.longest_k, of_k[0].shape[0]))
         return
-    B, M, H, _ = q.shape
-    N = max(k.shape[1], 1)
-    shared = H // k.shape[2]
-    scores = (size or _BYTES) // stat_dtype(q).itemsize
-    parts = _even(M, scores // (shared * N))
-    for samples in _even(B, scores // (H * M * N)):
-        for heads in _even(k.shape[2], scores // (shared * M * N)):
-            yield (samples, slice(heads.start * shared, heads.stop * shared)), (samples, heads), parts
-            if is_fake(q):  # one block needs the memory of all
-                return
+    ends = ends_k = checked_ends("", within.ends, within.longest, T)
+    if within.ends_k is not None:
+        ends_k = checked_ends("_k", within.ends_k, within.longest_k, of_k[0].shape[0])
+    for i, (of_queries, of_keys) in enumerate(zip(pairwise(ends), pairwise(ends_k), strict=True)):
+        if of_queries[0] < of_queries[1] or of_keys[0] < of_keys[1]:
+            yield one(i, *of_queries, *of_keys)
 
 
-def _even(count: int, most: int) -> list[slice]:
-    step = math.ceil(count / math.ceil(count / max(most, 1)))
-    return [slice(i, min(i + step, count)) for i in range(0, count, step)]
+def checked_ends(which: str, cu_seqlens: Tensor, max_seqlen: int, T: int) -> list[int]:
+    """Check the values of cu_seqlens; return them. which: "_k" for those of k."""
+    ends: list[int] = cu_seqlens.tolist()
+    if ends[0] != 0 or ends[-1] != T or ends != sorted(ends):
+        raise ValueError(f"cu_seqlens{which} must ascend from 0 to the number of tokens {T}, got {ends}")
+    if (longest := max(end - first for first, end in pairwise(ends))) > max_seqlen:
+        raise ValueError(
+            f"max_seqlen{which} must be at least the longest sequence's length {longest}, got {max_seqlen}"
+        )
+    return ends
 
 
-def _heads(x: Tensor, at: _At, q: Tensor) -> Tensor:
-    """Return a block of x (B, N, heads, d) as (b, heads of q, N, d). It is contiguous where matmuls would copy it each
-    time: they read several samples, or several heads, by stride, but not both."""
-    part = x[at[0], :, at[1]].transpose(1, 2).to(stat_dtype(q))
-    if x.shape[2] != q.shape[2]:
-        return part.repeat_interleave(q.shape[2] // x.shape[2], 1)
-    return part if 1 in part.shape[:2] else part.contiguous()
+# ---- windows ----
 
 
-def _part_of_mask(mask: Tensor, at: _At, rows: slice) -> Tensor:
-    return mask[tuple([part if n > 1 else slice(None) for part, n in zip((*at, rows), mask.shape, strict=False)])]
+class _Samples(NamedTuple):
+    """Some samples of a grid, gathered by windows: `tensors` are q, k and v, or all of them in one."""
+
+    at: slice
+    places: window_places.WindowPlaces
+    tensors: list[Tensor]
+    mask: Tensor | None
+    relative: Relative | None
+    seed: Tensor | None
+
+    @property
+    def heads(self) -> Heads:
+        return unpacked(*self.tensors)
+
+    def gathered(self, x: Tensor) -> Tensor:
+        return to_windows(x[self.at], self.places)
+
+    def store(self, in_windows: Tensor, x: Tensor) -> None:
+        """Put these samples' windows into x (B, gh, gw, ...)."""
+        x[self.at] = from_windows(in_windows, self.places, x[self.at])
 
 
-def _scores(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, rows: slice) -> Tensor:
-    scores = q[:, :, rows] @ k.transpose(2, 3)
-    if causal:
-        query, key = (torch.arange(n, device=q.device) for n in (q.shape[2], k.shape[2]))
-        scores = scores.masked_fill_(key > query[rows, None], -torch.inf)
-    if mask is None:
-        return scores
-    if mask.dtype is torch.bool:
-        return scores.masked_fill_(~mask, -torch.inf)
-    return scores.add_(mask)
+def _samples(
+    within: Windows, mask: Tensor | None, seed: Tensor | None, qkv: Sequence[Tensor | None], p: Positions
+) -> Iterator[_Samples]:
+    """Yield all samples, or, where windows have masks of their own, one after the other, so that the masks are not
+    repeated for all samples."""
+    tensors, relative = [t for t in qkv if t is not None], _relative(p)
+    B = tensors[0].shape[0]
+    if tensors[0].numel() == 0:
+        return
+    places = window_places.of(tensors[0], within)
+    mask = mask_of_windows(mask, places, within.shift_bias)
+    alone = mask is not None and mask.shape[0] > 1
+    for i, at in enumerate([slice(i, i + 1) for i in range(B)] if alone else [slice(0, B)]):
+        its = None if relative is None else Relative(*[to_windows(t[at], places) for t in relative])
+        gathered = [to_windows(t[at], places) for t in tensors]
+        yield _Samples(at, places, gathered, mask, its, None if seed is None else seed + i)
 
 
-def _softmax(scores: Tensor, mask: Tensor | None) -> Tensor:
-    """Return softmax(scores), with zeros in rows of minus infinity, which only a mask makes."""
-    p = scores.softmax(-1)
-    if mask is None or scores.shape[-1] == 0 or not (is_fake(p) or _may_hide(mask, scores.dtype)):
-        return p
-    hidden = scores.amax(-1, keepdim=True) == -torch.inf
-    return p.masked_fill_(hidden, 0.0) if is_fake(p) or hidden.any() else p  # filling costs as much as softmax
-
-
-def _may_hide(mask: Tensor, dtype: torch.dtype) -> bool:
-    """Return whether sums of the mask and scores of a dtype may be minus infinity. The mask often has fewer elements
-    than the scores, so asking it first is cheap."""
-    return mask.dtype is torch.bool or bool((mask <= torch.finfo(dtype).min / 2).any())
-
-
-def _softmax_and_peaks(scores: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what `_softmax` does; and each row's largest score and its weight, (b, H, rows), zero in rows of minus
-    infinity."""
-    p = scores.softmax(-1)
-    if scores.shape[-1] == 0:
-        nothing = scores.new_zeros(scores.shape[:-1])
-        return p, nothing, nothing
-    score, weight = scores.amax(-1), p.amax(-1)
-    if mask is not None:
-        hidden = score == -torch.inf
-        if is_fake(p) or hidden.any():  # as in `_softmax`
-            p.masked_fill_(hidden[..., None], 0.0)
-        score, weight = score.masked_fill_(hidden, 0.0), weight.masked_fill_(hidden, 0.0)
-    return p, score, weight
-
-
-def _backward(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None, scale: float,
-    dropout_p: float, causal: bool, gradients: Sequence[Tensor], want_mask: bool = False,
-) -> Any:  # fmt: skip
-    """Write dq, dk and dv; return the mask's gradient if it is wanted."""
-    zero_without_queries(q, *gradients[1:])
-    dmask = None
-    if mask is not None and want_mask:
-        alone = mask.shape[:3] == (q.shape[0], q.shape[2], q.shape[1])
-        dmask = torch.zeros(mask.shape, dtype=mask.dtype if alone else stat_dtype(q), device=mask.device)
-    words = None if seed is None else _dropout_words(q, k, seed)
-    for at, keys, parts in _blocks(q, k):
-        qb, kb, vb, dob = _heads(q, at, q) * scale, _heads(k, keys, q), _heads(v, keys, q), _heads(do, at, q)
-        if words is not None:
-            dob = dob * (1.0 / (1.0 - dropout_p))
-        of_keys: tuple[Tensor, ...] = ()
-        for rows in parts:
-            kept = None if words is None else _kept(words, at, rows, dropout_p, qb.dtype)
-            mask_part = None if mask is None else _part_of_mask(mask, at, rows)
-            p = _softmax(_scores(qb, kb, mask_part, causal, rows), mask_part)
-            dp = dob[:, :, rows] @ vb.transpose(2, 3)
-            dropped = p
-            if kept is not None:
-                dp.mul_(kept)
-                dropped = kept.mul_(p)
-            ds = _softmax_backward(dp, p)
-            if dmask is not None:
-                dmask_part = _part_of_mask(dmask, at, rows)
-                dmask_part += ds.sum_to_size(dmask_part.shape)
-            gradients[0][at[0], rows, at[1]] = (ds @ kb).mul_(scale).transpose(1, 2)
-            more = ds.transpose(2, 3) @ qb[:, :, rows], dropped.transpose(2, 3) @ dob[:, :, rows]
-            of_keys = (of_keys[0].add_(more[0]), of_keys[1].add_(more[1])) if of_keys else more
-        for out, total in zip(gradients[1:], of_keys, strict=True):
-            if k.shape[2] != q.shape[2]:
-                total = total.unflatten(1, (-1, q.shape[2] // k.shape[2])).sum(2, dtype=stat_dtype(q))
-            out[keys[0], :, keys[1]] = total.transpose(1, 2)
-    return None if dmask is None or mask is None else dmask.to(mask.dtype)
-
-
-def _softmax_backward(dp: Tensor, p: Tensor) -> Tensor:
-    """Return p * (dp - rowsum(p * dp)), written over dp."""
-    if softmax_backward is None:
-        return dp.sub_((p * dp).sum(-1, keepdim=True)).mul_(p)
-    softmax_backward(dp, p, -1, p.dtype, grad_input=dp)
-    return dp
-
-
-# ---- dropout: a number for each weight from its indices alone, so that it does not depend on the blocks ----
-
-
-def _dropout_words(q: Tensor, k: Tensor, seed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Draw random int32 numbers (B, H, M) twice for each query, and (B, H, N) for each key."""
-    B, M, H, _ = q.shape
-    generator = torch.Generator(q.device).manual_seed(int(seed))
-    words = torch.empty(B, H, 2 * M + k.shape[1], dtype=torch.int32, device=q.device)
-    query, again, key = words.random_(-(2**31), 2**31, generator=generator).split((M, M, k.shape[1]), 2)
-    return query, again, key
-
-
-def _kept(words: tuple[Tensor, Tensor, Tensor], at: _At, rows: slice, dropout_p: float, dtype: torch.dtype) -> Tensor:
-    """Return 1 where a weight is kept, else 0. Two rounds of xor-shift and multiply, as in the kernels, take a CPU a
-    fifth of bernoulli_'s time, and run in parallel."""
-    query, again, key = (w[at].unsqueeze(-1) for w in words)
-    x = query[:, :, rows] ^ key.transpose(2, 3)
-    x.bitwise_xor_(x >> 16).mul_(0x7FEB352D)
-    x.bitwise_xor_(x >> 15).bitwise_xor_(again[:, :, rows]).mul_(0x846CA68B - 2**32)
-    kept = torch.empty(x.shape, dtype=dtype, device=x.device)
-    return torch.ge(x, min(round(dropout_p * 2**32), 2**32 - 1) - 2**31, out=kept)
+def _windows_backward(
+    within: Windows, do: Tensor, qkv: Sequence[Tensor | None], mask: Tensor | None, o: Tensor, lse: Tensor,
+    seed: Tensor | None, numbers: tuple[float, float, bool], p: Positions, out: Heads | None, wants_mask: bool,
+) -> Gradients:  # fmt: skip
+    found = [*(out or empty_gradients(*unpacked(*qkv))), *empty_gradients(*_relative(p) or ())]
+    wide, dmask = mask, None
+    if mask is not None and wants_mask:
+        wide = mask.to(stat_dtype(do))  # each sample adds to its gradient
+        dmask = torch.zeros(mask.shape, dtype=wide.dtype, device=mask.device)
+    for some in _samples(within, wide, seed, qkv, p):
+        its_do = some.gathered(do)
+        if some.places.exists is not None:
+            nowhere = ~some.places.exists.repeat(len(its_do) // within.per_sample, 1)
+            its_do.masked_fill_(nowhere[:, :, None, None], 0.0)
+        its_o, its_lse = o, lse  # the gradients of masks and relative positions read neither
+        if not wants_mask and some.relative is None:
+            its_o, its_lse = some.gathered(o), lse.unflatten(0, (do.shape[0], -1))[some.at].flatten(0, 1)
+        into = unpacked(*[torch.empty_like(t) for t in some.tensors])
+        given = its_do, *some.heads, some.mask, its_o, its_lse, some.seed, *numbers, some.relative
+        its: Any = backward(*given, wants_mask=wants_mask, out=into)
+        for gradient, x in zip(its, found, strict=False):
+            some.store(gradient, x)
+        if dmask is not None:
+            dmask += its.mask.sum_to_size(dmask.shape)
+    of_all = Gradients(*found)
+    return of_all if dmask is None or mask is None else of_all._replace(mask=dmask.to(mask.dtype))

@@ -1,249 +1,84 @@
-"""Launches the kernels of softmax attention."""
+"""The Triton path of the registered ops of attention: the tensors of every layout as (B, N, H, d) to the launchers."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from fastvit.kernels.attention import attention_fwd_kernel
-from fastvit.kernels.attention_bwd_dkdv import attention_bwd_dkdv_kernel
-from fastvit.kernels.attention_bwd_dq import attention_bwd_dq_kernel
-from fastvit.kernels.attention_bwd_short import attention_bwd_short_kernel
-from fastvit.ops.attention.aten import gradients_of_one_key, is_added, zero_without_queries
-from fastvit.ops.attention.workload import (
+from fastvit.ops.attention import mask_launch, relative_launch, softmax_launch
+from fastvit.ops.attention.within import (
+    Gradients,
+    Heads,
+    Positions,
     Sequences,
+    Windows,
     Within,
-    backward_config,
-    backward_short_config,
-    check,
-    described,
-    forward_config,
-    mask_strides,
-    numbers_of_windows,
-    sizes_of,
-    stored,
+    as_samples,
+    unpacked,
+    within_of,
 )
-from fastvit.ops.runtime.launch import Launch, cdiv
-from fastvit.ops.runtime.rows import contiguous, empty_like, unexpanded
-
-MAX_STRIDE = 1 << 22  # elements between two tokens, so that offsets within a tile fit 32 bits
+from fastvit.ops.runtime.rows import empty_like
 
 
 def attention_fwd(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None, scale: float, dropout_p: float,
-    causal: bool = False,
+    q: Tensor, k: Tensor | None, v: Tensor | None, mask: Tensor | None, seed: Tensor | None, scale: float,
+    dropout_p: float, causal: bool = False, *positions: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Launch the forward kernel. q (B, M, H, d), k and v (B, N, H or a divisor of it, d), one of float32, bfloat16,
-    float16, are read by stride; mask (B or 1, H or 1, M or 1, N), bool or float, by stride, or None; seed int64 [1], or
-    None without dropout; causal: query i sees keys 0 to i only.
+    """Launch the forward kernel. All tensors are float32, bfloat16 or float16, and are read by stride, but grids whose
+    rows do not follow each other are copied; mask is bool or float; seed int64 [1], or None without dropout.
 
-    Return o (B, M, H, d), contiguous, and LSE (B, H, M) float32, natural logarithm; with a float mask (B, H, 2, M), the
-    maximum of the scores and the sum of exp(scores - maximum). Raise `KernelUnsupported` for what kernels cannot take.
+    Return o, contiguous, and LSE, float32: the maximum of the scores and the sum of exp(scores - maximum) with a float
+    mask. Raise `KernelUnsupported` for what kernels cannot take.
     """
-    return forward(q, k, v, mask, seed, scale, dropout_p, causal, None)
-
-
-def attention_qkvpacked_fwd(
-    qkv: Tensor, mask: Tensor | None, seed: Tensor | None, scale: float, dropout_p: float, causal: bool = False
-) -> tuple[Tensor, Tensor]:
-    """Run `attention_fwd` on qkv (B, N, 3, H, d)."""
-    q, k, v = qkv.unbind(2)
-    return forward(q, k, v, mask, seed, scale, dropout_p, causal, None)
-
-
-def attention_varlen_fwd(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, cu_seqlens_k: Tensor | None, seed: Tensor | None,
-    max_seqlen: int, max_seqlen_k: int, scale: float, dropout_p: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Run the forward kernel on sequences of q (T, H, d) that begin and end at cu_seqlens (B + 1,), int32 or int64, and
-    of k and v, at cu_seqlens_k or at the same places.
-
-    Return o (T, H, d), and LSE (T * H,), sequence by sequence (H, N).
-    """
-    sequences = _sequences(cu_seqlens, cu_seqlens_k, max_seqlen, max_seqlen_k)
-    o, lse = forward(q[None], k[None], v[None], None, seed, scale, dropout_p, False, sequences)
-    return o[0].detach(), lse.view(-1)  # no view, as in aten.linear
-
-
-def attention_varlen_qkvpacked_fwd(
-    qkv: Tensor, cu_seqlens: Tensor, seed: Tensor | None, max_seqlen: int, scale: float, dropout_p: float
-) -> tuple[Tensor, Tensor]:
-    """Run the forward kernel as `attention_varlen_fwd` does, on qkv (T, 3, H, d)."""
-    q, k, v = qkv[None].unbind(2)
-    sequences = _sequences(cu_seqlens, None, max_seqlen, max_seqlen)
-    o, lse = forward(q, k, v, None, seed, scale, dropout_p, False, sequences)
-    return o[0].detach(), lse.view(-1)
-
-
-def _sequences(ends: Tensor, ends_k: Tensor | None, longest: int, longest_k: int) -> Sequences:
-    """Return the sequences as the kernels read them."""
-    if ends_k is None:
-        ends = contiguous(ends)
+    p = Positions(*positions)
+    q, k, v = unpacked(q, k, v)
+    within, shape = within_of(q, p), q.shape
+    several = _if_several(within)
+    q, k, v = as_samples(q, within), as_samples(k, within), as_samples(v, within)
+    if p.rows is None or p.columns is None:
+        o, lse = softmax_launch.launch_forward(q, k, v, mask, seed, scale, dropout_p, causal, several)
     else:
-        ends, ends_k = map(contiguous, (ends, ends_k))
-    return Sequences(ends, longest, ends_k, longest_k)
-
-
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None, scale: float, dropout_p: float,
-    causal: bool, within: Within,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Launch the forward kernel; return o and LSE."""
-    q, k, v = map(readable, (q, k, v))
-    if mask is not None:
-        mask = readable_mask(mask)
-    launch, shape = _forward_launch(q, k, v, mask, seed, scale, dropout_p, causal, within)
-    o = empty_like(q)
-    lse = q.new_empty(shape, dtype=torch.float32)
-    ends, ends_k = (within.ends, within.ends_k) if isinstance(within, Sequences) else (None, None)
-    launch(q, k, v, mask, ends, ends_k, seed, o, lse)
-    return o, lse
-
-
-Gradients = Sequence[Tensor]  # dq, dk and dv, written by stride; their last dimensions are contiguous
+        rows, columns = as_samples(p.rows, within), as_samples(p.columns, within)
+        o, lse = relative_launch.launch_forward(q, k, v, rows, columns, scale, _windows(several))
+    if within is None:
+        return o, lse
+    return o.view(shape).detach(), lse.view(-1) if isinstance(within, Sequences) else lse  # no view, as in aten.linear
 
 
 def attention_bwd(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, o: Tensor, lse: Tensor, seed: Tensor | None,
-    scale: float, dropout_p: float, causal: bool = False, *, out: Sequence[Tensor] | None = None,
+    do: Tensor, q: Tensor, k: Tensor | None, v: Tensor | None, mask: Tensor | None, o: Tensor, lse: Tensor,
+    seed: Tensor | None, scale: float, dropout_p: float, causal: bool = False, wants_mask: bool = False,
+    *positions: Any, out: Heads | None = None,
 ) -> Gradients:  # fmt: skip
-    """Launch the backward kernels. out: three tensors to write the gradients to, instead of new ones."""
-    gradients = out or (empty_like(q), empty_like(k), empty_like(v))
-    launch_backward(do, q, k, v, mask, o, lse, seed, scale, dropout_p, causal, gradients, None)
-    return gradients
+    """Launch the backward kernels. out: three tensors to write the gradients of q, k and v to, instead of new ones."""
+    p, packed = Positions(*positions), empty_like(q) if k is None else None
+    q, k, v = unpacked(q, k, v)
+    if packed is not None:
+        out = unpacked(packed)
+    found = Gradients(*(out := out or (empty_like(q), empty_like(k), empty_like(v))))
+    within = within_of(q, p)
+    several, gradients = _if_several(within), [as_samples(t, within) for t in out]
+    do, q, k, v, o = [as_samples(t, within) for t in (do, q, k, v, o)]
+    if p.rows is not None and p.columns is not None:
+        rows, columns = as_samples(p.rows, within), as_samples(p.columns, within)
+        of = relative_launch.launch_backward(do, q, k, v, rows, columns, o, lse, gradients, scale, _windows(several))
+        if within is not None:
+            of = of[0].view(p.rows.shape).detach(), of[1].view(p.columns.shape).detach()
+        found = found._replace(rows=of[0], columns=of[1])
+    else:
+        given = (scale, dropout_p, causal, gradients, several)
+        if mask is not None and wants_mask:
+            found = found._replace(mask=mask_launch.launch_backward(do, q, k, v, mask, o, lse, seed, *given))
+        else:
+            softmax_launch.launch_backward(do, q, k, v, mask, o, lse, seed, *given)
+    return found if packed is None else found._replace(q=packed, k=None, v=None)
 
 
-def attention_qkvpacked_bwd(
-    do: Tensor, qkv: Tensor, mask: Tensor | None, o: Tensor, lse: Tensor, seed: Tensor | None, scale: float,
-    dropout_p: float, causal: bool = False,
-) -> Tensor:  # fmt: skip
-    dqkv = empty_like(qkv)
-    q, k, v = qkv.unbind(2)
-    launch_backward(do, q, k, v, mask, o, lse, seed, scale, dropout_p, causal, dqkv.unbind(2), None)
-    return dqkv
+def _if_several(within: Within) -> Within:
+    """Return `within`, or None if one window has the whole grid as it is: then the kernels that know no windows run."""
+    return None if isinstance(within, Windows) and within.window == within.grid and not within.hides else within
 
 
-def attention_varlen_bwd(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, cu_seqlens_k: Tensor | None, o: Tensor,
-    lse: Tensor, seed: Tensor | None, max_seqlen: int, max_seqlen_k: int, scale: float, dropout_p: float, *,
-    out: Sequence[Tensor] | None = None,
-) -> Gradients:  # fmt: skip
-    sequences = _sequences(cu_seqlens, cu_seqlens_k, max_seqlen, max_seqlen_k)
-    gradients = out or (empty_like(q), empty_like(k), empty_like(v))
-    launch_backward(
-        do[None], q[None], k[None], v[None], None, o[None], lse, seed, scale, dropout_p, False,
-        [t[None] for t in gradients], sequences,
-    )  # fmt: skip
-    return gradients
-
-
-def attention_varlen_qkvpacked_bwd(
-    do: Tensor, qkv: Tensor, cu_seqlens: Tensor, o: Tensor, lse: Tensor, seed: Tensor | None, max_seqlen: int,
-    scale: float, dropout_p: float,
-) -> Tensor:  # fmt: skip
-    dqkv = empty_like(qkv)
-    q, k, v = qkv.unbind(1)
-    out = dqkv.unbind(1)
-    lengths = max_seqlen, max_seqlen
-    attention_varlen_bwd(do, q, k, v, cu_seqlens, None, o, lse, seed, *lengths, scale, dropout_p, out=out)
-    return dqkv
-
-
-def launch_backward(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, o: Tensor, lse: Tensor, seed: Tensor | None,
-    scale: float, dropout_p: float, causal: bool, gradients: Gradients, within: Within,
-) -> tuple[Any, ...]:  # fmt: skip
-    """Write the gradients of attention's inputs. Return q, k, v, do and the mask as the kernels read them, and the
-    statistics of `attention_bwd_dq_kernel`; with a mask they are always computed, otherwise this may be empty.
-
-    do, q, o, dq: (B, M, H, d); k, v and their gradients (B, N, H or a divisor of it, d); one of float32, bfloat16,
-    float16, read and written by stride; the last dimension of all but do must be contiguous. lse: (B, H, M) float32,
-    contiguous, or as the forward has it. mask, seed, lse: the forward's. Raise `KernelUnsupported` for another dtype.
-    """
-    dq, dk, dv = gradients
-    if seed is None and mask is None:
-        if within is None and k.shape[1] == 1:
-            check(q, scale)
-            for to, gradient in zip(gradients, gradients_of_one_key(do, q, k, v), strict=True):
-                to.copy_(gradient)
-            return ()
-        one_token = isinstance(within, Sequences) and within.longest == 1 and within.ends_k is None
-        if one_token and q.shape == k.shape:
-            check(q, scale)
-            nothing = o - o  # NaN: not computed
-            dq.copy_(nothing)
-            dk.copy_(nothing)
-            torch.add(do, nothing, out=dv)
-            return ()
-    zero_without_queries(q, dk, dv)
-    do, q, k, v = map(readable, (do, q, k, v))
-    if mask is not None:
-        mask = readable_mask(mask)
-    strided = q, k, v, o, do, dq, dk, dv
-    first, second, shape = _backward(strided, mask, seed, scale, dropout_p, causal, within)
-    if second is None:
-        first(q, k, v, o, do, lse, seed, dq, dk, dv)
-        return ()
-    ends, ends_k = (within.ends, within.ends_k) if isinstance(within, Sequences) else (None, None)
-    statistics = q.new_empty(shape, dtype=torch.float32)
-    first(q, k, v, o, do, lse, mask, ends, ends_k, seed, dq, statistics)
-    second(q, k, v, do, statistics, mask, ends, ends_k, seed, dk, dv)
-    return q, k, v, do, mask, statistics
-
-
-def readable(x: Tensor) -> Tensor:
-    """Return x (B, N, H, d), or a copy if its head dimension is strided or its tokens are very far apart."""
-    _, token, _, element = x.stride()
-    return x if element == 1 and token <= MAX_STRIDE else x.contiguous()
-
-
-def readable_mask(mask: Tensor) -> Tensor:
-    """Return mask (B or 1, H or 1, M or 1, N) as the kernels read it, with one element where it is broadcast. Copy it,
-    with padded rows, if its row stride is not a multiple of 16 elements: otherwise 2 bytes would be loaded at a
-    time."""
-    N = mask.shape[3]
-    narrow = unexpanded(mask).expand(-1, -1, -1, N)
-    strides = mask_strides(narrow)
-    if N % 16 or narrow.stride(3) != 1 or strides[1] > MAX_STRIDE or any(stride % 16 for stride in strides):
-        room = narrow.new_empty((*narrow.shape[:3], cdiv(N, 16) * 16))
-        room[..., :N] = narrow
-        return room
-    return mask if narrow.shape == mask.shape else narrow
-
-
-def _forward_launch(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None, scale: float, dropout_p: float,
-    causal: bool, within: Within,
-) -> tuple[Launch, tuple[int, ...]]:  # fmt: skip
-    """Configure the kernel. Also return LSE's shape."""
-    heads, strides, of_mask, workload = described((q, k, v), mask, seed, scale, causal, within)
-    rows, constants = forward_config(workload)
-    numbers: Any = *sizes_of(q, k, workload), *numbers_of_windows(within), *strides, *of_mask, scale, dropout_p
-    samples, H, N = stored(q, within)
-    shape = (samples, H, 2, N) if is_added(mask) else (samples, H, N)
-    return Launch(attention_fwd_kernel, heads * cdiv(workload.queries, rows), numbers, constants), shape
-
-
-def _backward(
-    strided: tuple[Tensor, ...], mask: Tensor | None, seed: Tensor | None, scale: float, dropout_p: float,
-    causal: bool, within: Within,
-) -> tuple[Launch, Launch | None, tuple[int, ...]]:  # fmt: skip
-    """Configure the kernel that takes a whole head, or those of dq and of dk and dv. Also return the shape of what the
-    dq kernel passes to the other. strided: q, k, v, o, do, dq, dk, dv."""
-    heads, strides, of_mask, workload = described(strided, mask, seed, scale, causal, within)
-    if constants := backward_short_config(workload):
-        numbers: Any = workload.queries, strided[0].shape[2], *strides, scale, dropout_p
-        return Launch(attention_bwd_short_kernel, heads, numbers, constants), None, ()
-    sizes = *sizes_of(strided[0], strided[1], workload), *numbers_of_windows(within)
-    rows, constants = backward_config("dq", workload)
-    numbers = *sizes, *strides[:18], *of_mask, scale, dropout_p
-    of_dq = Launch(attention_bwd_dq_kernel, heads * cdiv(workload.queries, rows), numbers, constants)
-    rows, constants = backward_config("dkdv", workload)
-    numbers = *sizes, *strides[:9], *strides[12:15], *strides[18:], *of_mask, scale, dropout_p
-    programs = heads // workload.group * cdiv(workload.keys, rows)
-    of_dkdv = Launch(attention_bwd_dkdv_kernel, programs, numbers, constants)
-    samples, H, N = stored(strided[0], within)
-    return of_dq, of_dkdv, (samples, H, 3 if is_added(mask) else 2, N)
+def _windows(within: Within) -> Windows | None:
+    return within if isinstance(within, Windows) else None

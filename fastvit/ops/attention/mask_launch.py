@@ -10,9 +10,9 @@ from torch import Tensor
 
 from fastvit.kernels import _attention_configs, _tuned
 from fastvit.kernels.attention_bwd_mask import attention_bwd_mask_kernel
-from fastvit.ops.attention.launch import Gradients, launch_backward
+from fastvit.ops.attention import softmax_launch
+from fastvit.ops.attention.within import Within
 from fastvit.ops.attention.workload import (
-    Within,
     Workload,
     configured,
     described,
@@ -23,34 +23,14 @@ from fastvit.ops.attention.workload import (
 from fastvit.ops.runtime import device
 from fastvit.ops.runtime.column_sum import column_sums
 from fastvit.ops.runtime.launch import Constants, Launch, cdiv
-from fastvit.ops.runtime.rows import empty_like
 
 
-def attention_bwd_with_mask(
+def launch_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, o: Tensor, lse: Tensor, seed: Tensor | None,
-    scale: float, dropout_p: float, causal: bool = False, *, out: Sequence[Tensor] | None = None,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """Return dq, dk, dv and the gradient of a float mask, contiguous. out: three tensors for the first three."""
-    gradients = out or (empty_like(q), empty_like(k), empty_like(v))
-    return *gradients, launch_with_mask(do, q, k, v, mask, o, lse, seed, scale, dropout_p, causal, gradients, None)
-
-
-def attention_qkvpacked_bwd_with_mask(
-    do: Tensor, qkv: Tensor, mask: Tensor, o: Tensor, lse: Tensor, seed: Tensor | None, scale: float,
-    dropout_p: float, causal: bool = False,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    dqkv = empty_like(qkv)
-    q, k, v = qkv.unbind(2)
-    gradients = dqkv.unbind(2)
-    return dqkv, launch_with_mask(do, q, k, v, mask, o, lse, seed, scale, dropout_p, causal, gradients, None)
-
-
-def launch_with_mask(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, o: Tensor, lse: Tensor, seed: Tensor | None,
-    scale: float, dropout_p: float, causal: bool, gradients: Gradients, within: Within,
+    scale: float, dropout_p: float, causal: bool, gradients: Sequence[Tensor], within: Within,
 ) -> Tensor:  # fmt: skip
     """Write dq, dk and dv; return the mask's gradient."""
-    q, k, v, do, read_mask, statistics = launch_backward(
+    q, k, v, do, read_mask, statistics = softmax_launch.launch_backward(
         do, q, k, v, mask, o, lse, seed, scale, dropout_p, causal, gradients, within
     )
     if q.numel() == 0:

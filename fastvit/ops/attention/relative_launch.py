@@ -14,9 +14,9 @@ from fastvit.kernels.attention_relative_bwd import (
     attention_relative_bwd_dkdv_kernel,
     attention_relative_bwd_dq_kernel,
 )
-from fastvit.ops.attention.aten import zero_without_queries
-from fastvit.ops.attention.launch import readable
-from fastvit.ops.attention.window_layout import Windows, if_several, relative_windows_of
+from fastvit.ops.attention.aten_samples import zero_without_queries
+from fastvit.ops.attention.softmax_launch import readable
+from fastvit.ops.attention.within import Windows
 from fastvit.ops.attention.workload import DTYPES, in_units, shape_of_strides, stored
 from fastvit.ops.runtime import device
 from fastvit.ops.runtime.backend import KernelUnsupported
@@ -25,33 +25,14 @@ from fastvit.ops.runtime.launch import Constants, Launch, cdiv
 from fastvit.ops.runtime.rows import empty_like
 
 
-def attention_relative_fwd(
-    q: Tensor, k: Tensor, v: Tensor, rows: Tensor, columns: Tensor, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Launch the forward kernel. q (B, M, H, d), k and v (B, gh * gw, H, d), rows (B, M, H, gh), columns (B, M, H, gw):
-    one of float32, bfloat16, float16, read by stride.
-
-    Return o (B, M, H, d), contiguous, and LSE (B, H, M) float32. Raise `KernelUnsupported` for another dtype.
-    """
-    return _run_forward(q, k, v, rows, columns, scale, None)
-
-
-def attention_windows_relative_fwd(qkv: Tensor, rows: Tensor, columns: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Launch the forward kernel for the windows of qkv (B, gh, gw, 3, H, d), rows (B, gh, gw, H, wh) and columns (B,
-    gh, gw, H, ww).
-
-    Return o (B, gh, gw, H, d), and LSE as above, with windows for samples.
-    """
-    q, k, v = qkv.flatten(1, 2).unbind(2)
-    windows = if_several(relative_windows_of(qkv, rows, columns))
-    rows, columns = rows.flatten(1, 2), columns.flatten(1, 2)
-    o, lse = _run_forward(q, k, v, rows, columns, scale, windows)
-    return o.view(*qkv.shape[:3], *o.shape[2:]).detach(), lse  # no view, as in aten.linear
-
-
-def _run_forward(
+def launch_forward(
     q: Tensor, k: Tensor, v: Tensor, rows: Tensor, columns: Tensor, scale: float, windows: Windows | None
 ) -> tuple[Tensor, Tensor]:
+    """Launch the forward kernel. q (B, M, H, d), k and v (B, gh * gw, H, d), rows (B, M, H, gh), columns (B, M, H, gw):
+    one of float32, bfloat16, float16, read by stride; or the same in windows.
+
+    Return o (B, M, H, d), contiguous, and LSE. Raise `KernelUnsupported` for another dtype.
+    """
     tensors = tuple(map(readable, (q, k, v, rows, columns)))
     launch, of_lse = _forward(tensors, scale, windows)
     o, lse = empty_like(q), q.new_empty(of_lse, dtype=torch.float32)
@@ -59,27 +40,7 @@ def _run_forward(
     return o, lse
 
 
-def attention_relative_bwd(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, columns: Tensor, o: Tensor, lse: Tensor, scale: float
-) -> tuple[Tensor, ...]:
-    """Launch the backward kernels. Return the gradients of q, k, v, rows and columns, contiguous."""
-    gradients = empty_like(q), empty_like(k), empty_like(v)
-    return *gradients, *_run_backward(do, q, k, v, rows, columns, o, lse, gradients, scale, None)
-
-
-def attention_windows_relative_bwd(
-    do: Tensor, qkv: Tensor, rows: Tensor, columns: Tensor, o: Tensor, lse: Tensor, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Launch the backward kernels for windows. Return the gradients of qkv, rows and columns, contiguous."""
-    dqkv = empty_like(qkv)
-    q, k, v = qkv.flatten(1, 2).unbind(2)
-    do, rows_, columns_, o = (t.flatten(1, 2) for t in (do, rows, columns, o))
-    gradients, windows = dqkv.flatten(1, 2).unbind(2), if_several(relative_windows_of(qkv, rows, columns))
-    drows, dcolumns = _run_backward(do, q, k, v, rows_, columns_, o, lse, gradients, scale, windows)
-    return dqkv, drows.view(rows.shape).detach(), dcolumns.view(columns.shape).detach()
-
-
-def _run_backward(
+def launch_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, columns: Tensor, o: Tensor, lse: Tensor,
     gradients: Sequence[Tensor], scale: float, windows: Windows | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip

@@ -11,26 +11,13 @@ from torch import Tensor
 
 from fastvit.kernels import _attention_configs, _tuned
 from fastvit.kernels._configs import register_limit
-from fastvit.ops.attention.window_layout import Windows
+from fastvit.ops.attention.within import Sequences, Windows, Within
 from fastvit.ops.runtime import device
 from fastvit.ops.runtime.backend import KernelUnsupported
 from fastvit.ops.runtime.device import dot_precision
 from fastvit.ops.runtime.launch import Constants
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-class Sequences(NamedTuple):
-    """Where the sequences of a batch of one begin and end, and the longest one's length; of the keys too, or None where
-    they are those of the queries."""
-
-    ends: Tensor
-    longest: int
-    ends_k: Tensor | None
-    longest_k: int
-
-
-Within = Sequences | Windows | None  # what attention is within; None: samples
 
 
 def check(q: Tensor, scale: float) -> None:
@@ -72,7 +59,7 @@ def shape_of_strides(q: Tensor, k: Tensor) -> tuple[int, ...]:
 def sizes_of(q: Tensor, k: Tensor, workload: Workload) -> tuple[int | None, ...]:
     """Return N, N_k, H, tokens and tokens_k as the kernels take them: the second and the last None if not needed."""
     keys, tokens = (workload.keys, k.shape[1]) if workload.apart else (None, None)
-    return workload.queries, keys, q.shape[2], q.shape[1], tokens if workload.kind == "lengths" else None
+    return workload.queries, keys, q.shape[2], q.shape[1], tokens if workload.packed else None
 
 
 def numbers_of_windows(within: Within) -> tuple[float | None, ...]:
@@ -107,6 +94,7 @@ class Workload(NamedTuple):
     group: int
     causal: bool
     apart: bool  # keys have numbers or lengths of their own
+    packed: bool  # sequences of several lengths
     kind: str
 
 
@@ -128,7 +116,8 @@ def described(
     mask_rows, of_mask = _mask_in_units(mask)
     workload = Workload(
         max(M, 1), max(N, 1), d, q.element_size(), seed is not None, device.arch(q), dot_precision(q), unit, mask_rows,
-        H // k.shape[2] if H else 1, causal, apart, _kind(q, k, mask, causal, apart, within),
+        H // k.shape[2] if H else 1, causal, apart, isinstance(within, Sequences),
+        _kind(q, k, mask, causal, apart, within),
     )  # fmt: skip
     return B * H if q.numel() else 0, strides, of_mask, workload
 
@@ -151,7 +140,7 @@ def forward_config(workload: Workload) -> tuple[int, Constants]:
     config, constants = configured(
         _attention_configs.attention_fwd, workload, workload.keys, workload.queries, workload.causal
     )
-    tails = (config.block_n, 0) if workload.causal or workload.kind == "lengths" else config.tails
+    tails = (config.block_n, 0) if workload.causal or workload.packed else config.tails
     tiles = {"BLOCK_N": config.block_n, "LOOP": config.loop, "TAIL_0": tails[0], "TAIL_1": tails[1]}
     return config.block_m, general(workload) | constants | tiles
 
@@ -172,7 +161,7 @@ def backward_config(of: str, workload: Workload) -> tuple[int, Constants]:
         choose, sides = _attention_configs.attention_bwd_dkdv, (workload.queries, workload.keys)
     config, constants = configured(choose, workload, *sides, workload.causal)
     tail = config.tail
-    if workload.kind == "lengths" or (workload.causal and of == "dq"):
+    if workload.packed or (workload.causal and of == "dq"):
         tail = config.block_n if of == "dq" else config.block_m
     tiles = {"BLOCK_N": config.block_n, "LOOP": config.loop, "TAIL": tail}
     if of == "dkdv":

@@ -6,8 +6,13 @@ from typing import Any
 
 from torch import Tensor
 
-from fastvit.ops.attention.op import broadcast_mask, check_causal, check_mask, check_unmasked, checked_scale
-from fastvit.ops.attention.varlen import checked_lengths
+from fastvit.ops.attention.checks import (
+    check_causal,
+    check_lengths,
+    checked_mask,
+    checked_mask_of_sequences,
+    checked_scale,
+)
 from fastvit.ops.block.attention_node import AttentionOptions, NormAttention
 from fastvit.ops.block.norm_linear import Biases, Weights, check_norm_and_layers
 from fastvit.ops.dropout.op import draw_seeds
@@ -75,8 +80,8 @@ def layer_norm_attention(
         attn_mask: broadcastable to (B, num_heads, N, N), or None, as in `attention`.
         is_causal: token i sees tokens 0 to i only, as in `attention`.
         cu_seqlens, max_seqlen: x has the tokens of several sequences one after the other, and attention stays within
-            each, as in `attention_varlen`. They take neither attn_mask nor is_causal, and rotary has tables of
-            (T, head_dim) with P = 0; sines of 0 and cosines of 1 leave a token as it is.
+            each, as in `attention_varlen`, with attn_mask and is_causal. rotary has tables of (T, head_dim) with P = 0;
+            sines of 0 and cosines of 1 leave a token as it is.
         recompute: what else the backward pass computes again. "none" saves x, q, k, v and attention's output;
             "attention" saves x, q, k and v, and runs attention's forward pass again; "qkv" saves x and attention's
             output, and runs the layer of q, k and v again, with the rotation; "all" saves x.
@@ -120,8 +125,7 @@ def _prepared(
     B, N = x.shape[:2] if cu_seqlens is None else (1, x.shape[0])
     longest = None
     if cu_seqlens is not None:
-        longest = checked_lengths("x", x, cu_seqlens, max_seqlen)
-        check_unmasked(attn_mask, is_causal, of="cu_seqlens")
+        longest = check_lengths("x", x, cu_seqlens, max_seqlen)
     elif max_seqlen is not None:
         raise ValueError(f"max_seqlen must be None without cu_seqlens, got {max_seqlen}")
     check_recompute(recompute, RECOMPUTE)
@@ -147,9 +151,10 @@ def _prepared(
         if cu_seqlens is not None and rotary.num_prefix_tokens:
             raise ValueError(f"rotary.num_prefix_tokens must be 0 with cu_seqlens, got {rotary.num_prefix_tokens}")
     mask = None
-    if attn_mask is not None:
-        check_mask(attn_mask, "x", x, B, N, num_heads)
-        mask = broadcast_mask(attn_mask, N)
+    if attn_mask is not None and longest is not None:
+        mask = checked_mask_of_sequences(attn_mask, "x", x, num_heads, longest, longest)
+    elif attn_mask is not None:
+        mask = checked_mask(attn_mask, "x", x, (B, num_heads, N, N))
     sin, cos = (None, None) if rotary is None else broadcast_tables(rotary)
     seed = draw_seeds(1, x.device) if dropout_p else None
     layers = *_three_layers(qkv_weight, qkv_bias), *q_norm[:2], *k_norm[:2], *after[:2], proj_weight, proj_bias

@@ -8,20 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastvit.ops.attention.op import (
-    attention_bwd,
-    attention_bwd_with_mask,
-    attention_fwd,
-    attention_qkvpacked_bwd,
-    attention_qkvpacked_bwd_with_mask,
-    attention_qkvpacked_fwd,
-)
-from fastvit.ops.attention.varlen import (
-    attention_varlen_bwd,
-    attention_varlen_fwd,
-    attention_varlen_qkvpacked_bwd,
-    attention_varlen_qkvpacked_fwd,
-)
+from fastvit.ops.attention.op import attention_bwd, attention_fwd
+from fastvit.ops.attention.within import Positions
 from fastvit.ops.block.norm_linear import by_layer, norm_linear_backward, side_by_side
 from fastvit.ops.layer_norm.op import Residual, layer_norm_fwd, norm_backward
 from fastvit.ops.linear.op import linear_fwd
@@ -206,10 +194,10 @@ def _as_batch(x: Tensor, o: AttentionOptions) -> Tensor:
     return x if o.max_seqlen is None else x[None]
 
 
-def _heads(t: AttentionInputs, qkv: Tensor, path: Path) -> tuple[Tensor, ...]:
-    """Return what attention reads: qkv; or q, k and v, if there are norms of q and k."""
+def _heads(t: AttentionInputs, qkv: Tensor, path: Path) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return what attention reads: qkv alone; or q, k and v, if there are norms of q and k."""
     if t.q_norm_weight is None:
-        return (qkv,)
+        return qkv, None, None
     o, norms = t.options, (t.q_norm_weight, t.q_norm_bias, t.k_norm_weight, t.k_norm_bias)
     q, k, v = qkv.unbind(-3)
     q, k = _as_batch(q, o), _as_batch(k, o)
@@ -217,17 +205,18 @@ def _heads(t: AttentionInputs, qkv: Tensor, path: Path) -> tuple[Tensor, ...]:
     return q.view(v.shape), k.view(v.shape), v
 
 
-def _attend(t: AttentionInputs, heads: tuple[Tensor, ...], path: Path) -> tuple[Tensor, Tensor]:
+def _sequences(cu_seqlens: Tensor | None, o: AttentionOptions) -> tuple[Any, ...]:
+    """Return the last arguments of attention's ops."""
+    if o.max_seqlen is None:
+        return ()
+    return Positions(ends=cu_seqlens, max_seqlen=o.max_seqlen, max_seqlen_k=o.max_seqlen)
+
+
+def _attend(t: AttentionInputs, heads: tuple[Any, ...], path: Path) -> tuple[Tensor, Tensor]:
     """Return attention's output and log-sum-exp."""
     o = t.options
-    if o.max_seqlen is not None:
-        cu_seqlens, longest = t.cu_seqlens, o.max_seqlen
-        if len(heads) == 1:
-            return attention_varlen_qkvpacked_fwd(*heads, cu_seqlens, t.seed, longest, o.scale, o.dropout_p, path=path)
-        lengths = longest, longest
-        return attention_varlen_fwd(*heads, cu_seqlens, None, t.seed, *lengths, o.scale, o.dropout_p, path=path)
-    op = attention_qkvpacked_fwd if len(heads) == 1 else attention_fwd
-    attended, lse = op(*heads, t.mask, t.seed, o.scale, o.dropout_p, o.causal, path=path)
+    numbers = o.scale, o.dropout_p, o.causal
+    attended, lse = attention_fwd(*heads, t.mask, t.seed, *numbers, *_sequences(t.cu_seqlens, o), path=path)
     return attended, lse
 
 
@@ -281,22 +270,14 @@ def _qkv_backward(s: dict[str, Any], o: AttentionOptions, wants: Any, found: dic
     """Return the gradient of the packed qkv from s["do"], that of attention's result. Put those of the mask, and of the
     norms of q and k, into `found`."""
     do, qkv, sin, cos = s.pop("do"), s.pop("qkv"), s["sin"], s["cos"]
-    of_result = s.pop("attended"), s.pop("lse"), s["seed"]
-    if o.max_seqlen is None:
-        attention: tuple[Any, ...] = s["mask"], *of_result, o.scale, o.dropout_p, o.causal
-    elif s["q_norm_weight"] is None:
-        attention = s["cu_seqlens"], *of_result, o.max_seqlen, o.scale, o.dropout_p
-    else:
-        attention = s["cu_seqlens"], None, *of_result, o.max_seqlen, o.max_seqlen, o.scale, o.dropout_p
+    saved = s["mask"], s.pop("attended"), s.pop("lse"), s["seed"]
+    attention = *saved, o.scale, o.dropout_p, o.causal, wants.mask, *_sequences(s["cu_seqlens"], o)
     if s["q_norm_weight"] is not None:
         return _normed_qkv_backward(s, do, qkv, attention, o, wants, found, path)
-    if wants.mask:
-        dqkv, found["mask"] = attention_qkvpacked_bwd_with_mask(do, qkv, *attention, path=path)
-    else:
-        op = attention_qkvpacked_bwd if o.max_seqlen is None else attention_varlen_qkvpacked_bwd
-        dqkv = op(do, qkv, *attention, path=path)
+    dqkv, *_, dmask = attention_bwd(do, qkv, None, None, *attention, path=path)
+    found["mask"] = dmask if wants.mask else None
     s.pop("heads", None)
-    del do, qkv, attention  # before the rotation, which on ATen makes float32 copies
+    del do, qkv, attention, saved  # before the rotation, which on ATen makes float32 copies
     if sin is not None:
         heads = _as_batch(dqkv.flatten(-3, -2), o)
         dqkv = rotary_op(heads, sin, cos, 2 * o.heads[1], o.interleaved, True, path=path, out=heads)
@@ -315,11 +296,8 @@ def _normed_qkv_backward(
     # both ops write into the packed gradient, the second over what it reads
     packed = empty_like(qkv) if takes_out(path) else None
     out = None if packed is None else packed.unbind(-3)
-    if wants.mask:
-        dq, dk, dv, found["mask"] = attention_bwd_with_mask(do, *heads, *attention, path=path, out=out)
-    else:
-        op = attention_bwd if o.max_seqlen is None else attention_varlen_bwd
-        dq, dk, dv = op(do, *heads, *attention, path=path, out=out)
+    dq, dk, dv, *_, dmask = attention_bwd(do, *heads, *attention, path=path, out=out)
+    found["mask"] = dmask if wants.mask else None
     del heads
     dq, dk, q, k = (_as_batch(x, o) for x in (dq, dk, q, k))
     dq, dk, *of_norms = qk_norm_bwd(

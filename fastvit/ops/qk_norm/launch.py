@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastvit.kernels import _configs, _tuned
 from fastvit.kernels.qk_norm import qk_norm_bwd_kernel, qk_norm_fwd_kernel
-from fastvit.ops.attention.launch import readable
+from fastvit.ops.attention.softmax_launch import readable
 from fastvit.ops.attention.workload import in_units
 from fastvit.ops.rotary.launch import Tables, readable_tables, tables_as_read
 from fastvit.ops.runtime import device

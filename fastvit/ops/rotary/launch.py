@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fastvit.kernels import _configs
 from fastvit.kernels.rotary import rotary_kernel
-from fastvit.ops.attention.launch import MAX_STRIDE, readable
+from fastvit.ops.attention.softmax_launch import MAX_STRIDE, readable
 from fastvit.ops.attention.workload import in_units
 from fastvit.ops.runtime import device
 from fastvit.ops.runtime.backend import KernelUnsupported

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastvit.ops.attention.aten import is_added
-from fastvit.ops.attention.windows_aten import from_windows, mask_of_windows, to_windows, window_places
+from fastvit.ops.attention.window_places import from_windows, mask_of_windows, to_windows, window_places
+from fastvit.ops.attention.within import Positions, Sequences, is_added, unpacked, within_of
 from fastvit.ops.rotary.aten import by_token, rotated_part, signed, swapped
 from fastvit.ops.runtime.activations import activate
 from fastvit.ops.runtime.dtypes import promoted_dtype, stat_dtype
@@ -78,8 +78,31 @@ def dropout(x: Tensor, seed: Tensor, p: float, *epilogue: Tensor | None) -> Tens
 
 
 def attention_fwd(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None, scale: float, dropout_p: float,
-    causal: bool = False,
+    q: Tensor, k: Tensor | None, v: Tensor | None, mask: Tensor | None, seed: Tensor | None, scale: float,
+    dropout_p: float, causal: bool = False, *positions: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    p, given = Positions(*positions), (q, k, v)
+    q, k, v = unpacked(q, k, v)
+    within, numbers = within_of(q, p), (scale, dropout_p, causal)
+    if isinstance(within, Sequences):
+        return _of_sequences(q, k, v, within, mask, *numbers)
+    bias = None if p.rows is None or p.columns is None else (p.rows, p.columns)
+    if within is None:
+        return _of_samples(q, k, v, mask, *numbers, bias)
+    at = window_places(within.grid, within.window, within.shift, q.device)
+    tensors = [to_windows(t, at) for t in given if t is not None]
+    in_windows = unpacked(*tensors)
+    mask = mask_of_windows(mask, at, within.shift_bias)
+    if mask is not None and mask.shape[0] > 1:
+        mask = mask.repeat(q.shape[0], 1, 1, 1)
+    bias = bias and (to_windows(bias[0], at), to_windows(bias[1], at))
+    o, lse = _of_samples(*in_windows, mask, *numbers, bias)
+    return from_windows(o, at, q), lse
+
+
+def _of_samples(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, dropout_p: float, causal: bool,
+    relative: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     if k.shape[2] != q.shape[2]:
         k, v = (t.repeat_interleave(q.shape[2] // k.shape[2], 2) for t in (k, v))
@@ -91,12 +114,15 @@ def attention_fwd(
             mask = seen
         else:
             mask = mask & seen if mask.dtype is torch.bool else torch.where(seen, mask, -torch.inf)
+    two_numbers = is_added(mask)
+    if relative is not None:
+        mask = (relative[0].unsqueeze(4) + relative[1].unsqueeze(3)).flatten(3).transpose(1, 2)
     if mask is not None:
         scores = torch.where(mask, scores, -torch.inf) if mask.dtype is torch.bool else scores + mask
         mask = mask if mask.dtype is torch.bool else _in_range(mask, q.dtype)
     o = F.scaled_dot_product_attention(q, k, v, mask, dropout_p, scale=scale)
     lse = scores.logsumexp(-1)
-    return o.transpose(1, 2).contiguous(), torch.stack((lse, torch.ones_like(lse)), 2) if is_added(mask) else lse
+    return o.transpose(1, 2).contiguous(), torch.stack((lse, torch.ones_like(lse)), 2) if two_numbers else lse
 
 
 def _in_range(mask: Tensor, dtype: torch.dtype) -> Tensor:
@@ -107,65 +133,32 @@ def _in_range(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return mask.to(dtype)
 
 
-def attention_relative_fwd(
-    q: Tensor, k: Tensor, v: Tensor, rows: Tensor, columns: Tensor, scale: float
-) -> tuple[Tensor, Tensor]:
-    bias = (rows.unsqueeze(4) + columns.unsqueeze(3)).flatten(3).transpose(1, 2)
-    o, lse = attention_fwd(q, k, v, bias, None, scale, 0.0)
-    return o, lse[:, :, 0]
-
-
-def attention_qkvpacked_fwd(qkv: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    q, k, v = qkv.unbind(2)
-    return attention_fwd(q, k, v, *rest)
-
-
-def attention_varlen_fwd(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, cu_seqlens_k: Tensor | None, seed: Tensor | None,
-    max_seqlen: int, max_seqlen_k: int, scale: float, dropout_p: float,
+def _of_sequences(
+    q: Tensor, k: Tensor, v: Tensor, within: Sequences, mask: Tensor | None, scale: float, dropout_p: float,
+    causal: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Mask the scores between different sequences."""
     T, H, _ = q.shape
     token = torch.arange(T, device=q.device)
-    sequence = of_key = torch.searchsorted(cu_seqlens, token, right=True)
-    if cu_seqlens_k is not None:
-        of_key = torch.searchsorted(cu_seqlens_k, torch.arange(k.shape[0], device=q.device), right=True)
-    mask = (sequence[:, None] == of_key)[None, None]
-    o, lse = attention_fwd(q[None], k[None], v[None], mask, seed, scale, dropout_p)
-    first, end = cu_seqlens[sequence - 1], cu_seqlens[sequence]
-    head = torch.arange(H, device=q.device)[:, None]
-    place = first * H + head * (end - first) + token - first  # [H, T]
-    return o[0], lse.new_zeros(T * H).scatter(0, place.flatten().long(), lse.flatten())
-
-
-def attention_varlen_qkvpacked_fwd(
-    qkv: Tensor, cu_seqlens: Tensor, seed: Tensor | None, max_seqlen: int, scale: float, dropout_p: float
-) -> tuple[Tensor, Tensor]:
-    q, k, v = qkv.unbind(1)
-    return attention_varlen_fwd(q, k, v, cu_seqlens, None, seed, max_seqlen, max_seqlen, scale, dropout_p)
-
-
-def attention_windows_fwd(
-    qkv: Tensor, mask: Tensor | None, seed: Tensor | None, window: list[int], shift: list[int], shift_bias: float,
-    scale: float, dropout_p: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    (B, gh, gw), n = qkv.shape[:3], window[0] * window[1]
-    at = window_places((gh, gw), window, (shift[0] % gh, shift[1] % gw), qkv.device)
-    q, k, v = to_windows(qkv, at, n).unbind(2)
-    mask = mask_of_windows(mask, at, shift_bias)
-    if mask is not None and mask.shape[0] > 1:
-        mask = mask.repeat(B, 1, 1, 1)
-    o, lse = attention_fwd(q, k, v, mask, seed, scale, dropout_p)
-    return from_windows(o, at, qkv), lse
-
-
-def attention_windows_relative_fwd(qkv: Tensor, rows: Tensor, columns: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    window = rows.shape[4], columns.shape[4]
-    at = window_places(qkv.shape[1:3], window, (0, 0), qkv.device)
-    qkv_in_windows, rows, columns = (to_windows(t, at, window[0] * window[1]) for t in (qkv, rows, columns))
-    q, k, v = qkv_in_windows.unbind(2)
-    o, lse = attention_relative_fwd(q, k, v, rows, columns, scale)
-    return from_windows(o, at, qkv), lse
+    sequence = of_key = torch.searchsorted(within.ends, token, right=True)
+    place = place_of_key = token - within.ends[sequence - 1]  # in the sequence
+    if within.ends_k is not None:
+        key = torch.arange(k.shape[0], device=q.device)
+        of_key = torch.searchsorted(within.ends_k, key, right=True)
+        place_of_key = key - within.ends_k[of_key - 1]
+    together = (sequence[:, None] == of_key)[None, None]
+    if causal:
+        together = together & (place[:, None] >= place_of_key)
+    if mask is not None:
+        mask = mask.expand(-1, -1, within.longest, -1)[:, :, place][..., place_of_key]
+        together = mask & together if mask.dtype is torch.bool else torch.where(together, mask, -torch.inf)
+    o, lse = _of_samples(q[None], k[None], v[None], together, scale, dropout_p, False)
+    length = (within.ends[sequence] - within.ends[sequence - 1])[:, None]
+    head, numbers = torch.arange(H, device=q.device)[:, None, None], lse.shape[2] if lse.dim() == 4 else 1
+    number = torch.arange(numbers, device=q.device)[:, None]
+    before = (within.ends[sequence - 1] * H)[None, None] * numbers
+    at = before + (head * numbers + number) * length.T[None] + place  # [H, numbers, T]
+    return o[0], lse.new_zeros(T * H * numbers).scatter(0, at.flatten().long(), lse.flatten())
 
 
 def rotary(x: Tensor, sin: Tensor, cos: Tensor, rotated: int, interleaved: bool, transposed: bool) -> Tensor:

@@ -49,7 +49,8 @@ def register(
 
     schema: "name(Tensor x, ...) -> ..."; the first argument is a tensor on the op's device. No argument is mutated
         and no output aliases an input or another output.
-    aten: positional arguments as in the schema.
+    aten: positional arguments as in the schema. Of several results, None is one that the call does not have; the
+        dispatcher's op, and `fake`, return an empty tensor instead.
     launch: the module of `fastvit.ops`, such as "attention.launch", with a function of the op's name and arguments for
         Triton. It may raise `KernelUnsupported`.
     fake: the op on fake tensors; shapes, dtypes and strides exactly as both implementations return them.
@@ -93,8 +94,9 @@ def register(
         call, _ = begin(dispatched_name, args)
         if call.path is _DISPATCHER or is_any_autocast_enabled is None or is_any_autocast_enabled():
             with _isolated(x):
-                return op(*args, path=Path.TRITON if wants_triton(x) else Path.ATEN)
-        results = call.run(lambda _: _as_tuple(op(*args, path=call.path)), [*args])
+                results = op(*args, path=Path.TRITON if wants_triton(x) else Path.ATEN)
+                return _as_tuple(x, results) if has_results else results
+        results = call.run(lambda _: _as_tuple(x, op(*args, path=call.path)), [*args])
         return results if has_results else results[0]
 
     @functools.wraps(fake)
@@ -118,8 +120,11 @@ def register(
     return op
 
 
-def _as_tuple(results: Any) -> tuple[Any, ...]:
-    return (results,) if isinstance(results, Tensor) else tuple(results)
+def _as_tuple(x: Tensor, results: Any) -> tuple[Tensor, ...]:
+    """Return results as the dispatcher takes them: an empty tensor for None."""
+    if isinstance(results, Tensor):
+        return (results,)
+    return tuple([x.new_empty(0) if result is None else result for result in results])
 
 
 def _keep_messages_short() -> None:

@@ -71,9 +71,10 @@ def attention_qkvpacked(qkv: Tensor, **options: Any) -> Tensor:
 def attention_varlen(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | Sequence[int], max_seqlen: int | None = None, *,
     cu_seqlens_k: Tensor | Sequence[int] | None = None, max_seqlen_k: int | None = None,
-    factors: Sequence[Tensor] | None = None, **options: Any,
+    attn_mask: Tensor | None = None, factors: Sequence[Tensor] | None = None, **options: Any,
 ) -> Tensor:  # fmt: skip
-    """Run one sequence after the other, (T, H, d) each -> (T, H, d). factors: one tensor a sequence."""
+    """Run one sequence after the other, (T, H, d) each -> (T, H, d). attn_mask: (..., longest, longest), of all
+    sequences. factors: one tensor a sequence."""
     ends, ends_k = (
         t.tolist() if isinstance(t, Tensor) else t
         for t in (cu_seqlens, cu_seqlens if cu_seqlens_k is None else cu_seqlens_k)
@@ -81,7 +82,8 @@ def attention_varlen(
     outputs = []
     for i, ((first, end), (first_k, end_k)) in enumerate(zip(pairwise(ends), pairwise(ends_k), strict=True)):
         one = q[None, first:end], k[None, first_k:end_k], v[None, first_k:end_k]
-        outputs.append(attention(*one, factors=None if factors is None else factors[i], **options)[0])
+        mask = None if attn_mask is None else attn_mask[..., : end - first, : end_k - first_k]
+        outputs.append(attention(*one, attn_mask=mask, factors=None if factors is None else factors[i], **options)[0])
     return torch.cat(outputs)
 
 

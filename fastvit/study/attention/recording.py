@@ -11,23 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fastvit import ops  # noqa: F401  registers what is caught here
+from fastvit.ops.attention.within import unpacked
 
 _SOFTMAX = ("aten::_softmax", "aten::_safe_softmax")
-_UNSEEN = {  # ops -> why their attention is not seen
-    "fastvit::attention_varlen_fwd": "it is within sequences of several lengths",
-    "fastvit::attention_varlen_qkvpacked_fwd": "it is within sequences of several lengths",
-    "fastvit::attention_windows_fwd": "it is within windows",
-    "fastvit::attention_relative_fwd": "it has relative positions",
-    "fastvit::attention_windows_relative_fwd": "it has relative positions",
-}
-_CAUGHT = (
-    "fastvit::patch_embed_fwd",
-    "fastvit::attention_fwd",
-    "fastvit::attention_qkvpacked_fwd",
-    *_UNSEEN,
-    "aten::convolution",
-)
+_CAUGHT = "fastvit::patch_embed_fwd", "fastvit::attention_fwd", "aten::convolution"
 
 
 class Patches(NamedTuple):
@@ -82,20 +69,28 @@ class _Catches:
             kernel, stride = list(given["weight"].shape[2:]), list(given["stride"])
             if len(kernel) == 2 and kernel == stride and max(kernel) > 1:
                 self._saw_patches(result.shape[2:], kernel)
-        elif name == "fastvit::attention_qkvpacked_fwd":
-            q, k, _ = given["qkv"].transpose(1, 3).unbind(2)
-            self._attends(q, k, given)
         elif name == "fastvit::attention_fwd":
-            self._attends(given["q"].transpose(1, 2), given["k"].transpose(1, 2), given)
+            self._attention(given, result[0])
         elif name.startswith("aten::_scaled_dot_product_"):
             self._attends(given["query"], given["key"], given)
-        elif name in _UNSEEN:
-            if given.get("cu_seqlens_k") is None:  # else pooling
-                self._attends(result[0], result[0], {}, _UNSEEN[name])
         elif name in _SOFTMAX and result.dim() > 2 and result.shape[-1] == result.shape[-2] > 1:
             N = result.shape[-1]
             seen = "only fastvit's ops and PyTorch's fused scaled_dot_product_attention are"
             self._attends(result, result, {}, f"it computes {N} x {N} weights ({name}), and {seen}")
+
+    def _attention(self, given: dict[str, Any], o: Tensor) -> None:
+        q, k, _ = unpacked(given["q"], given["k"], given["v"])
+        if given.get("ends") is not None:
+            unseen = "it is within sequences of several lengths"
+        elif given.get("rows") is not None:
+            unseen = "it has relative positions"
+        elif given.get("window"):
+            unseen = "it is within windows"
+        else:
+            self._attends(q.transpose(1, 2), k.transpose(1, 2), given)
+            return
+        if given.get("ends_k") is None:  # else pooling
+            self._attends(o, o, {}, unseen)
 
     def _saw_patches(self, grid: Sequence[int], size: Sequence[int]) -> None:
         if self.patches is None:

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_iter, tree_map, tree_map_only, tree_unflatten
 
 from fastvit import _triton, ops
+from fastvit.ops.attention.within import tokens_of
 from fastvit.ops.runtime import backend as backends
 from fastvit.ops.runtime import registry
 from fastvit.ops.runtime.backend import Path
@@ -30,15 +31,7 @@ _MULTIPROCESSORS = 132  # an H100's. The partial sums of norms have a row for ea
 _TOKENS: dict[Any, Callable[..., int]] = {
     torch.ops.aten._softmax.default: lambda x, *_: x.shape[-1],
     torch.ops.aten._safe_softmax.default: lambda x, *_: x.shape[-1],
-    torch.ops.fastvit.attention_fwd.default: lambda q, *_: q.shape[1],
-    torch.ops.fastvit.attention_qkvpacked_fwd.default: lambda qkv, *_: qkv.shape[1],
-    torch.ops.fastvit.attention_relative_fwd.default: lambda q, *_: q.shape[1],
-    torch.ops.fastvit.attention_varlen_fwd.default: lambda q, *_: q.shape[0],
-    torch.ops.fastvit.attention_varlen_qkvpacked_fwd.default: lambda qkv, *_: qkv.shape[0],
-    torch.ops.fastvit.attention_windows_fwd.default: lambda qkv, mask, seed, window, *_: window[0] * window[1],
-    torch.ops.fastvit.attention_windows_relative_fwd.default: (
-        lambda qkv, rows, columns, *_: rows.shape[-1] * columns.shape[-1]
-    ),
+    torch.ops.fastvit.attention_fwd.default: tokens_of,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default: lambda q, *_: q.shape[2],
 }
 _SOFTMAX = (torch.ops.aten._softmax.default, torch.ops.aten._safe_softmax.default)

@@ -20,7 +20,7 @@ class BlockOp:
     """An op that writes memory.
 
     Attributes:
-        name: the registered op, such as "addmm" or "attention_qkvpacked_fwd".
+        name: the registered op, such as "addmm" or "attention_fwd".
         kept: memory that it wrote and the backward pass needs, in token tensors of B * N * D elements.
     """
 

@@ -149,8 +149,8 @@ BAD: dict[str, Refused] = {
     "layer_norm_attention": [
         (ValueError, "x must have shape (B, N, D), got (4, 16)", {"x": ones(N, D)}),
         (ValueError, "x must have shape (T, D) with cu_seqlens, got (2, 4, 16)", {"cu_seqlens": ENDS}),
-        (ValueError, "attn_mask must be None and is_causal False with cu_seqlens",
-         {**SEQUENCES, "attn_mask": ones(N, N)}),
+        (ValueError, "attn_mask must not require a gradient with cu_seqlens",
+         {**SEQUENCES, "attn_mask": ones(N, N, requires_grad=True)}),
         (ValueError, "rotary.num_prefix_tokens must be 0 with cu_seqlens, got 1",
          {**SEQUENCES, "rotary": SHORT._replace(num_prefix_tokens=1)}),
         (ValueError, "max_seqlen must be None without cu_seqlens, got 4", {"max_seqlen": 4}),
@@ -198,7 +198,6 @@ BAD: dict[str, Refused] = {
         (ValueError, "attn_mask must be None with relative, got Tensor", {"attn_mask": ones(N, N)}),
         (ValueError, "is_causal must be False with relative, got True", {"is_causal": True}),
         (ValueError, "dropout_p must be 0.0 with relative, got 0.1", {"dropout_p": 0.1}),
-        (ValueError, "layout must be 'bnhd' with relative, got 'bhnd'", {"layout": "bhnd"}),
         (ValueError, "k must have q's 2 heads with relative, got 1", dict.fromkeys("kv", ones(B, N, 1, D))),
     ],
     "attention_varlen": [
@@ -208,6 +207,8 @@ BAD: dict[str, Refused] = {
         (ValueError, "max_seqlen must be at least the longest sequence's length 5, got 3", {"max_seqlen": 3}),
         (ValueError, "cu_seqlens must ascend", {"cu_seqlens": ENDS[[0, 2, 1, 3]]}),
         (TypeError, "max_seqlen must be an integer or None", {"max_seqlen": 5.0}),
+        (ValueError, "attn_mask must be broadcastable to (1, H, max_seqlen, max_seqlen) = (1, 2, 5, 5), got",
+         {"max_seqlen": 5, "attn_mask": ones(2, 1, 5, 5)}),
         (ValueError, "max_seqlen must be at least 1", {"max_seqlen": 0}),
         (ValueError, "max_seqlen_k must be None without cu_seqlens_k, got 5", {"max_seqlen_k": 5}),
         (ValueError, "cu_seqlens_k must have cu_seqlens' shape (4,), got (3,)", {"cu_seqlens_k": ENDS[[0, 1, 3]]}),
