@@ -81,7 +81,7 @@ def test_logits_and_gradients(name: str, arguments: dict[str, Any]) -> None:
     x = image(ours)
     assert_same_step(ours, theirs, x)
     with torch.no_grad(), Calls() as calls:
-        ours.eval()(x)
+        ours.eval().forward_features(x)
     assert calls.names.count("fastvit::attention_fwd") == 2
     assert calls.names.count("fastvit::rotary") == (2 if getattr(ours, "rope", None) else 0)
     with torch.no_grad():

@@ -49,12 +49,12 @@ def attention(
             have finite numbers, however low, the weights are the softmax of the float32 sums.
         is_causal: query i sees keys 0 to i only, of those that attn_mask lets it see. Needs no mask in memory.
         relative: relative positions of keys on a grid, or None. Their sums, the size of the scores, are never in memory
-            at once. Takes none of the other options but scale, and k and v with as many heads as q.
+            at once. Takes no mask, causal order or dropout, and k and v with as many heads as q.
         scale: factor of the scores; d^-0.5 if None.
         dropout_p: probability of dropping an attention weight, in [0, 1). The dropout mask follows torch.manual_seed;
             it is not stored but drawn again in the backward pass. The Triton and the ATen path draw different masks.
         layout: "bnhd" for the shapes above, or "bhnd" for q (B, H, M, d), k, v (B, H, N, d) and a result like q, read
-            and written by stride; attn_mask stays as it is.
+            and written by stride; attn_mask and relative stay as they are.
 
     Returns:
         (B, M, H, d), contiguous, q's dtype; under autocast autocast's. A NaN in one row of q makes that row NaN and no
@@ -108,6 +108,9 @@ def attention_varlen(
             output and gradients.
         cu_seqlens_k, max_seqlen_k: the same of k and v, for cross-attention: as many sequences as q has. None if k and
             v have q's. Queries of a sequence without keys get zero.
+        attn_mask: broadcastable to (1, H, max_seqlen, max_seqlen_k), or None: one mask for all sequences, of which each
+            has the first rows and columns; as in `attention`, but without a gradient.
+        is_causal: token i of a sequence sees its tokens 0 to i only.
         scale, dropout_p: as in `attention`.
 
     Returns:
@@ -131,7 +134,7 @@ def attention_varlen_qkvpacked(
     Args:
         qkv: (T, 3, H, d), as a qkv projection of the tokens of all sequences leaves it; dtypes, strides and d as in
             `attention`.
-        cu_seqlens, max_seqlen, scale, dropout_p: as in `attention_varlen`.
+        cu_seqlens, max_seqlen, attn_mask, is_causal, scale, dropout_p: as in `attention_varlen`.
 
     Returns:
         (T, H, d), contiguous, as from `attention_varlen`.

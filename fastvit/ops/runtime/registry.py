@@ -124,7 +124,7 @@ def _as_tuple(x: Tensor, results: Any) -> tuple[Tensor, ...]:
     """Return results as the dispatcher takes them: an empty tensor for None."""
     if isinstance(results, Tensor):
         return (results,)
-    return tuple([x.new_empty(0) if result is None else result for result in results])
+    return tuple([x.new_empty((0,)) if result is None else result for result in results])
 
 
 def _keep_messages_short() -> None:

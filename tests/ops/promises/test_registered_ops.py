@@ -72,13 +72,16 @@ INTERPRETED = [getattr(torch.ops.fastvit, name).default for name in INTERPRETED]
 
 @on_both("op", registry.IMPLEMENTATIONS, INTERPRETED)
 def test_opcheck(op, backend, device):
-    """The whole check of one kind of call; of the others, and in the interpreter, what depends on the arguments."""
-    first, *others = calls_of(op, device)
-    only = {"test_utils": ("test_schema", "test_faketensor")}
-    interpreted = backend == "triton" and backends.INTERPRET
-    torch.library.opcheck(op, first, **(only if interpreted else {}))
-    for arguments in () if interpreted else others:
-        torch.library.opcheck(op, arguments, **only)
+    """The whole check of one kind of call; of the others, what depends on the arguments. In the interpreter, the shapes
+    and strides of one call for each choice of tensors."""
+    calls, only = calls_of(op, device), ("test_schema", "test_faketensor")
+    if backend == "triton" and backends.INTERPRET:
+        kinds = {tuple(getattr(a, "ndim", None) for a in arguments): arguments for arguments in reversed(calls)}
+        calls, only = [*kinds.values()], only[1:]
+    else:
+        torch.library.opcheck(op, calls[0])
+    for arguments in calls:
+        torch.library.opcheck(op, arguments, test_utils=only)
 
 
 @not_interpreted
