@@ -16,8 +16,7 @@ from torch import Tensor
 from fastvit.ops.block.norm_linear import by_layer, side_by_side
 from fastvit.ops.dropout.op import dropout_op
 from fastvit.ops.layer_norm.op import Residual, layer_norm_fwd, norm_backward
-from fastvit.ops.linear.gated import gated_act, gated_act_bwd, gated_act_fwd, gated_dact, gated_fwd
-from fastvit.ops.linear.op import act_bwd, linear_act_fwd, linear_dact, linear_fwd
+from fastvit.ops.linear.op import act_bwd, gated_act, linear_act_fwd, linear_dact, linear_fwd
 from fastvit.ops.runtime.activations import activate
 from fastvit.ops.runtime.autograd import Computed, FusedNode, in_backward
 from fastvit.ops.runtime.backend import Path
@@ -105,11 +104,11 @@ class Mlp(FusedNode):
             y, kept["mean"], kept["rstd"] = layer_norm_fwd(
                 y, t.norm_weight, t.norm_bias, o.eps, o.dtype, o.rms, path=path
             )
-        layers = _gate_and_value(t) if o.gated else (t.fc1_weight, t.fc1_bias)
+        fc1, value = _gate_and_value(t)
         if o.keep_pre:
-            h, kept["pre"] = (gated_act_fwd if o.gated else linear_act_fwd)(y, *layers, o.activation, path=path)
+            h, kept["pre"] = linear_act_fwd(y, *fc1, o.activation, *value, path=path)
         else:
-            h = (gated_fwd if o.gated else linear_fwd)(y, *layers, o.activation, path=path)
+            h = linear_fwd(y, *fc1, o.activation, None, None, None, *value, path=path)
         del y
         if seeds is not None:
             h = dropout_op(h, seeds[:1], o.dropout_p, path=path)
@@ -167,11 +166,13 @@ class PlainMlp(Mlp):
     casts: tuple[str, ...] = ("x", *Mlp.casts)
 
 
-def _gate_and_value(t: MlpInputs) -> tuple[Any, ...]:
-    """Return the gate's and the value's weight, and their biases."""
-    if t.value_weight is not None:
-        return t.fc1_weight, t.value_weight, t.fc1_bias, t.value_bias
-    return *t.fc1_weight.chunk(2), *((None, None) if t.fc1_bias is None else t.fc1_bias.chunk(2))
+def _gate_and_value(t: MlpInputs) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
+    """Return weight and bias of fc1, or of the gate; and those of the value, or None."""
+    if not t.options.gated or t.value_weight is not None:
+        return (t.fc1_weight, t.fc1_bias), (t.value_weight, t.value_bias)
+    gate, value = t.fc1_weight.chunk(2)
+    gate_bias, value_bias = (None, None) if t.fc1_bias is None else t.fc1_bias.chunk(2)
+    return (gate, gate_bias), (value, value_bias)
 
 
 def _normed(s: dict[str, Any], o: MlpOptions, path: Path) -> Any:
@@ -218,8 +219,7 @@ def _hidden_backward(
         return h if seeds is None else dropout_op(h, seeds[:1], o.dropout_p, path=path)
 
     if wanted.pre and wanted.last and h is None and seeds is None and not has_inner:
-        dact = gated_dact if o.gated else linear_dact
-        dpre, h, dpre_sum = dact(*fc2.input_operands(g), pre, o.activation, path=path)
+        dpre, h, dpre_sum = linear_dact(*fc2.input_operands(g), pre, o.activation, path=path)
         return h, _Hidden(dpre, dpre_sum, y)
     dh = dpre = dpre_sum = None
     if has_inner:
@@ -237,7 +237,7 @@ def _hidden_backward(
         dh = torch.matmul(*fc2.input_operands(g))
     if wanted.pre:
         dh = dh if seeds is None else dropout_op(dh, seeds[:1], o.dropout_p, path=path)
-        dpre, dpre_sum = (gated_act_bwd if o.gated else act_bwd)(dh, pre, o.activation, path=path)
+        dpre, dpre_sum = act_bwd(dh, pre, o.activation, path=path)
     del dh
     h = activated() if wants_act and h is None and not has_inner else h
     return h, _Hidden(dpre, dpre_sum, y)
