@@ -79,7 +79,7 @@ def test_opcheck(op, backend, device):
     only = {"test_utils": ("test_schema", "test_faketensor")}
     interpreted = backend == "triton" and backends.INTERPRET
     torch.library.opcheck(op, first, **(only if interpreted else {}))
-    for arguments in others:
+    for arguments in others[-1:] if interpreted else others:  # the last call of linear_dact is of a gated layer
         torch.library.opcheck(op, arguments, **only)
 
 
