@@ -51,8 +51,7 @@ class Mlp(nn.Module):
         bias: whether both layers have one.
         drop: dropout after the activation and after fc2, in [0, 1).
         device, dtype: of the parameters.
-        norm_layer: norm_layer(hidden_features) as `norm` before fc2, a class or a name as in `Attention`; the MLP then
-            runs as three ops instead of one.
+        norm_layer: norm_layer(hidden_features) as `norm` before fc2, a class or a name as in `Attention`.
     """
 
     __module__ = "fastvit.layers"

@@ -185,8 +185,8 @@ def test_pre_activation(device):
     dy, weight, pre, dh = (torch.randn(s, dtype=torch.bfloat16, device=device) for s in shapes)
     for call, width in (
         (lambda pre: OPS.linear_dact(dy, weight, pre, "gelu")[0], 24),
-        (lambda pre: OPS.gated_dact(dy, weight, pre, "gelu")[0], 48),
-        (lambda pre: OPS.gated_act_bwd(dh, pre, "gelu")[0], 48),
+        (lambda pre: OPS.linear_dact(dy, weight, pre, "gelu")[0], 48),
+        (lambda pre: OPS.act_bwd(dh, pre, "gelu")[0], 48),
         (lambda pre: OPS.gated_act(pre, "gelu"), 48),
     ):
         near = pre[:, :width].contiguous()

@@ -43,9 +43,9 @@ OPS = torch.ops.fastvit
 MATMULS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "linear": ops.linear,
     "linear_dact": lambda x, w: OPS.linear_dact(x, w.T.contiguous(), x.new_ones(70, 66), "relu")[0],
-    "gated_fwd": lambda x, w: OPS.gated_fwd(x, torch.zeros_like(w), w, x.new_ones(66), None, "relu"),
-    "gated_act_fwd": lambda x, w: OPS.gated_act_fwd(x, w, w, None, None, "relu")[1][:, :66],
-    "gated_dact": lambda x, w: OPS.gated_dact(x, w.T.contiguous(), x.new_ones(70, 132), "relu")[0][:, 66:],
+    "gated": lambda x, w: OPS.linear_act_fwd(x, torch.zeros_like(w), x.new_ones(66), "relu", w)[0],
+    "gated, pre": lambda x, w: OPS.linear_act_fwd(x, w, None, "relu", w)[1][:, :66],
+    "gated_dact": lambda x, w: OPS.linear_dact(x, w.T.contiguous(), x.new_ones(70, 132), "relu")[0][:, 66:],
 }
 
 

@@ -1,5 +1,5 @@
-"""ops.linear and the registered ops under it: exact sums, tiles in groups, operands by TMA, the backward pass of an
-activation."""
+"""ops.linear and the registered ops under it, plain and gated: exact sums, tiles in groups, operands by TMA, the
+backward pass of an activation."""
 
 import dataclasses
 import functools
@@ -7,6 +7,7 @@ import importlib
 
 import pytest
 import torch
+import torch.nn.functional as F
 from op_cases import tensors_of
 from oracle import assert_as_accurate, assert_op_as_accurate, assert_op_is_exact, inputs
 
@@ -47,6 +48,21 @@ def test_integers_are_exact(name, backend, device):
     *shape, out = SHAPES[name]
     arguments = tensors(*shape, out=out, dtype=F32, device=device, epilogue=("residual",), kind="integer")
     assert_op_is_exact(ops.linear, eager, arguments)
+
+
+@pytest.mark.parametrize("pair", [False, True], ids=["packed", "pair"])
+def test_integers_of_a_gated_layer_are_exact(pair, backend, device):
+    """Every element is in its place, over several tiles: relu keeps small integers integers."""
+    shapes = (3, 50, 16), (70, 16), (70,), (70, 16), (70,)
+    x, *layers = (inputs("integer", *s, dtype=F32, device=device, seed=i) for i, s in enumerate(shapes))
+    if not pair:
+        layers[::2], layers[1::2] = (torch.cat(layers[i::2]).chunk(2) for i in range(2))
+    weight, bias, *value = layers
+    want = [F.linear(x, w, b) for w, b in ((weight, bias), value)]
+    h, pre = registered.linear_act_fwd(x, weight, bias, "relu", *value)
+    assert torch.equal(pre, torch.cat(want, -1))
+    assert torch.equal(h, want[0].relu() * want[1])
+    assert torch.equal(registered.linear_fwd(x, weight, bias, "relu", None, None, h, *value), h + h)
 
 
 def test_grouped_tiles(triton_backend, device, monkeypatch):

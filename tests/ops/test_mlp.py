@@ -1,4 +1,5 @@
-"""ops.mlp and ops.layer_norm_mlp: dropout, and gradients that float16 could not hold."""
+"""ops.mlp and ops.layer_norm_mlp: dropout, gates without our kernel, and gradients that float16
+could not hold."""
 
 import pytest
 import torch
@@ -37,6 +38,18 @@ def test_dropout(name, hidden, recompute, backend, device):
         return call(**tensors, **options)
 
     assert_op_as_accurate(seeded, lambda **t: function(name, formulas)(**t, factors=factors), tensors, what="dropout")
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("mlp swiglu", torch.bfloat16), ("layer_norm_mlp gated", torch.float32)], ids=str
+)
+def test_vendor_matmuls_of_a_gated_mlp(name, dtype, monkeypatch, triton_backend, device):
+    """Where the kernel is not used, gate and value are two matmuls into one buffer and a pass over it."""
+    from fastvit.ops.linear import launch
+
+    monkeypatch.setattr(launch, "is_our_matmul", lambda *_, **__: False)
+    monkeypatch.delattr(launch, "gemm")
+    assert_op_as_accurate(function(name), function(name, formulas), made(name, 3, 7, device, dtype), what=name)
 
 
 @pytest.mark.parametrize("hidden", [16, 64], ids=["more_rows", "fewer_rows"])

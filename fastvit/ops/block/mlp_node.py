@@ -16,8 +16,7 @@ from torch import Tensor
 from fastvit.ops.block.norm_linear import by_layer, side_by_side
 from fastvit.ops.dropout.op import dropout_op
 from fastvit.ops.layer_norm.op import Residual, layer_norm_fwd, norm_backward
-from fastvit.ops.linear.gated import gated_act, gated_act_bwd, gated_act_fwd, gated_dact, gated_fwd
-from fastvit.ops.linear.op import act_bwd, linear_act_fwd, linear_dact, linear_fwd
+from fastvit.ops.linear.op import act_bwd, gated_act, linear_act_fwd, linear_dact, linear_fwd
 from fastvit.ops.runtime.activations import activate
 from fastvit.ops.runtime.autograd import Computed, FusedNode, in_backward
 from fastvit.ops.runtime.backend import Path
@@ -63,20 +62,24 @@ class MlpInputs(NamedTuple):
 
 
 class _Wanted(NamedTuple):
-    """Groups of gradients, and whether one of a group is wanted."""
+    """Whether any gradient of a group is wanted, and whether one needs the activation's result."""
 
     before: bool  # x or the norm
-    pre: bool  # these or fc1
+    weights: bool  # fc1's
+    pre: bool  # these or fc1's biases
     h: bool  # these or the inner norm
     last: bool  # fc2's weight or LayerScale, which need fc2's input
+    act: bool
 
     @classmethod
-    def of(cls, wants: Any) -> _Wanted:
+    def of(cls, wants: Any, t: MlpInputs) -> _Wanted:
         """Return it for Inputs of bools."""
         before = wants.x or wants.norm_weight or wants.norm_bias
-        pre = before or wants.fc1_weight or wants.fc1_bias or wants.value_weight or wants.value_bias
+        weights = wants.fc1_weight or wants.value_weight
+        pre = before or weights or wants.fc1_bias or wants.value_bias
         h = pre or wants.inner_weight or wants.inner_bias
-        return cls(before, pre, h, wants.fc2_weight or wants.layer_scale)
+        last = wants.fc2_weight or wants.layer_scale
+        return cls(before, weights, pre, h, last, last or (t.inner_weight is not None and h))
 
 
 class Mlp(FusedNode):
@@ -105,11 +108,11 @@ class Mlp(FusedNode):
             y, kept["mean"], kept["rstd"] = layer_norm_fwd(
                 y, t.norm_weight, t.norm_bias, o.eps, o.dtype, o.rms, path=path
             )
-        layers = _gate_and_value(t) if o.gated else (t.fc1_weight, t.fc1_bias)
+        fc1, value = _gate_and_value(t)
         if o.keep_pre:
-            h, kept["pre"] = (gated_act_fwd if o.gated else linear_act_fwd)(y, *layers, o.activation, path=path)
+            h, kept["pre"] = linear_act_fwd(y, *fc1, o.activation, *value, path=path)
         else:
-            h = (gated_fwd if o.gated else linear_fwd)(y, *layers, o.activation, path=path)
+            h = linear_fwd(y, *fc1, o.activation, None, None, None, *value, path=path)
         del y
         if seeds is not None:
             h = dropout_op(h, seeds[:1], o.dropout_p, path=path)
@@ -126,39 +129,40 @@ class Mlp(FusedNode):
 
     @staticmethod
     def reads(t: MlpInputs, kept: dict[str, Any], wants: Any) -> dict[str, bool]:
-        o, wanted = t.options, _Wanted.of(wants)
-        has_norm, wants_act = t.norm_weight is not None, wanted.last or (t.inner_weight is not None and wanted.h)
-        pre = wanted.pre or (wants_act and not o.keep_h)
-        wants_weight = wants.fc1_weight or wants.value_weight
+        o, wanted = t.options, _Wanted.of(wants, t)
+        pre = wanted.pre or (wanted.act and not o.keep_h)
+        x = wanted.weights or (wanted.before and t.norm_weight is not None) or (pre and not o.keep_pre)
         return {
-            "x": wants_weight or (has_norm and wanted.before) or (pre and not o.keep_pre), "mean": not o.rms,
-            "inner_mean": wanted.h and not o.inner_rms, "inner_rstd": wanted.h, "pre": pre, "h": wants_act,
+            "x": x, "mean": not o.rms, "inner_mean": wanted.h and not o.inner_rms, "inner_rstd": wanted.h,
+            "pre": pre, "h": wanted.act,
         }  # fmt: skip
 
     @staticmethod
     def gradients(s: dict[str, Any], douts: Any, o: MlpOptions, wants: Any, path: Path) -> dict[str, Any]:
-        (dout,), wanted = douts, _Wanted.of(wants)
-        found: dict[str, Any] = {"residual": dout.to(o.residual_dtype) if wants.residual else None}
+        inputs: Any = [s.get(name) for name in MlpInputs._fields[2:]]
+        t, (dout,) = MlpInputs(o, path, *inputs), douts
+        wanted = _Wanted.of(wants, t)
+        dresidual = dout.to(o.residual_dtype) if wants.residual else None
         if not (wanted.h or wanted.last or wants.fc2_bias):
-            return found
-        fc2 = LastLayer(
-            s["fc2_weight"], s["fc2_bias"], s["layer_scale"], wants.fc2_weight, wants.fc2_bias, wants.layer_scale
-        )
+            return {"residual": dresidual}
+        fc2 = LastLayer(t.fc2_weight, t.fc2_bias, t.layer_scale, wants.fc2_weight, wants.fc2_bias, wants.layer_scale)
         g = dout.to(o.dtype)
-        if s["seeds"] is None:
-            g = scale_samples(g, s["row_scale"])
+        if t.seeds is None:
+            g = scale_samples(g, t.row_scale)
         else:
-            g = dropout_op(g, s["seeds"][1:], o.dropout_p, None, s["row_scale"], path=path)
-        last, hidden = _hidden_backward(s, g, fc2, o, wants, found, path)
-        G = fc2.product(g, last)
+            g = dropout_op(g, t.seeds[1:], o.dropout_p, None, t.row_scale, path=path)
+        h, hidden = _fc2_backward(t, s, g, fc2, wanted)
+        G = fc2.product(g, h)
         # the pass that adds dout to the gradient of x also sums it over rows
-        in_norm = o.residual_is_x and s["norm_weight"] is not None and wanted.before and s["seeds"] is None
+        in_norm = o.residual_is_x and t.norm_weight is not None and wanted.before and t.seeds is None
         total = None if in_norm else fc2.total(g)
-        del g, last
-        dout_total = _input_backward(s, dout, hidden, fc2.total_dtype() if in_norm else None, o, wants, found, path)
-        total = dout_total if in_norm else total
-        found["fc2_weight"], found["fc2_bias"], found["layer_scale"] = fc2.gradients(G, total)
-        return found
+        del g, h
+        before, dout_total = _fc1_backward(t, s, dout, hidden, fc2.total_dtype() if in_norm else None, wants, wanted)
+        dweight, dbias, dlayer_scale = fc2.gradients(G, dout_total if in_norm else total)
+        return before | {
+            "inner_weight": hidden.inner_weight, "inner_bias": hidden.inner_bias if wants.inner_bias else None,
+            "fc2_weight": dweight, "fc2_bias": dbias, "layer_scale": dlayer_scale, "residual": dresidual,
+        }  # fmt: skip
 
 
 class PlainMlp(Mlp):
@@ -167,80 +171,74 @@ class PlainMlp(Mlp):
     casts: tuple[str, ...] = ("x", *Mlp.casts)
 
 
-def _gate_and_value(t: MlpInputs) -> tuple[Any, ...]:
-    """Return the gate's and the value's weight, and their biases."""
-    if t.value_weight is not None:
-        return t.fc1_weight, t.value_weight, t.fc1_bias, t.value_bias
-    return *t.fc1_weight.chunk(2), *((None, None) if t.fc1_bias is None else t.fc1_bias.chunk(2))
+def _gate_and_value(t: MlpInputs) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
+    """Return weight and bias of fc1, or of the gate; and those of the value, or None."""
+    if not t.options.gated or t.value_weight is not None:
+        return (t.fc1_weight, t.fc1_bias), (t.value_weight, t.value_bias)
+    gate, value = t.fc1_weight.chunk(2)
+    gate_bias, value_bias = (None, None) if t.fc1_bias is None else t.fc1_bias.chunk(2)
+    return (gate, gate_bias), (value, value_bias)
 
 
-def _normed(s: dict[str, Any], o: MlpOptions, path: Path) -> Any:
-    """Return fc1's input, computed again if there is a norm."""
-    if s["norm_weight"] is None:
-        return s["x"]
-    return layer_norm_fwd(s["x"], s["norm_weight"], s["norm_bias"], o.eps, o.dtype, o.rms, path=path)[0]
-
-
-def _layers(s: dict[str, Any]) -> tuple[list[Tensor], list[Tensor | None]]:
-    """Return the weights and biases of fc1: one layer, or the gate and the value."""
-    if s["value_weight"] is None:
-        return [s["fc1_weight"]], [s["fc1_bias"]]
-    return [s["fc1_weight"], s["value_weight"]], [s["fc1_bias"], s["value_bias"]]
+def _normed(t: MlpInputs, x: Any) -> Any:
+    """Return fc1's input, computed again from x if there is a norm."""
+    if t.norm_weight is None:
+        return x
+    o = t.options
+    return layer_norm_fwd(x, t.norm_weight, t.norm_bias, o.eps, o.dtype, o.rms, path=t.path)[0]
 
 
 class _Hidden(NamedTuple):
-    """Between fc1 and its activation.
+    """Between fc1 and fc2; None for what no gradient needs.
 
-    dpre, dpre_sum: the gradient of the activation's input, and its sum over rows, if they are wanted.
     y: fc1's input, if it was computed again.
+    dpre, dpre_sum: the gradient of the activation's input, and its sum over rows.
+    inner_weight, inner_bias: the gradients of the inner norm.
     """
 
+    y: Any
     dpre: Any
     dpre_sum: Any
-    y: Tensor | None
+    inner_weight: Tensor | None = None
+    inner_bias: Tensor | None = None
 
 
-def _hidden_backward(
-    s: dict[str, Any], g: Tensor, fc2: LastLayer, o: MlpOptions, wants: Any, found: dict[str, Any], path: Path
-) -> tuple[Any, _Hidden]:
-    """Compute the backward pass from g, the gradient of fc2's result, to the activation's input. Put gradients of the
-    inner norm into `found`. Return fc2's input, if it is wanted, and the rest."""
-    pre, h, y, wanted = s.pop("pre"), s.pop("h"), None, _Wanted.of(wants)
-    has_inner, seeds = s["inner_weight"] is not None, s["seeds"]
-    wants_act = wanted.last or (has_inner and wanted.h)
-    if pre is None and (wanted.pre or (wants_act and h is None)):
-        weights, biases = _layers(s)
-        y = _normed(s | {"x": in_backward(s["x"], g)}, o, path)
-        pre = F.linear(y, *weights, *biases) if len(weights) == 1 else side_by_side(y, weights, biases)
+def _fc2_backward(t: MlpInputs, s: dict[str, Any], g: Tensor, fc2: LastLayer, wanted: _Wanted) -> tuple[Any, _Hidden]:
+    """Compute the backward pass from g, the gradient of fc2's result, to the activation's input. Return fc2's input, if
+    it is wanted, and the rest."""
+    o, path, seeds, has_inner = t.options, t.path, t.seeds, t.inner_weight is not None
+    pre, h, y = s.pop("pre"), s.pop("h"), None
+    if pre is None and (wanted.pre or (wanted.act and h is None)):
+        y = _normed(t, in_backward(t.x, g))
+        if t.value_weight is None:
+            pre = F.linear(y, t.fc1_weight, t.fc1_bias)
+        else:
+            pre = side_by_side(y, (t.fc1_weight, t.value_weight), (t.fc1_bias, t.value_bias))
 
     def activated() -> Tensor:
         h = gated_act(pre, o.activation, path=path) if o.gated else activate(pre, o.activation)
         return h if seeds is None else dropout_op(h, seeds[:1], o.dropout_p, path=path)
 
     if wanted.pre and wanted.last and h is None and seeds is None and not has_inner:
-        dact = gated_dact if o.gated else linear_dact
-        dpre, h, dpre_sum = dact(*fc2.input_operands(g), pre, o.activation, path=path)
-        return h, _Hidden(dpre, dpre_sum, y)
-    dh = dpre = dpre_sum = None
-    if has_inner:
-        h = activated() if wants_act and h is None else h
-        inner = s["inner_weight"], s["inner_bias"]
-        if wanted.h:
-            dh, found["inner_weight"], dbias, h, _ = norm_backward(
-                torch.matmul(*fc2.input_operands(g)), h, s["inner_mean"], s["inner_rstd"], *inner,
-                want_y=wanted.last, path=path,
-            )  # fmt: skip
-            found["inner_bias"] = dbias if wants.inner_bias else None
-        elif wanted.last:
-            h, *_ = layer_norm_fwd(h, *inner, o.inner_eps, o.dtype, o.inner_rms, path=path)
-    elif wanted.pre:
-        dh = torch.matmul(*fc2.input_operands(g))
+        dpre, h, dpre_sum = linear_dact(*fc2.input_operands(g), pre, o.activation, path=path)
+        return h, _Hidden(y, dpre, dpre_sum)
+    dpre = dpre_sum = dinner_weight = dinner_bias = None
+    if has_inner and wanted.act and h is None:
+        h = activated()
+    dh: Any = torch.matmul(*fc2.input_operands(g)) if wanted.h else None
+    if t.inner_weight is not None and wanted.h:
+        dh, dinner_weight, dinner_bias, h, _ = norm_backward(
+            dh, h, s["inner_mean"], s["inner_rstd"], t.inner_weight, t.inner_bias, want_y=wanted.last, path=path
+        )
+    elif has_inner and wanted.last:
+        h, *_ = layer_norm_fwd(h, t.inner_weight, t.inner_bias, o.inner_eps, o.dtype, o.inner_rms, path=path)
     if wanted.pre:
         dh = dh if seeds is None else dropout_op(dh, seeds[:1], o.dropout_p, path=path)
-        dpre, dpre_sum = (gated_act_bwd if o.gated else act_bwd)(dh, pre, o.activation, path=path)
+        dpre, dpre_sum = act_bwd(dh, pre, o.activation, path=path)
     del dh
-    h = activated() if wants_act and h is None and not has_inner else h
-    return h, _Hidden(dpre, dpre_sum, y)
+    if not has_inner and wanted.act and h is None:
+        h = activated()
+    return h, _Hidden(y, dpre, dpre_sum, dinner_weight, dinner_bias)
 
 
 def _product(parts: Any, weights: list[Tensor], add: Tensor | None = None) -> Tensor:
@@ -251,37 +249,35 @@ def _product(parts: Any, weights: list[Tensor], add: Tensor | None = None) -> Te
     return out
 
 
-def _input_backward(
-    s: dict[str, Any], dout: Tensor, hidden: _Hidden, total_dtype: torch.dtype | None, o: MlpOptions, wants: Any,
-    found: dict[str, Any], path: Path,
-) -> Any:  # fmt: skip
-    """Put the gradients of x, the norm and fc1 into `found`. Return dout's sum over rows in total_dtype, if the norm
+def _fc1_backward(
+    t: MlpInputs, s: dict[str, Any], dout: Tensor, hidden: _Hidden, total_dtype: torch.dtype | None, wants: Any,
+    wanted: _Wanted,
+) -> tuple[dict[str, Any], Any]:  # fmt: skip
+    """Return the gradients of x, the norm and fc1 by name, and dout's sum over rows in total_dtype, if the norm
     computes it."""
     if hidden.dpre is None:
-        return None
-    weights, _ = _layers(s)
-    parts = by_layer(as_rows(hidden.dpre), weights)
-    x, y, total = s["x"], hidden.y, None
-    wants_weights = wants.fc1_weight or wants.value_weight
-    if wants.x or wants.norm_weight or wants.norm_bias:
+        return {}, None
+    o, x, y = t.options, t.x, hidden.y
+    weights = [t.fc1_weight] if t.value_weight is None else [t.fc1_weight, t.value_weight]
+    parts, sums = by_layer(as_rows(hidden.dpre), weights), by_layer(hidden.dpre_sum, weights)
+    dx = dnorm_weight = dnorm_bias = total = None
+    if wanted.before:
         dresidual = dout.to(o.dtype if x is None else x.dtype) if o.residual_is_x else None
-        if s["norm_weight"] is None:
+        if t.norm_weight is None:
             dx = _product(parts, weights, dresidual)
-            found["x"] = dx.view(*dout.shape[:-1], dx.shape[-1])
+            dx = dx.view(*dout.shape[:-1], dx.shape[-1])
         else:
-            residual = Residual(dresidual, s["row_scale"], total_dtype)
-            found["x"], found["norm_weight"], dnorm_bias, y, total = norm_backward(
-                _product(parts, weights).view(x.shape), x, s["mean"], s["rstd"], s["norm_weight"], s["norm_bias"],
-                residual, y, want_y=bool(wants_weights), path=path,
+            residual = Residual(dresidual, t.row_scale, total_dtype)
+            dx, dnorm_weight, dnorm_bias, y, total = norm_backward(
+                _product(parts, weights).view(x.shape), x, s["mean"], s["rstd"], t.norm_weight, t.norm_bias,
+                residual, y, want_y=wanted.weights, path=t.path,
             )  # fmt: skip
-            found["norm_bias"] = dnorm_bias if wants.norm_bias else None
-    if wants_weights and y is None:
-        y = _normed(s, o, path)
-    sums = by_layer(hidden.dpre_sum, weights)
-    found["fc1_bias"] = sums[0] if wants.fc1_bias else None
-    found["value_bias"] = sums[1] if wants.value_bias else None
-    if y is not None and wants.fc1_weight:
-        found["fc1_weight"] = parts[0].t() @ as_rows(y)
-    if y is not None and wants.value_weight:
-        found["value_weight"] = parts[1].t() @ as_rows(y)
-    return total
+    if wanted.weights and y is None:
+        y = _normed(t, x)
+    return {
+        "x": dx, "norm_weight": dnorm_weight, "norm_bias": dnorm_bias if wants.norm_bias else None,
+        "fc1_weight": parts[0].t() @ as_rows(y) if wants.fc1_weight else None,
+        "fc1_bias": sums[0] if wants.fc1_bias else None,
+        "value_weight": parts[1].t() @ as_rows(y) if wants.value_weight else None,
+        "value_bias": sums[1] if wants.value_bias else None,
+    }, total  # fmt: skip

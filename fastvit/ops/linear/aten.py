@@ -13,28 +13,64 @@ from fastvit.ops.runtime.epilogue import add_residual_
 from fastvit.ops.runtime.rows import as_rows
 
 
-def linear_fwd(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, *epilogue: Tensor | None) -> Tensor:
+def linear_fwd(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, layer_scale: Tensor | None = None,
+    row_scale: Tensor | None = None, residual: Tensor | None = None, value_weight: Tensor | None = None,
+    value_bias: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     # new, so what follows works in place. F.linear returns a view of a matrix, and a view that an autograd.Function
     # returns may not be edited in place in training: `detach` returns one that is no view
     y = F.linear(x, weight, bias).detach()
     if activation != "none":
         activate_(y, activation)
-    return add_residual_(y, *epilogue)
+    if value_weight is not None:
+        y.mul_(F.linear(x, value_weight, value_bias))
+    return add_residual_(y, layer_scale, row_scale, residual)
 
 
-def linear_act_fwd(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> tuple[Tensor, Tensor]:
-    pre = F.linear(x, weight, bias)
-    return activate(pre, activation), pre
+def linear_act_fwd(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, value_weight: Tensor | None = None,
+    value_bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    if value_weight is None:
+        pre = F.linear(x, weight, bias)
+        return activate(pre, activation), pre
+    pre = side_by_side(x, (weight, value_weight), (bias, value_bias))
+    return gated_act(pre, activation), pre
+
+
+def gated_act(pre: Tensor, activation: str) -> Tensor:
+    gate, value = pre.chunk(2, dim=-1)
+    return activate(gate.contiguous(), activation).mul_(value)
 
 
 def linear_dact(dy: Tensor, weight: Tensor, pre: Tensor, activation: str) -> tuple[Tensor, Tensor, Tensor]:
-    dpre = activate_backward_(dy @ weight, pre, activation)
-    return dpre, activate(pre, activation), as_rows(dpre).sum(0)
+    dh = dy @ weight
+    if dh.shape[-1] != pre.shape[-1]:
+        dpre, h = _gated_act_bwd(dh, pre, activation)
+    else:
+        dpre, h = activate_backward_(dh, pre, activation), activate(pre, activation)
+    return dpre, h, as_rows(dpre).sum(0)
 
 
-def act_bwd(dy: Tensor, pre: Tensor, activation: str) -> tuple[Tensor, Tensor]:
-    dpre = activate_backward(dy, pre, activation)
+def act_bwd(dh: Tensor, pre: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+    if dh.shape[-1] != pre.shape[-1]:
+        dpre, _ = _gated_act_bwd(dh, pre, activation)
+    else:
+        dpre = activate_backward(dh, pre, activation)
     return dpre, as_rows(dpre).sum(0)
+
+
+def _gated_act_bwd(dh: Tensor, pre: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+    """Return dpre and h."""
+    gate, value = pre.chunk(2, dim=-1)
+    dpre = torch.empty_like(pre, memory_format=torch.contiguous_format)
+    dgate, dvalue = dpre.chunk(2, dim=-1)
+    gate = gate.contiguous()
+    h = activate(gate, activation)
+    torch.mul(dh, h, out=dvalue)
+    dgate.copy_(activate_backward_(dh * value, gate, activation))
+    return dpre, h.mul_(value)
 
 
 def side_by_side(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor:

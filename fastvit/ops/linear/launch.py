@@ -8,22 +8,29 @@ import torch
 from torch import Tensor
 
 from fastvit.kernels import _configs, _tuned
+from fastvit.kernels.gated_linear import gated_act_kernel, gated_dact_kernel, gated_fwd_kernel
 from fastvit.kernels.linear import act_bwd_kernel, linear_dact_kernel, linear_fwd_kernel
 from fastvit.ops.linear import aten
 from fastvit.ops.runtime import backend, device
 from fastvit.ops.runtime.backend import KernelUnsupported
 from fastvit.ops.runtime.column_sum import launch_and_sum
 from fastvit.ops.runtime.device import dot_precision
-from fastvit.ops.runtime.epilogue import Epilogue, rows_per_sample
+from fastvit.ops.runtime.epilogue import Epilogue, add_residual_, rows_per_sample
 from fastvit.ops.runtime.launch import Constants, Launch, cdiv
 from fastvit.ops.runtime.rows import by_rows, contiguous, empty_like, row_stride
 
 
-def linear_fwd(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, *epilogue: Tensor | None) -> Tensor:
-    layer_scale, row_scale, residual = epilogue if len(epilogue) == 3 else Epilogue(*epilogue)
+def linear_fwd(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, layer_scale: Tensor | None = None,
+    row_scale: Tensor | None = None, residual: Tensor | None = None, value_weight: Tensor | None = None,
+    value_bias: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    if value_weight is not None:
+        h, _ = _gated_fwd(x, (weight, value_weight), (bias, value_bias), activation, keep_pre=False)
+        return add_residual_(h, layer_scale, row_scale, residual)
     has_epilogue = activation != "none" or residual is not None or layer_scale is not None or row_scale is not None
     if not is_our_matmul(x, weight.shape[0], has_epilogue):
-        return aten.linear_fwd(x, weight, bias, activation, *epilogue)
+        return aten.linear_fwd(x, weight, bias, activation, layer_scale, row_scale, residual)
     rows, weight, residual = map(aligned_rows, (x, weight, residual))
     bias, layer_scale, row_scale = map(contiguous, (bias, layer_scale, row_scale))
     branch = layer_scale, row_scale, residual
@@ -33,7 +40,12 @@ def linear_fwd(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, 
     return out
 
 
-def linear_act_fwd(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> tuple[Tensor, Tensor]:
+def linear_act_fwd(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, value_weight: Tensor | None = None,
+    value_bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    if value_weight is not None:
+        return _gated_fwd(x, (weight, value_weight), (bias, value_bias), activation, keep_pre=True)
     if not is_our_matmul(x, weight.shape[0]):
         return aten.linear_act_fwd(x, weight, bias, activation)
     rows, weight = map(aligned_rows, (x, weight))
@@ -45,18 +57,67 @@ def linear_act_fwd(x: Tensor, weight: Tensor, bias: Tensor | None, activation: s
     return h, pre
 
 
+def gated_act(pre: Tensor, activation: str) -> Tensor:
+    if pre.dtype is torch.float64:
+        raise KernelUnsupported("float64")
+    h = pre.new_empty(*pre.shape[:-1], pre.shape[-1] // 2)
+    if pre.numel():
+        pre = by_rows(pre)
+        launch, _ = _elementwise(None, pre, activation, h.shape[-1])
+        launch(None, pre, None, h, None)
+    return h
+
+
 def linear_dact(dy: Tensor, weight: Tensor, pre: Tensor, activation: str) -> tuple[Tensor, Tensor, Tensor]:
-    dpre, h = empty_like(pre), empty_like(pre)
-    if not is_our_matmul(dy, pre.shape[-1], True, True):
-        return dpre, h, activation_backward(act_bwd_kernel, dy @ weight, pre, activation, dpre, h)
+    K, N = weight.shape
+    dpre, h, width = empty_like(pre), pre.new_empty(*pre.shape[:-1], N), pre.shape[-1]
+    if not is_our_matmul(dy, N, True, True):
+        return dpre, h, _activation_backward(dy @ weight, pre, activation, dpre, h)
     if pre.numel() == 0:
-        return dpre, h, pre.new_zeros(pre.shape[-1])
-    return dpre, h, launch_dact(linear_dact_kernel, dy, weight, pre, activation, dpre, h)
+        return dpre, h, pre.new_zeros(width)
+    dy, weight, pre = map(aligned_rows, (dy, weight, pre))
+    M = pre.numel() // width
+    programs, constants = gemm(M, N, K, dy, activation)
+    numbers = M, N, K, row_stride(dy), row_stride(weight), row_stride(pre)
+    kernel = linear_dact_kernel if width == N else gated_dact_kernel
+    launch, tiles = Launch(kernel, programs, numbers, constants), cdiv(M, constants["BLOCK_M"])
+    (dbias,) = launch_and_sum(launch, tiles, width, [pre.dtype], dy, weight, pre, dpre, h)
+    return dpre, h, dbias
 
 
-def act_bwd(dy: Tensor, pre: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+def act_bwd(dh: Tensor, pre: Tensor, activation: str) -> tuple[Tensor, Tensor]:
     dpre = empty_like(pre)
-    return dpre, activation_backward(act_bwd_kernel, dy, pre, activation, dpre, None)
+    return dpre, _activation_backward(dh, pre, activation, dpre, None)
+
+
+def _activation_backward(dh: Tensor, pre: Tensor, activation: str, dpre: Tensor, h: Tensor | None) -> Tensor:
+    """Write dpre, and h if given; return dbias."""
+    if pre.dtype is torch.float64:
+        raise KernelUnsupported("float64")
+    if pre.numel() == 0:
+        return pre.new_zeros(pre.shape[-1])
+    dh, pre = map(by_rows, (dh, pre))
+    launch, tiles = _elementwise(dh, pre, activation, dh.shape[-1])
+    (dbias,) = launch_and_sum(launch, tiles, pre.shape[-1], [pre.dtype], dh, pre, dpre, h)
+    return dbias
+
+
+def _elementwise(dh: Tensor | None, pre: Tensor, activation: str, N: int) -> tuple[Launch, int]:
+    """Configure act_bwd_kernel, or gated_act_kernel if pre has more than N columns, for rows of N results. Also return
+    the rows of its partial sums."""
+    M, width = pre.numel() // pre.shape[-1], pre.shape[-1]
+    cfg = _configs.activation_backward(N, pre.element_size(), device.arch(pre))
+    tiles = cdiv(M, cfg.steps * cfg.block_m)
+    numbers = M, N, row_stride(dh), row_stride(pre)
+    constants = {
+        "ACTIVATION": activation,
+        "BLOCK_M": cfg.block_m,
+        "BLOCK_N": cfg.block_n,
+        "STEPS": cfg.steps,
+        "num_warps": cfg.num_warps,
+    }
+    kernel = act_bwd_kernel if width == N else gated_act_kernel
+    return Launch(kernel, tiles * cdiv(N, cfg.block_n), numbers, constants), tiles
 
 
 def is_our_matmul(x: Tensor, n: int, has_epilogue: bool = True, backward: bool = False) -> bool:
@@ -120,48 +181,23 @@ def _can_be_described(M: int, stride_a: int, stride_b: int, itemsize: int) -> bo
     return M < 1 << 31 and stride_a * itemsize % 16 == stride_b * itemsize % 16 == 0
 
 
-def launch_dact(
-    kernel: Any, dy: Tensor, weight: Tensor, pre: Tensor, activation: str, dpre: Tensor, h: Tensor
-) -> Tensor:
-    """Write dpre and h by linear_dact_kernel or gated_dact_kernel; return dbias."""
-    dy, weight, pre = map(aligned_rows, (dy, weight, pre))
-    (K, N), width = weight.shape, pre.shape[-1]
-    M = pre.numel() // width
-    programs, constants = gemm(M, N, K, dy, activation)
-    numbers = M, N, K, row_stride(dy), row_stride(weight), row_stride(pre)
-    launch, tiles = Launch(kernel, programs, numbers, constants), cdiv(M, constants["BLOCK_M"])
-    (dbias,) = launch_and_sum(launch, tiles, width, [pre.dtype], dy, weight, pre, dpre, h)
-    return dbias
-
-
-def activation_backward(
-    kernel: Any, dy: Tensor, pre: Tensor, activation: str, dpre: Tensor, h: Tensor | None
-) -> Tensor:
-    """Write dpre and h by act_bwd_kernel or gated_act_kernel; return dbias."""
-    if pre.dtype is torch.float64:
-        raise KernelUnsupported("float64")
-    if pre.numel() == 0:
-        return pre.new_zeros(pre.shape[-1])
-    dy, pre = map(by_rows, (dy, pre))
-    launch, tiles = elementwise_launch(kernel, dy, pre, activation, dy.shape[-1])
-    (dbias,) = launch_and_sum(launch, tiles, pre.shape[-1], [pre.dtype], dy, pre, dpre, h)
-    return dbias
-
-
-def elementwise_launch(kernel: Any, dy: Tensor | None, pre: Tensor, activation: str, N: int) -> tuple[Launch, int]:
-    """Configure act_bwd_kernel or gated_act_kernel for rows of N results. Also return the rows of its partial sums."""
-    M = pre.numel() // pre.shape[-1]
-    cfg = _configs.activation_backward(N, pre.element_size(), device.arch(pre))
-    tiles = cdiv(M, cfg.steps * cfg.block_m)
-    numbers = M, N, row_stride(dy), row_stride(pre)
-    constants = {
-        "ACTIVATION": activation,
-        "BLOCK_M": cfg.block_m,
-        "BLOCK_N": cfg.block_n,
-        "STEPS": cfg.steps,
-        "num_warps": cfg.num_warps,
-    }
-    return Launch(kernel, tiles * cdiv(N, cfg.block_n), numbers, constants), tiles
+def _gated_fwd(
+    x: Tensor, weights: tuple[Tensor, Tensor], biases: tuple[Tensor | None, Tensor | None], activation: str,
+    *, keep_pre: bool,
+) -> tuple[Tensor, Any]:  # fmt: skip
+    """Return h of a gate and a value; and both next to each other, or None if the kernel need not write them."""
+    N, K = weights[0].shape
+    if not is_our_matmul(x, N):
+        pre = aten.side_by_side(x, weights, biases)
+        return gated_act(pre, activation), pre
+    rows, gate, value = map(aligned_rows, (x, *weights))
+    M = rows.numel() // K
+    programs, constants = gemm(M, N, K, rows, activation, gated=True)
+    launch = Launch(gated_fwd_kernel, programs, (M, N, K, *map(row_stride, (rows, gate, value))), constants)
+    h = x.new_empty(*x.shape[:-1], N)
+    kept = x.new_empty(*x.shape[:-1], 2 * N) if keep_pre else None
+    launch(rows, gate, value, *map(contiguous, biases), h, kept)
+    return h, kept
 
 
 def aligned_rows(x: Tensor | None) -> Any:

@@ -1,4 +1,4 @@
-"""Linear layer with a fused epilogue: registration, gradient, checks, public function."""
+"""Linear layer with a fused epilogue, plain or gated: registration, gradient, checks, public function."""
 
 from __future__ import annotations
 
@@ -21,53 +21,81 @@ from fastvit.ops.runtime.rows import as_rows
 from fastvit.ops.runtime.run import Prepared, run
 
 # ---- registered ops, on [..., D] of any strides; results are contiguous ----
+#
+# With a value_weight a layer is gated: h = activation(gate) * value, and weight and bias are the gate's. `pre` is the
+# activation's input. If gated it is gate and value next to each other, (..., 2 * hidden); ops that take it tell by its
+# width.
 
 
-def _fwd_fake(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, *epilogue: Tensor | None) -> Tensor:
-    return x.new_empty(*x.shape[:-1], weight.shape[0], dtype=Epilogue(*epilogue).dtype(x))
+def _fwd_fake(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, *others: Tensor | None) -> Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[0], dtype=Epilogue(*others[:3]).dtype(x))
 
 
-def _act_fwd_fake(x: Tensor, weight: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    h, pre = (x.new_empty(*x.shape[:-1], weight.shape[0]) for _ in range(2))
-    return h, pre
+def _act_fwd_fake(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, value_weight: Tensor | None = None, *_: Any
+) -> tuple[Tensor, Tensor]:
+    hidden = weight.shape[0]
+    width = hidden if value_weight is None else 2 * hidden
+    return x.new_empty(*x.shape[:-1], hidden), x.new_empty(*x.shape[:-1], width)
+
+
+def _gated_act_fake(pre: Tensor, activation: str) -> Tensor:
+    return pre.new_empty(*pre.shape[:-1], pre.shape[-1] // 2)
 
 
 def _dact_fake(dy: Tensor, weight: Tensor, pre: Tensor, activation: str) -> tuple[Tensor, Tensor, Tensor]:
-    return pre.new_empty(pre.shape), *act_bwd_fake(dy, pre, activation)
+    dpre, dbias = _act_bwd_fake(dy, pre, activation)
+    return dpre, pre.new_empty(*pre.shape[:-1], weight.shape[1]), dbias
 
 
-def act_bwd_fake(dy: Tensor, pre: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+def _act_bwd_fake(dh: Tensor, pre: Tensor, activation: str) -> tuple[Tensor, Tensor]:
     return pre.new_empty(pre.shape), pre.new_empty(pre.shape[-1])
 
 
-def _fwd_flops(x: Any, weight: Any, *_: Any, **__: Any) -> int:
-    return int(2 * math.prod(x) * weight[0])
+def _fwd_flops(
+    x: Any, weight: Any, bias: Any, activation: str, layer_scale: Any = None, row_scale: Any = None,
+    residual: Any = None, value_weight: Any = None, *_: Any, **__: Any,
+) -> int:  # fmt: skip
+    return _act_fwd_flops(x, weight, bias, activation, value_weight)
 
 
-def dact_flops(dy: Any, weight: Any, *_: Any, **__: Any) -> int:
+def _act_fwd_flops(
+    x: Any, weight: Any, bias: Any, activation: str, value_weight: Any = None, *_: Any, **__: Any
+) -> int:
+    return int((2 if value_weight is None else 4) * math.prod(x) * weight[0])
+
+
+def _dact_flops(dy: Any, weight: Any, *_: Any, **__: Any) -> int:
     return int(2 * math.prod(dy) * weight[1])
 
 
 linear_fwd = register(
     "linear_fwd(Tensor x, Tensor weight, Tensor? bias, str activation, Tensor? layer_scale=None,"
-    " Tensor? row_scale=None, Tensor? residual=None) -> Tensor",
+    " Tensor? row_scale=None, Tensor? residual=None, Tensor? value_weight=None, Tensor? value_bias=None) -> Tensor",
     aten=aten.linear_fwd, launch="linear.launch", fake=_fwd_fake, flops=_fwd_flops,
     decomposition=decompositions.linear_fwd,
 )  # fmt: skip
 linear_act_fwd = register(
-    "linear_act_fwd(Tensor x, Tensor weight, Tensor? bias, str activation) -> (Tensor h, Tensor pre)",
-    aten=aten.linear_act_fwd, launch="linear.launch", fake=_act_fwd_fake, flops=_fwd_flops,
+    "linear_act_fwd(Tensor x, Tensor weight, Tensor? bias, str activation, Tensor? value_weight=None,"
+    " Tensor? value_bias=None) -> (Tensor h, Tensor pre)",
+    aten=aten.linear_act_fwd, launch="linear.launch", fake=_act_fwd_fake, flops=_act_fwd_flops,
     decomposition=decompositions.linear_act_fwd,
 )  # fmt: skip
+gated_act = register(
+    "gated_act(Tensor pre, str activation) -> Tensor",
+    aten=aten.gated_act,
+    launch="linear.launch",
+    fake=_gated_act_fake,
+)
 linear_dact = register(
     "linear_dact(Tensor dy, Tensor weight, Tensor pre, str activation) -> (Tensor dpre, Tensor h, Tensor dbias)",
-    aten=aten.linear_dact, launch="linear.launch", fake=_dact_fake, flops=dact_flops,
+    aten=aten.linear_dact, launch="linear.launch", fake=_dact_fake, flops=_dact_flops,
 )  # fmt: skip
 act_bwd = register(
-    "act_bwd(Tensor dy, Tensor pre, str activation) -> (Tensor dpre, Tensor dbias)",
+    "act_bwd(Tensor dh, Tensor pre, str activation) -> (Tensor dpre, Tensor dbias)",
     aten=aten.act_bwd,
     launch="linear.launch",
-    fake=act_bwd_fake,
+    fake=_act_bwd_fake,
 )
 
 
@@ -205,7 +233,8 @@ def linear(
         TypeError, ValueError: naming the argument, for dtypes, devices, shapes and activations that do not fit.
     """
     tensors = x, weight, bias, layer_scale, row_scale, residual
-    if activation is not None and any([t is not None for t in tensors[3:]]) and _prepared(*tensors, activation)[1]:
+    has_both = activation is not None and any([t is not None for t in tensors[3:]])
+    if has_both and torch.is_grad_enabled() and _prepared(*tensors, activation)[1]:
         return _scale_and_add(linear(x, weight, bias, activation=activation), Epilogue(*tensors[3:]))
     out: Tensor = run("linear", _prepared, tensors, (activation,))
     return out

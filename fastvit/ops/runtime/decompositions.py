@@ -52,25 +52,25 @@ def add_layer_norm_fwd(
     return s, *layer_norm_fwd(s, weight, bias, eps, None, rms)
 
 
-def linear_fwd(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, *epilogue: Tensor | None) -> Tensor:
-    return _add_residual(_activate(F.linear(x, weight, bias), activation), *epilogue)
+def linear_fwd(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, layer_scale: Tensor | None = None,
+    row_scale: Tensor | None = None, residual: Tensor | None = None, value_weight: Tensor | None = None,
+    value_bias: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    h, _ = linear_act_fwd(x, weight, bias, activation, value_weight, value_bias)
+    return _add_residual(h, layer_scale, row_scale, residual)
 
 
-def linear_act_fwd(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> tuple[Tensor, Tensor]:
-    pre = F.linear(x, weight, bias)
-    return _activate(pre, activation), pre
-
-
-def gated_act_fwd(
-    x: Tensor, gate_weight: Tensor, value_weight: Tensor, gate_bias: Tensor | None, value_bias: Tensor | None,
-    activation: str,
+def linear_act_fwd(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, value_weight: Tensor | None = None,
+    value_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    gate, value = F.linear(x, gate_weight, gate_bias), F.linear(x, value_weight, value_bias)
-    return _activate(gate, activation) * value, torch.cat((gate, value), dim=-1)
-
-
-def gated_fwd(*arguments: Any) -> Tensor:
-    return gated_act_fwd(*arguments)[0]
+    pre = F.linear(x, weight, bias)
+    h = _activate(pre, activation)
+    if value_weight is None:
+        return h, pre
+    value = F.linear(x, value_weight, value_bias)
+    return h * value, torch.cat((pre, value), dim=-1)
 
 
 def dropout(x: Tensor, seed: Tensor, p: float, *epilogue: Tensor | None) -> Tensor:

@@ -39,9 +39,6 @@ class Epilogue(NamedTuple):
             check_row_scale("x", x, row_scale)
 
 
-EpilogueTuple = tuple[Tensor | None, Tensor | None, Tensor | None]  # an Epilogue, without the time to make one
-
-
 def rows_per_sample(x: Tensor, row_scale: Tensor | None) -> int:
     """Return how many rows of x [..., D] share one entry of row_scale."""
     return 1 if row_scale is None else x.numel() // max(row_scale.shape[0] * x.shape[-1], 1)
