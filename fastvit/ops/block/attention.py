@@ -80,8 +80,8 @@ def layer_norm_attention(
         attn_mask: broadcastable to (B, num_heads, N, N), or None, as in `attention`.
         is_causal: token i sees tokens 0 to i only, as in `attention`.
         cu_seqlens, max_seqlen: x has the tokens of several sequences one after the other, and attention stays within
-            each; attn_mask and is_causal are those of `attention_varlen`, too. rotary has tables of (T, head_dim) with P = 0;
-            sines of 0 and cosines of 1 leave a token as it is.
+            each, as in `attention_varlen`, also with attn_mask and is_causal. rotary has tables of (T, head_dim) with
+            P = 0; sines of 0 and cosines of 1 leave a token as it is.
         recompute: what else the backward pass computes again. "none" saves x, q, k, v and attention's output;
             "attention" saves x, q, k and v, and runs attention's forward pass again; "qkv" saves x and attention's
             output, and runs the layer of q, k and v again, with the rotation; "all" saves x.

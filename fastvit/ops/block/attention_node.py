@@ -115,7 +115,7 @@ class NormAttention(FusedNode):
     def compute(t: AttentionInputs) -> Computed:
         o, path = t.options, t.path
         qkv, mean, rstd = _packed(t, path)
-        attended, lse = _attend(t, _heads(t, qkv, path), path)
+        attended, lse = attention_fwd(*_heads(t, qkv, path), t.mask, *_options(t), path=path)
         kept = {"mean": mean, "rstd": rstd, "attended": attended, "lse": lse}
         if o.keep_qkv:
             kept["qkv"] = qkv
@@ -142,19 +142,17 @@ class NormAttention(FusedNode):
 
     @staticmethod
     def gradients(s: dict[str, Any], douts: Any, o: AttentionOptions, wants: Any, path: Path) -> dict[str, Any]:
-        (dout,), wanted = douts, _Wanted.of(wants)
+        t, (dout,), wanted = _inputs_of(s, o, path), douts, _Wanted.of(wants)
         found: dict[str, Any] = {"residual": dout.to(o.residual_dtype) if wants.residual else None}
         if not (wanted.qkv or wanted.scale_norm or wanted.last or wants.proj_bias):
             return found
         proj = LastLayer(
-            s["proj_weight"], s["proj_bias"], s["layer_scale"], wants.proj_weight, wants.proj_bias, wants.layer_scale
+            t.proj_weight, t.proj_bias, t.layer_scale, wants.proj_weight, wants.proj_bias, wants.layer_scale
         )
-        g = as_rows(scale_samples(dout.to(proj.weight.dtype), s["row_scale"]))
+        g = as_rows(scale_samples(dout.to(proj.weight.dtype), t.row_scale))
         if wanted.qkv and not o.keep_attended:
-            _attend_again(s, dout, o, path)
-        rows, do, dscale_weight, dscale_bias = _scale_norm_backward(s, g, proj, o, wanted, dout.shape[:-1], path)
-        found["scale_weight"] = dscale_weight if wants.scale_weight else None
-        found["scale_bias"] = dscale_bias if wants.scale_bias else None
+            _attend_again(t, s, dout)
+        rows, do, dscale_weight, dscale_bias = _scale_norm_backward(t, s, g, proj, wanted, dout.shape[:-1])
         G = proj.product(g, rows)
         # the pass that adds dout to the gradient of x also sums it over rows
         in_norm = o.residual_is_x and wanted.norm
@@ -163,15 +161,21 @@ class NormAttention(FusedNode):
             do = torch.mm(*proj.input_operands(g)) if do is None else do
             s["do"] = do.view(s["attended"].shape)
             del g, rows, do
-            s["qkv"] = _qkv_again(s, dout, o, path)
-            found["qkv"] = _qkv_backward(s, o, wants, found, path)
+            if s["qkv"] is None:
+                s["qkv"] = _qkv_again(t, dout)
+            found |= _qkv_backward(t, s, wants)
             residual = Residual(
-                dout.to(s["x"].dtype) if in_norm else None, s["row_scale"], proj.total_dtype() if in_norm else None
+                dout.to(t.x.dtype) if in_norm else None, t.row_scale, proj.total_dtype() if in_norm else None
             )
-            dout_total = _input_backward(s, found.pop("qkv"), residual, o, wants, found, path)
+            before, dout_total = _input_backward(t, s, found.pop("qkv"), residual, wants)
+            found |= before
             total = dout_total if in_norm else total
-        found["proj_weight"], found["proj_bias"], found["layer_scale"] = proj.gradients(G, total)
-        return found
+        dweight, dbias, dlayer_scale = proj.gradients(G, total)
+        return found | {
+            "scale_weight": dscale_weight if wants.scale_weight else None,
+            "scale_bias": dscale_bias if wants.scale_bias else None,
+            "proj_weight": dweight, "proj_bias": dbias, "layer_scale": dlayer_scale,
+        }  # fmt: skip
 
 
 def _packed(t: AttentionInputs, path: Path) -> tuple[Tensor, Tensor, Tensor]:
@@ -205,126 +209,110 @@ def _heads(t: AttentionInputs, qkv: Tensor, path: Path) -> tuple[Tensor, Tensor 
     return q.view(v.shape), k.view(v.shape), v
 
 
-def _sequences(cu_seqlens: Tensor | None, o: AttentionOptions) -> tuple[Any, ...]:
-    """Return the last arguments of attention's ops."""
-    if o.max_seqlen is None:
-        return ()
-    return Positions(ends=cu_seqlens, max_seqlen=o.max_seqlen, max_seqlen_k=o.max_seqlen)
-
-
-def _attend(t: AttentionInputs, heads: tuple[Any, ...], path: Path) -> tuple[Tensor, Tensor]:
-    """Return attention's output and log-sum-exp."""
+def _options(t: AttentionInputs, *wants_mask: bool) -> tuple[Any, ...]:
+    """Return the arguments of attention's ops after the tensors that all calls have."""
     o = t.options
-    numbers = o.scale, o.dropout_p, o.causal
-    attended, lse = attention_fwd(*heads, t.mask, t.seed, *numbers, *_sequences(t.cu_seqlens, o), path=path)
-    return attended, lse
+    sequences: tuple[Any, ...] = ()
+    if o.max_seqlen is not None:
+        sequences = Positions(ends=t.cu_seqlens, max_seqlen=o.max_seqlen, max_seqlen_k=o.max_seqlen)
+    return t.seed, o.scale, o.dropout_p, o.causal, *wants_mask, *sequences
 
 
-def _saved_inputs(s: dict[str, Any], o: AttentionOptions, path: Path) -> AttentionInputs:
+def _inputs_of(s: dict[str, Any], o: AttentionOptions, path: Path) -> AttentionInputs:
+    """Return the inputs among what was saved."""
     return AttentionInputs._make([o, path, *[s.get(name) for name in AttentionInputs._fields[2:]]])
 
 
-def _qkv_again(s: dict[str, Any], dout: Tensor, o: AttentionOptions, path: Path) -> Tensor:
-    """Return qkv as it was saved, or computed again."""
-    if s["qkv"] is not None:
-        return s["qkv"]
-    t = _saved_inputs(s, o, path)
-    return _packed(t._replace(x=in_backward(t.x, dout)), path)[0]
+def _qkv_again(t: AttentionInputs, dout: Tensor) -> Tensor:
+    return _packed(t._replace(x=in_backward(t.x, dout)), t.path)[0]
 
 
-def _attend_again(s: dict[str, Any], dout: Tensor, o: AttentionOptions, path: Path) -> None:
+def _attend_again(t: AttentionInputs, s: dict[str, Any], dout: Tensor) -> None:
     """Put attention's output and log-sum-exp, qkv, and what attention reads into s, for its backward pass."""
-    t = _saved_inputs(s, o, path)
-    s["qkv"] = _qkv_again(s, dout, o, path)
-    s["heads"] = _heads(t, in_backward(s["qkv"], dout), path)
-    s["attended"], s["lse"] = _attend(t, s["heads"], path)
+    if s["qkv"] is None:
+        s["qkv"] = _qkv_again(t, dout)
+    s["heads"] = _heads(t, in_backward(s["qkv"], dout), t.path)
+    s["attended"], s["lse"] = attention_fwd(*s["heads"], t.mask, *_options(t), path=t.path)
 
 
-def _layers(t: Any) -> tuple[list[Tensor], list[Tensor | None]]:
+def _layers(t: AttentionInputs) -> tuple[list[Tensor], list[Tensor | None]]:
     """Return the weights and biases of q, k and v."""
-    if t.k_weight is None:
+    if t.k_weight is None or t.v_weight is None:
         return [t.qkv_weight], [t.qkv_bias]
     return [t.qkv_weight, t.k_weight, t.v_weight], [t.qkv_bias, t.k_bias, t.v_bias]
 
 
 def _scale_norm_backward(
-    s: dict[str, Any], g: Tensor, proj: LastLayer, o: AttentionOptions, wanted: _Wanted, shape: torch.Size, path: Path
+    t: AttentionInputs, s: dict[str, Any], g: Tensor, proj: LastLayer, wanted: _Wanted, shape: torch.Size
 ) -> tuple[Any, Any, Tensor | None, Tensor | None]:
     """Return proj's input, or None if it is not saved; and if there is a norm before it, gradients of attention's
     result, and of the norm's weight and bias. g: of proj's result; shape: (B, N) or (T,)."""
-    rows = None if s["attended"] is None else s["attended"].view(*shape, proj.weight.shape[1])
-    weight, bias = s["scale_weight"], s["scale_bias"]
+    o, rows, weight, bias = t.options, s["attended"], t.scale_weight, t.scale_bias
+    if rows is not None:
+        rows = rows.view(*shape, proj.weight.shape[1])
     if rows is None or weight is None:
         return rows, None, None, None
     if not (wanted.qkv or wanted.scale_norm):
-        rows, *_ = layer_norm_fwd(rows, weight, bias, o.scale_eps, proj.weight.dtype, o.scale_rms, path=path)
+        rows, *_ = layer_norm_fwd(rows, weight, bias, o.scale_eps, proj.weight.dtype, o.scale_rms, path=t.path)
         return rows, None, None, None
     do = torch.mm(*proj.input_operands(g)).view(rows.shape)
     do, dweight, dbias, rows, _ = norm_backward(
-        do, rows, s["scale_mean"], s["scale_rstd"], weight, bias, want_y=True, path=path
+        do, rows, s["scale_mean"], s["scale_rstd"], weight, bias, want_y=True, path=t.path
     )
     return rows, do, dweight, dbias
 
 
-def _qkv_backward(s: dict[str, Any], o: AttentionOptions, wants: Any, found: dict[str, Any], path: Path) -> Tensor:
-    """Return the gradient of the packed qkv from s["do"], that of attention's result. Put those of the mask, and of the
-    norms of q and k, into `found`."""
-    do, qkv, sin, cos = s.pop("do"), s.pop("qkv"), s["sin"], s["cos"]
-    saved = s["mask"], s.pop("attended"), s.pop("lse"), s["seed"]
-    attention = *saved, o.scale, o.dropout_p, o.causal, wants.mask, *_sequences(s["cu_seqlens"], o)
-    if s["q_norm_weight"] is not None:
-        return _normed_qkv_backward(s, do, qkv, attention, o, wants, found, path)
-    dqkv, *_, dmask = attention_bwd(do, qkv, None, None, *attention, path=path)
-    found["mask"] = dmask if wants.mask else None
+def _qkv_backward(t: AttentionInputs, s: dict[str, Any], wants: Any) -> dict[str, Any]:
+    """Return the gradients of the packed qkv, the mask, and the norms of q and k, from s["do"], that of attention's
+    result."""
+    o, path = t.options, t.path
+    do, qkv = s.pop("do"), s.pop("qkv")
+    saved = t.mask, s.pop("attended"), s.pop("lse"), *_options(t, wants.mask)
+    if t.q_norm_weight is not None:
+        return _normed_qkv_backward(t, s, do, qkv, saved, wants)
+    dqkv, *_, dmask = attention_bwd(do, qkv, None, None, *saved, path=path)
     s.pop("heads", None)
-    del do, qkv, attention, saved  # before the rotation, which on ATen makes float32 copies
-    if sin is not None:
-        heads = _as_batch(dqkv.flatten(-3, -2), o)
-        dqkv = rotary_op(heads, sin, cos, 2 * o.heads[1], o.interleaved, True, path=path, out=heads)
-    return dqkv
+    del do, qkv, saved  # before the rotation, which on ATen makes float32 copies
+    if t.sin is not None:
+        rotated = _as_batch(dqkv.flatten(-3, -2), o)
+        dqkv = rotary_op(rotated, t.sin, t.cos, 2 * o.heads[1], o.interleaved, True, path=path, out=rotated)
+    return {"qkv": dqkv, "mask": dmask if wants.mask else None}
 
 
 def _normed_qkv_backward(
-    s: dict[str, Any], do: Tensor, qkv: Tensor, attention: tuple[Any, ...], o: AttentionOptions, wants: Any,
-    found: dict[str, Any], path: Path,
-) -> Tensor:  # fmt: skip
-    """Do as `_qkv_backward`, after norms of q and k. attention: the op's arguments after v. The packed gradient is
-    written once."""
-    sin, cos, q_weight, q_bias = s["sin"], s["cos"], s["q_norm_weight"], s["q_norm_bias"]
-    q, k, v = qkv.unbind(-3)
-    heads = s.pop("heads", None) or _heads(_saved_inputs(s, o, path), qkv, path)
-    # both ops write into the packed gradient, the second over what it reads
-    packed = empty_like(qkv) if takes_out(path) else None
+    t: AttentionInputs, s: dict[str, Any], do: Tensor, qkv: Tensor, saved: tuple[Any, ...], wants: Any
+) -> dict[str, Any]:
+    """Do as `_qkv_backward`, after norms of q and k. saved: the arguments of attention's backward op after v."""
+    o, (q, k, v) = t.options, qkv.unbind(-3)
+    heads = s.pop("heads", None) or _heads(t, qkv, t.path)
+    # both ops write into the packed gradient, the second over what it reads, so that it is written once
+    packed = empty_like(qkv) if takes_out(t.path) else None
     out = None if packed is None else packed.unbind(-3)
-    dq, dk, dv, *_, dmask = attention_bwd(do, *heads, *attention, path=path, out=out)
-    found["mask"] = dmask if wants.mask else None
+    dq, dk, dv, *_, dmask = attention_bwd(do, *heads, *saved, path=t.path, out=out)
     del heads
     dq, dk, q, k = (_as_batch(x, o) for x in (dq, dk, q, k))
+    norms = t.q_norm_weight, t.k_norm_weight, t.sin, t.cos, o.qk_eps, o.qk_rms, t.q_norm_bias is not None
     dq, dk, *of_norms = qk_norm_bwd(
-        dq, dk, q, k, q_weight, s["k_norm_weight"], sin, cos, o.qk_eps, o.qk_rms, q_bias is not None, o.interleaved,
-        path=path, out=None if out is None else (dq, dk),
-    )  # fmt: skip
+        dq, dk, q, k, *norms, o.interleaved, path=t.path, out=None if out is None else (dq, dk)
+    )
+    if packed is None:
+        packed = torch.stack((dq.view(v.shape), dk.view(v.shape), dv), -3)
     names = "q_norm_weight", "k_norm_weight", "q_norm_bias", "k_norm_bias"
-    found |= {name: t for name, t in zip(names, of_norms, strict=True) if getattr(wants, name)}
-    return torch.stack((dq.view(v.shape), dk.view(v.shape), dv), -3) if packed is None else packed
+    wanted = {name: gradient for name, gradient in zip(names, of_norms, strict=True) if getattr(wants, name)}
+    return {"qkv": packed, "mask": dmask if wants.mask else None, **wanted}
 
 
 def _input_backward(
-    s: dict[str, Any], dqkv: Tensor, residual: Residual, o: AttentionOptions, wants: Any, found: dict[str, Any],
-    path: Path,
-) -> Tensor | None:  # fmt: skip
-    """Put the gradients of x, the norm, and the layers of q, k and v into `found`. Return the residual's total."""
-    names, weights, wants_weights, wants_biases = ["qkv"], [s["qkv_weight"]], [wants.qkv_weight], [wants.qkv_bias]
-    if s["k_weight"] is not None:
-        names += "k", "v"
-        weights += s["k_weight"], s["v_weight"]
-        wants_weights += wants.k_weight, wants.v_weight
-        wants_biases += wants.k_bias, wants.v_bias
-    rows = by_layer(dqkv.view(-1, 3 * o.heads[1] * o.heads[2]), weights)
-    of_norm, dweights, dbiases, total = norm_linear_backward(
-        s, o, rows, weights, residual, wants, wants_weights, wants_biases, path
+    t: AttentionInputs, s: dict[str, Any], dqkv: Tensor, residual: Residual, wants: Any
+) -> tuple[dict[str, Any], Tensor | None]:
+    """Return the gradients of x, the norm, and the layers of q, k and v; and the residual's total."""
+    of = ("qkv",) if t.k_weight is None else ("qkv", "k", "v")
+    weights, _ = _layers(t)
+    rows = by_layer(dqkv.view(-1, 3 * t.options.heads[1] * t.options.heads[2]), weights)
+    wants_weights, wants_biases = ([getattr(wants, f"{name}_{kind}") for name in of] for kind in ("weight", "bias"))
+    found, dweights, dbiases, total = norm_linear_backward(
+        s, t.options, rows, weights, residual, wants, wants_weights, wants_biases, t.path
     )
-    found |= of_norm
-    for name, dweight, dbias in zip(names, dweights, dbiases, strict=True):
-        found[f"{name}_weight"], found[f"{name}_bias"] = dweight, dbias
-    return total
+    for name, dweight, dbias in zip(of, dweights, dbiases, strict=True):
+        found |= {f"{name}_weight": dweight, f"{name}_bias": dbias}
+    return found, total
