@@ -18,7 +18,7 @@ _backward = torch.ops.aten.native_layer_norm_backward.default
 
 def layer_norm_fwd(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, out_dtype: torch.dtype | None, rms: bool = False
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None, Tensor]:
     if rms:
         return _rms_norm(x, weight, eps, out_dtype)
     if x.dtype is not torch.float32:
@@ -28,19 +28,28 @@ def layer_norm_fwd(
 
 
 def layer_norm_bwd(
-    dy: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor, dresidual: Tensor | None,
-    row_scale: Tensor | None = None, total_dtype: torch.dtype | None = None,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    total = _total(weight, dresidual, row_scale, total_dtype)
+    dy: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor, bias: Tensor | None,
+    dresidual: Tensor | None, row_scale: Tensor | None = None, total_dtype: torch.dtype | None = None,
+    want_y: bool = False,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    total = None if total_dtype is None else _total(dresidual, row_scale, total_dtype)
+    y: Any = None
     if mean is None:
-        return *_rms_norm_bwd(dy, x, x.contiguous() * rstd, rstd, weight, dresidual), total
-    return *_layer_norm_bwd(dy, x, mean, rstd, weight, dresidual), total
+        x = x.contiguous()
+        normalised = x * rstd
+        if want_y:
+            y = (normalised * weight).to(dy.dtype)
+        return *_rms_norm_bwd(dy, x, normalised, rstd, weight, dresidual), y, total
+    if want_y:
+        x = x.contiguous()
+        normalised = (x - mean).mul_(rstd)
+        y = normalised.mul_(weight) if bias is None else torch.addcmul(bias, normalised, weight)
+        y = y.to(dy.dtype)
+    return *_layer_norm_bwd(dy, x, mean, rstd, weight, dresidual), y, total
 
 
-def _total(weight: Tensor, g: Any, row_scale: Tensor | None, dtype: torch.dtype | None) -> Tensor:
-    """Return row_scale * g summed over all rows, or (0,) without a dtype."""
-    if dtype is None:
-        return weight.new_empty(0)
+def _total(g: Any, row_scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return row_scale * g summed over all rows."""
     if row_scale is None:
         return as_rows(g).sum(0, dtype=dtype)
     samples = by_sample(g, row_scale).sum(1, dtype=stat_dtype(g))
@@ -65,25 +74,10 @@ def _layer_norm_bwd(
     return dx, dweight, dbias
 
 
-def layer_norm_bwd_recompute(
-    dy: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor, bias: Tensor | None,
-    dresidual: Tensor | None, row_scale: Tensor | None = None, total_dtype: torch.dtype | None = None,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    total = _total(weight, dresidual, row_scale, total_dtype)
-    x = x.contiguous()
-    if mean is None:
-        normalised = x * rstd
-        y = (normalised * weight).to(dy.dtype)
-        return *_rms_norm_bwd(dy, x, normalised, rstd, weight, dresidual), y, total
-    normalised = (x - mean).mul_(rstd)
-    y = normalised.mul_(weight) if bias is None else torch.addcmul(bias, normalised, weight)
-    return *_layer_norm_bwd(dy, x, mean, rstd, weight, dresidual), y.to(dy.dtype), total
-
-
 def add_layer_norm_fwd(
     residual: Tensor, branch: Tensor, weight: Tensor, bias: Tensor | None, layer_scale: Tensor | None,
     row_scale: Tensor | None, eps: float, rms: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:  # fmt: skip
     dtype = torch.promote_types(residual.dtype, branch.dtype)
     residual, branch, scale = residual.contiguous(), branch.to(dtype), _scale(layer_scale, row_scale, dtype)
     if scale is None:
@@ -100,27 +94,28 @@ def add_layer_norm_fwd(
 def add_layer_norm_bwd(
     dy: Tensor, dsum: Tensor | None, s: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor, branch: Tensor,
     layer_scale: Tensor | None, row_scale: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    ds, dweight, dbias, _ = layer_norm_bwd(dy, s, mean, rstd, weight, dsum)
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    found: Any = layer_norm_bwd(dy, s, mean, rstd, weight, None, dsum)
+    ds, dweight, dbias, *_ = found
     scaled = layer_scale is not None or row_scale is not None
     dbranch = _scale_branch(ds, layer_scale, row_scale).to(branch.dtype, copy=not scaled)
-    dlayer_scale = dweight.new_empty(0)
+    dlayer_scale = None
     if layer_scale is not None:
         dlayer_scale = _dlayer_scale(ds, branch, row_scale).to(layer_scale.dtype)
     return ds, dbranch, dweight, dbias, dlayer_scale
 
 
-def _rms_norm(x: Tensor, weight: Tensor, eps: float, out_dtype: torch.dtype | None) -> tuple[Tensor, Tensor, Tensor]:
+def _rms_norm(x: Tensor, weight: Tensor, eps: float, out_dtype: torch.dtype | None) -> tuple[Tensor, None, Tensor]:
     x = x.contiguous()
     rstd = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=stat_dtype(x))
     rstd = rstd.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
     y = (x * rstd).mul_(weight)
-    return y.to(out_dtype or x.dtype), rstd.new_empty(0), rstd
+    return y.to(out_dtype or x.dtype), None, rstd
 
 
 def _rms_norm_bwd(
     dy: Tensor, x: Tensor, normalised: Tensor, rstd: Tensor, weight: Tensor, dresidual: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, None]:
     """Compute the gradients. normalised: x * rstd, which is overwritten."""
     dy = dy.to(rstd.dtype).contiguous()
     dweight = as_rows(dy * normalised).sum(0)
@@ -129,7 +124,7 @@ def _rms_norm_bwd(
     dx = dx.sub_(normalised).mul_(rstd).to(x.dtype)
     if dresidual is not None:
         dx.add_(dresidual)
-    return dx, dweight.to(weight.dtype), weight.new_empty(0)
+    return dx, dweight.to(weight.dtype), None
 
 
 def _parameter_dtype(x: Tensor) -> torch.dtype:

@@ -17,42 +17,36 @@ from fastvit.ops.runtime.rows import by_rows, contiguous, empty_like, row_stride
 
 def layer_norm_fwd(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, out_dtype: torch.dtype | None, rms: bool = False
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None, Tensor]:
     rows = by_rows(x)
     weight, bias = map(contiguous, (weight, bias))
     launch, shape = _forward(x, rows, None, None, eps)
     y = empty_like(x, out_dtype)
     mean, rstd = _statistics(x, shape, rms)
-    launch(rows, None, weight, bias, None, None, None, y, None if rms else mean, rstd)
+    launch(rows, None, weight, bias, None, None, None, y, mean, rstd)
     return y, mean, rstd
 
 
 def add_layer_norm_fwd(
     residual: Tensor, branch: Tensor, weight: Tensor, bias: Tensor | None, layer_scale: Tensor | None,
     row_scale: Tensor | None, eps: float, rms: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:  # fmt: skip
     s = empty_like(residual, torch.promote_types(residual.dtype, branch.dtype))
     residual, branch = map(by_rows, (residual, branch))
     weight, bias, layer_scale, row_scale = map(contiguous, (weight, bias, layer_scale, row_scale))
     launch, shape = _forward(s, residual, branch, row_scale, eps)
     y = torch.empty_like(s)
     mean, rstd = _statistics(s, shape, rms)
-    launch(residual, branch, weight, bias, layer_scale, row_scale, s, y, None if rms else mean, rstd)
+    launch(residual, branch, weight, bias, layer_scale, row_scale, s, y, mean, rstd)
     return s, y, mean, rstd
 
 
 def layer_norm_bwd(
-    dy: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor, dresidual: Tensor | None,
-    row_scale: Tensor | None = None, total_dtype: torch.dtype | None = None,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    return _backward(dy, dresidual, x, mean, rstd, weight, total_dtype, row_scale=row_scale)
-
-
-def layer_norm_bwd_recompute(
     dy: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor, bias: Tensor | None,
     dresidual: Tensor | None, row_scale: Tensor | None = None, total_dtype: torch.dtype | None = None,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    y = empty_like(dy)
+    want_y: bool = False,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    y, bias = (empty_like(dy), bias) if want_y else (None, None)
     dx, dweight, dbias, total = _backward(
         dy, dresidual, x, mean, rstd, weight, total_dtype, bias=bias, y=y, row_scale=row_scale
     )
@@ -62,7 +56,7 @@ def layer_norm_bwd_recompute(
 def add_layer_norm_bwd(
     dy: Tensor, dsum: Tensor | None, s: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor, branch: Tensor,
     layer_scale: Tensor | None, row_scale: Tensor | None,
-) -> tuple[Tensor, ...]:  # fmt: skip
+) -> tuple[Tensor | None, ...]:  # fmt: skip
     dbranch = empty_like(branch)
     ds, *sums = _backward(
         dy, dsum, s, mean, rstd, weight, None if layer_scale is None else layer_scale.dtype,
@@ -71,10 +65,10 @@ def add_layer_norm_bwd(
     return ds, dbranch, *sums
 
 
-def _statistics(x: Tensor, shape: tuple[int, ...], rms: bool) -> tuple[Tensor, Tensor]:
-    """Return empty tensors for mean and rstd; RMSNorm's mean is (0,)."""
+def _statistics(x: Tensor, shape: tuple[int, ...], rms: bool) -> tuple[Tensor | None, Tensor]:
+    """Return empty tensors for mean and rstd."""
     rstd = x.new_empty(shape, dtype=torch.float32)
-    return rstd.new_empty(0) if rms else torch.empty_like(rstd), rstd
+    return None if rms else torch.empty_like(rstd), rstd
 
 
 def _backward(
@@ -82,16 +76,16 @@ def _backward(
     third: torch.dtype | None, *, bias: Tensor | None = None, y: Tensor | None = None,
     branch: Tensor | None = None, dbranch: Tensor | None = None, layer_scale: Tensor | None = None,
     row_scale: Tensor | None = None,
-) -> tuple[Tensor, ...]:  # fmt: skip
+) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Write y and dbranch. Return ds like s, dweight and dbias (D,), and in the dtype `third` the total, or with a
-    branch dlayer_scale; dbias is (0,) without mean, the last one if `third` is None."""
+    branch dlayer_scale; dbias is None without mean, the last one if `third` is None."""
     ds = empty_like(s)
     rows = [*map(by_rows, (dy, dsum, s, branch))]
     weight, bias, layer_scale, row_scale = map(contiguous, (weight, bias, layer_scale, row_scale))
     dtypes = weight.dtype, None if mean is None else weight.dtype, third
     M, D, programs, constants = _programs(s, row_scale, backward=True)
     if s.numel() == 0:
-        return ds, *[s.new_zeros(0 if dtype is None else D, dtype=dtype) for dtype in dtypes]
+        return ds, *[None if dtype is None else s.new_zeros(D, dtype=dtype) for dtype in dtypes]
     numbers = M, D, rows_per_sample(s, row_scale), *map(row_stride, rows)
     constants = {"WANT_TOTAL": branch is None and third is not None, **constants}
     launch = Launch(layer_norm_bwd_kernel, programs, numbers, constants)

@@ -37,45 +37,31 @@ NO_NORM: Any = None, None, 0.0, ""  # no norm
 
 # ---- registered ops, on (..., D) of any strides with statistics (..., 1); results are contiguous ----
 #
-# RMSNorm has no mean and no bias: forward ops return (0,) for the mean, backward ops take None for it and return (0,)
-# for dbias. dresidual is the gradient of the residual branch. total is row_scale * dresidual summed over rows in
-# total_dtype, or (0,) without one; it gives the gradient of a bias that was added there (runtime/epilogue.py).
+# RMSNorm has no mean and no bias: its mean and dbias are None. dresidual is the gradient of the residual branch. total
+# is row_scale * dresidual summed over rows in total_dtype, or None without one; it gives the gradient of a bias that
+# was added there (runtime/epilogue.py).
 
 
 def _fwd_fake(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, out_dtype: torch.dtype | None, rms: bool = False
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor | None, ...]:
     rstd = x.new_empty(*x.shape[:-1], 1, dtype=stat_dtype(x))
-    mean = rstd.new_empty(0 if rms else rstd.shape)
-    return x.new_empty(x.shape, dtype=out_dtype or x.dtype), mean, rstd
-
-
-def _gradients_fake(x: Tensor, mean: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return x.new_empty(x.shape), weight.new_empty(weight.shape), weight.new_empty(0 if mean is None else weight.shape)
-
-
-def _total_fake(weight: Tensor, dtype: torch.dtype | None) -> Tensor:
-    return weight.new_empty(0 if dtype is None else weight.shape, dtype=dtype)
+    return x.new_empty(x.shape, dtype=out_dtype or x.dtype), None if rms else rstd.new_empty(rstd.shape), rstd
 
 
 def _bwd_fake(
-    dy: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor, dresidual: Tensor | None,
-    row_scale: Tensor | None = None, total_dtype: torch.dtype | None = None,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    return *_gradients_fake(x, mean, weight), _total_fake(weight, total_dtype)
-
-
-def _bwd_recompute_fake(
     dy: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor, bias: Tensor | None,
     dresidual: Tensor | None, row_scale: Tensor | None = None, total_dtype: torch.dtype | None = None,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    return *_gradients_fake(x, mean, weight), dy.new_empty(dy.shape), _total_fake(weight, total_dtype)
+    want_y: bool = False,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    total = None if total_dtype is None else weight.new_empty(weight.shape, dtype=total_dtype)
+    return x, weight, None if mean is None else weight, dy if want_y else None, total
 
 
 def _add_fwd_fake(
     residual: Tensor, branch: Tensor, weight: Tensor, bias: Tensor | None, layer_scale: Tensor | None,
     row_scale: Tensor | None, eps: float, rms: bool = False,
-) -> tuple[Tensor, ...]:  # fmt: skip
+) -> tuple[Tensor | None, ...]:  # fmt: skip
     s = residual.new_empty(residual.shape, dtype=torch.promote_types(residual.dtype, branch.dtype))
     return s, *_fwd_fake(s, weight, bias, eps, None, rms)
 
@@ -83,10 +69,8 @@ def _add_fwd_fake(
 def _add_bwd_fake(
     dy: Tensor, dsum: Tensor | None, s: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor, branch: Tensor,
     layer_scale: Tensor | None, row_scale: Tensor | None,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    ds, dweight, dbias = _gradients_fake(s, mean, weight)
-    dlayer_scale = weight.new_empty(0) if layer_scale is None else layer_scale.new_empty(layer_scale.shape)
-    return ds, branch.new_empty(branch.shape), dweight, dbias, dlayer_scale
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    return s, branch, weight, None if mean is None else weight, layer_scale
 
 
 layer_norm_fwd = register(
@@ -98,20 +82,12 @@ layer_norm_fwd = register(
     decomposition=decompositions.layer_norm_fwd,
 )
 layer_norm_bwd = register(
-    "layer_norm_bwd(Tensor dy, Tensor x, Tensor? mean, Tensor rstd, Tensor weight, Tensor? dresidual,"
-    " Tensor? row_scale=None, ScalarType? total_dtype=None)"
-    " -> (Tensor dx, Tensor dweight, Tensor dbias, Tensor total)",
+    "layer_norm_bwd(Tensor dy, Tensor x, Tensor? mean, Tensor rstd, Tensor weight, Tensor? bias, Tensor? dresidual,"
+    " Tensor? row_scale=None, ScalarType? total_dtype=None, bool want_y=False)"
+    " -> (Tensor dx, Tensor dweight, Tensor dbias, Tensor y, Tensor total)",
     aten=aten.layer_norm_bwd,
     launch="layer_norm.launch",
     fake=_bwd_fake,
-)
-layer_norm_bwd_recompute = register(
-    "layer_norm_bwd_recompute(Tensor dy, Tensor x, Tensor? mean, Tensor rstd, Tensor weight, Tensor? bias,"
-    " Tensor? dresidual, Tensor? row_scale=None, ScalarType? total_dtype=None)"
-    " -> (Tensor dx, Tensor dweight, Tensor dbias, Tensor y, Tensor total)",
-    aten=aten.layer_norm_bwd_recompute,
-    launch="layer_norm.launch",
-    fake=_bwd_recompute_fake,
 )
 add_layer_norm_fwd = register(
     "add_layer_norm_fwd(Tensor residual, Tensor branch, Tensor weight, Tensor? bias, Tensor? layer_scale,"
@@ -156,13 +132,11 @@ def norm_backward(
     """Compute the backward pass of a norm within an op. Return the gradients of x, weight and bias; the norm's output,
     which is y, or computed again if wanted, or None; and the residual's total."""
     dresidual, row_scale, dtype = residual
-    row_scale = None if dtype is None else row_scale
-    if want_y and y is None:
-        norm = mean, rstd, weight, bias
-        found: tuple[Any, ...] = layer_norm_bwd_recompute(dy, x, *norm, dresidual, row_scale, dtype, path=path)
-        return found
-    dx, dweight, dbias, total = layer_norm_bwd(dy, x, mean, rstd, weight, dresidual, row_scale, dtype, path=path)
-    return dx, dweight, dbias, y, total
+    row_scale, want_y = None if dtype is None else row_scale, want_y and y is None
+    dx, dweight, dbias, y_again, total = layer_norm_bwd(
+        dy, x, mean, rstd, weight, bias, dresidual, row_scale, dtype, want_y, path=path
+    )
+    return dx, dweight, dbias, y_again if want_y else y, total
 
 
 class NormOptions(NamedTuple):
@@ -194,7 +168,8 @@ class LayerNormNode(FusedNode):
 
     @staticmethod
     def gradients(s: dict[str, Any], douts: Any, o: NormOptions, wants: Any, path: Path) -> dict[str, Any]:
-        dx, dweight, dbias, _ = layer_norm_bwd(*douts, s["x"], s["mean"], s["rstd"], s["weight"], None, path=path)
+        saved = s["x"], s["mean"], s["rstd"], s["weight"], None
+        dx, dweight, dbias, *_ = layer_norm_bwd(*douts, *saved, None, path=path)
         return {"x": dx, "weight": dweight, "bias": dbias if wants.bias else None}
 
 
@@ -232,7 +207,7 @@ class _AddLayerNorm(FusedNode):
         dy = torch.zeros_like(total) if dy is None else dy
         dlayer_scale = None
         if s["branch"] is None:
-            dsum, dweight, dbias, _ = layer_norm_bwd(dy, total, *norm, dsum, path=path)
+            dsum, dweight, dbias, *_ = layer_norm_bwd(dy, total, *norm, None, dsum, path=path)
             dbranch = dsum.to(o.dtypes[1])
         else:
             dsum, dbranch, dweight, dbias, dlayer_scale = add_layer_norm_bwd(

@@ -40,7 +40,7 @@ patch_embed_bwd_weight = register(
     "patch_embed_bwd_weight(Tensor dout, Tensor image, Tensor weight, Tensor? normalize) -> Tensor",
     aten=aten.patch_embed_bwd_weight,
     launch="patch_embed.launch",
-    fake=lambda dout, image, weight, *_: weight.new_empty(weight.shape),
+    fake=lambda dout, image, weight, *_: weight,
     flops=lambda dout, image, weight, *_, out_shape=None, **__: _gemm_flops(image, weight),
 )
 patch_embed_bwd_image = register(

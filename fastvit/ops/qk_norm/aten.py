@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -23,15 +24,13 @@ def qk_norm_bwd(
     dq_out: Tensor, dk_out: Tensor, q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor,
     sin: Tensor | None, cos: Tensor | None, eps: float, rms: bool, has_bias: bool, interleaved: bool,
     *, out: Sequence[Tensor] | None = None,
-) -> tuple[Tensor, ...]:  # fmt: skip
+) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Compute the gradients. out: tensors to write dq and dk to, which may be dq_out and dk_out."""
     to_q, to_k = out or (None, None)
     options = sin, cos, eps, rms, interleaved
     dq, dq_weight, dq_bias = _backward(dq_out, q, q_weight, *options, to_q)
     dk, dk_weight, dk_bias = _backward(dk_out, k, k_weight, *options, to_k)
-    if not has_bias:
-        dq_bias, dk_bias = q_weight.new_empty(0), k_weight.new_empty(0)
-    return dq, dk, dq_weight, dk_weight, dq_bias, dk_bias
+    return dq, dk, dq_weight, dk_weight, *((dq_bias, dk_bias) if has_bias else (None, None))
 
 
 def _forward(
@@ -49,12 +48,13 @@ def _forward(
 def _backward(
     dout: Tensor, x: Tensor, weight: Tensor, sin: Tensor | None, cos: Tensor | None, eps: float, rms: bool,
     interleaved: bool, out: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     dtype, g, wide = x.dtype, dout, stat_dtype(x)
     if sin is not None and cos is not None:
         x, g = x.to(wide), rotary(dout.to(wide), sin, cos, x.shape[2], interleaved, True)
     x, w = x.contiguous(), weight.to(wide)
     mean, rstd = layer_norm_fwd(x, w, None, eps, None, rms)[1:]
-    dx, *of_parameters, _ = layer_norm_bwd(g, x, None if rms else mean, rstd, w, None)
-    dweight, dbias = (t.to(weight.dtype) for t in of_parameters)
-    return dx.to(dtype) if out is None else out.copy_(dx), dweight, dbias
+    found: Any = layer_norm_bwd(g, x, mean, rstd, w, None, None)
+    dx, dweight, dbias, *_ = found
+    dbias = None if dbias is None else dbias.to(weight.dtype)
+    return dx.to(dtype) if out is None else out.copy_(dx), dweight.to(weight.dtype), dbias

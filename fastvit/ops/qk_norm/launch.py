@@ -39,7 +39,7 @@ def qk_norm_bwd(
     dq_out: Tensor, dk_out: Tensor, q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor,
     sin: Tensor | None, cos: Tensor | None, eps: float, rms: bool, has_bias: bool, interleaved: bool,
     *, out: Sequence[Tensor] | None = None,
-) -> tuple[Tensor, ...]:  # fmt: skip
+) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Launch the backward kernel. out: tensors to write dq and dk to, dq_out and dk_out or others of equal strides."""
     dq, dk = (empty_like(q), empty_like(k)) if out is None else out
     q, k = _alike(q, k)
@@ -52,7 +52,7 @@ def qk_norm_bwd(
     programs, numbers, constants = _configured(q, sin, cos, rms, interleaved, dq_out, dq)
     d = q.shape[3]
     if q.numel() == 0:
-        return dq, dk, *(q.new_zeros(0 if dtype is None else d, dtype=dtype) for dtype in dtypes)
+        return dq, dk, *(None if dtype is None else q.new_zeros(d, dtype=dtype) for dtype in dtypes)
     launch = Launch(qk_norm_bwd_kernel, programs, (*numbers, eps), {**constants, "HAS_BIAS": has_bias})
     tensors = dq_out, dk_out, q, k, q_weight, k_weight, sin, cos, dq, dk
     return dq, dk, *launch_and_sum(launch, programs // 2, d, dtypes, *tensors)

@@ -22,10 +22,9 @@ from fastvit.ops.runtime.run import Prepared, run
 def _bwd_fake(
     dq_out: Tensor, dk_out: Tensor, q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, sin: Tensor | None,
     cos: Tensor | None, eps: float, rms: bool, has_bias: bool, interleaved: bool,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    of_weights = [t.new_empty(t.shape) for t in (q_weight, k_weight)]
-    of_biases = [t.new_empty(t.shape if has_bias else 0) for t in (q_weight, k_weight)]
-    return q.new_empty(q.shape), k.new_empty(k.shape), *of_weights, *of_biases
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    biases = (q_weight, k_weight) if has_bias else (None, None)
+    return q, k, q_weight, k_weight, *biases
 
 
 # q, k [B, N, H, d]; tables [B or 1, H or 1, T, d], or None, for all but the first N - T tokens. out= of
@@ -35,7 +34,7 @@ qk_norm_fwd = register(
     " Tensor? cos, float eps, bool rms, bool interleaved) -> (Tensor q_out, Tensor k_out)",
     aten=aten.qk_norm_fwd,
     launch="qk_norm.launch",
-    fake=lambda q, k, *_: (q.new_empty(q.shape), k.new_empty(k.shape)),
+    fake=lambda q, k, *_: (q, k),
     decomposition=decompositions.qk_norm_fwd,
 )
 qk_norm_bwd = register(
@@ -92,8 +91,8 @@ class _QkNorm(FusedNode):
             gradients = qk_norm_bwd(*douts, q, k, q_weight, k_weight, sin, cos, *options, path=path)
             dq, dk, dq_weight, dk_weight, dq_bias, dk_bias = gradients
         else:
-            dq, dq_weight, dq_bias, _ = layer_norm_bwd(douts[0], q, q_mean, q_rstd, q_weight, None, path=path)
-            dk, dk_weight, dk_bias, _ = layer_norm_bwd(douts[1], k, k_mean, k_rstd, k_weight, None, path=path)
+            dq, dq_weight, dq_bias, *_ = layer_norm_bwd(douts[0], q, q_mean, q_rstd, q_weight, None, None, path=path)
+            dk, dk_weight, dk_bias, *_ = layer_norm_bwd(douts[1], k, k_mean, k_rstd, k_weight, None, None, path=path)
         by_name = {"q": dq, "k": dk, "q_weight": dq_weight, "k_weight": dk_weight}
         return by_name | {"q_bias": dq_bias, "k_bias": dk_bias} if o.has_bias else by_name
 

@@ -185,7 +185,7 @@ class FusedNode:
             t = named(inputs[2:], *inputs[:2])
             kept, needs = cls.kept(t), ctx.needs_input_grad[2:]
             count = len(output) - len(kept)
-            ctx.mark_non_differentiable(*output[count:])
+            ctx.mark_non_differentiable(*[t for t in output[count:] if t is not None])
             values = cls.saved(t, dict(zip(kept, output[count:], strict=True)), output, named(needs))
             ctx.of_backward = OfBackward(t.options, tuple(values), cls.sizes(t), needs, count)
             ctx.save_for_backward(*values.values())

@@ -15,24 +15,24 @@ from fastvit.ops.runtime import device
 from fastvit.ops.runtime.launch import Launch, cdiv
 
 
-def column_sums(partial: Tensor, dtypes: Sequence[torch.dtype | None]) -> list[Tensor]:
+def column_sums(partial: Tensor, dtypes: Sequence[torch.dtype | None]) -> list[Any]:
     """Return the sums of (tables, P, D) float32 over P, in a fixed order, for at most four tables: (D,) for each dtype,
-    and (0,) for None, which has no table."""
+    and None for None, which has no table."""
     tables, P, D = partial.shape
     cfg = _configs.column_sum(P, D, device.arch(partial))
     constants = {
         "UNIT": math.gcd(D, 16), "BLOCK_P": cfg.block_rows, "BLOCK_D": cfg.block_dim, "num_warps": cfg.num_warps,
     }  # fmt: skip
     launch = Launch(column_sum_kernel, tables * cdiv(D, cfg.block_dim), (P, D), constants)
-    sums = [partial.new_empty(0 if dtype is None else D, dtype=dtype) for dtype in dtypes]
-    wanted = [t for t, dtype in zip(sums, dtypes, strict=True) if dtype is not None]
+    sums = [None if dtype is None else partial.new_empty(D, dtype=dtype) for dtype in dtypes]
+    wanted = [t for t in sums if t is not None]
     launch(partial, *wanted, *[None] * (4 - len(wanted)))
     return sums
 
 
 def launch_and_sum(
     launch: Launch, programs: int, D: int, dtypes: Sequence[torch.dtype | None], *tensors: Any
-) -> list[Tensor]:
+) -> list[Any]:
     """Run a launch whose kernel writes partial sums (tables, programs, D) into its last argument, after these tensors.
     Return the `column_sums`."""
     tables = len(dtypes) - dtypes.count(None)

@@ -53,7 +53,8 @@ def register(
         dispatcher's op, and `fake`, return an empty tensor instead.
     launch: the module of `fastvit.ops`, such as "attention.launch", with a function of the op's name and arguments for
         Triton. It may raise `KernelUnsupported`.
-    fake: the op on fake tensors; shapes, dtypes and strides exactly as both implementations return them.
+    fake: the op on fake tensors; shapes, dtypes and strides exactly as both implementations return them. An argument
+        stands for a contiguous result like it.
     flops: as `torch.utils.flop_counter.register_flop_formula` takes it, shapes for tensors, `out_shape` by keyword.
     decomposition: the op in functions that exporters know, for a forward op.
     """
@@ -102,7 +103,9 @@ def register(
     @functools.wraps(fake)
     def faked(*args: Any) -> Any:
         _keep_messages_short()
-        return fake(*args)
+        results = fake(*args)
+        new = [_made(t, args) for t in (results if has_results else (results,))]
+        return tuple(new) if has_results else new[0]
 
     dispatched_name, has_results = f"dispatched {name}", schema.endswith(")")
     _LIB.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
@@ -118,6 +121,13 @@ def register(
 
         register_flop_formula(getattr(torch.ops.fastvit, name))(flops)
     return op
+
+
+def _made(result: Tensor | None, args: tuple[Any, ...]) -> Tensor:
+    """Return a result of a fake implementation."""
+    if result is None:
+        return args[0].new_empty((0,))
+    return result.new_empty(result.shape) if any(result is a for a in args) else result
 
 
 def _as_tuple(x: Tensor, results: Any) -> tuple[Tensor, ...]:

@@ -61,7 +61,7 @@ def calls_of(op, device):
 
 
 # where a launcher's outputs may have other shapes or strides than the fake says
-INTERPRETED = ["attention_fwd", "attention_bwd", "linear_dact", "add_layer_norm_bwd", "layer_norm_bwd_recompute"]
+INTERPRETED = ["attention_fwd", "attention_bwd", "linear_dact", "add_layer_norm_bwd", "layer_norm_bwd"]
 INTERPRETED += ["qk_norm_bwd", "patch_embed_fwd"]
 INTERPRETED = [getattr(torch.ops.fastvit, name).default for name in INTERPRETED]
 
