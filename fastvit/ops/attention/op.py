@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fastvit.ops import decompositions
 from fastvit.ops.attention import aten
 from fastvit.ops.attention.within import Positions, flops, lse_shape, unpacked, within_of
-from fastvit.ops.runtime import decompositions
 from fastvit.ops.runtime.autograd import Computed, FusedNode, inputs
 from fastvit.ops.runtime.backend import Path
 from fastvit.ops.runtime.dtypes import stat_dtype

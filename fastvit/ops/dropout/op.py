@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fastvit.ops import decompositions
 from fastvit.ops.dropout import aten
-from fastvit.ops.runtime import decompositions
 from fastvit.ops.runtime.autograd import Computed, FusedNode, inputs, needs_autograd
 from fastvit.ops.runtime.backend import Path
 from fastvit.ops.runtime.checks import check_dropout, check_float

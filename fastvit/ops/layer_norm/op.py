@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fastvit.ops import decompositions
 from fastvit.ops.layer_norm import aten
-from fastvit.ops.runtime import decompositions
 from fastvit.ops.runtime.autograd import Computed, FusedNode, inputs, needs_autograd
 from fastvit.ops.runtime.backend import Path
 from fastvit.ops.runtime.checks import check_float, check_like, check_norm, check_row_scale

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fastvit.ops import decompositions
 from fastvit.ops.linear import aten
-from fastvit.ops.runtime import decompositions
 from fastvit.ops.runtime.activations import check_activation
 from fastvit.ops.runtime.autograd import Computed, FusedNode, inputs, needs_autograd
 from fastvit.ops.runtime.backend import Path

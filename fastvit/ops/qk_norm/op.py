@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fastvit.ops import decompositions
 from fastvit.ops.layer_norm.op import Norm, checked_norm, layer_norm_bwd, layer_norm_fwd
 from fastvit.ops.qk_norm import aten
 from fastvit.ops.rotary.op import Rotary, broadcast_tables, check_tables
-from fastvit.ops.runtime import decompositions
 from fastvit.ops.runtime.autograd import Computed, FusedNode, inputs, needs_autograd
 from fastvit.ops.runtime.backend import Path
 from fastvit.ops.runtime.checks import check_float, check_head_dim, check_like
