@@ -37,7 +37,7 @@ def layer_norm_fwd(
     out_dtype, wide = out_dtype or x.dtype, x.to(stat_dtype(x))
     if rms:
         rstd = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
-        return (wide * rstd * weight).to(out_dtype), rstd.new_empty(0), rstd
+        return (wide * rstd * weight).to(out_dtype), x.new_empty(0), rstd
     rstd = (wide.var(-1, correction=0, keepdim=True) + eps).rsqrt()
     if weight.dtype is not x.dtype:
         x, weight, bias = wide, weight.to(wide.dtype), None if bias is None else bias.to(wide.dtype)
