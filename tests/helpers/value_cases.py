@@ -323,6 +323,17 @@ PACKS = [
     case("attention_varlen", F32, d=80, G=1, **packed((1, 15, 16, 33), scale=0.2)),
     case("attention_varlen cross", F32, d=24, G=1, **packed((1, 1, 1), (35, 0, 20))),
     case("attention_varlen cross", F16, d=24, **packed((17, 0, 7), (20, 9, 33))),
+    case("attention_varlen", F32, d=24, **packed((5, 1, 0, 33), is_causal=True)),
+    case("attention_varlen cross", BF16, d=24, G=1, **packed((17, 0, 7), (33, 2, 20), is_causal=True)),
+    case(
+        "attention_varlen cross",
+        F32,
+        d=24,
+        G=1,
+        **packed((17, 0, 7), (20, 9, 33)),
+        tensors={"attn_mask": ("H", 17, 33)},
+        dtypes={"attn_mask": torch.bool},
+    ),
 ]
 WINDOWS = [
     # whole windows, with and without a shift; cut by the border, also where the roll has made neighbours; one row; a
