@@ -65,7 +65,8 @@ def attention(
     """
     if layout != "bnhd":
         q, k, v = _heads_first(layout, q, k, v)
-    out: Tensor = run("attention", _of_samples, (q, k, v, attn_mask, relative), (is_causal, scale, dropout_p))
+    op, tensors = "attention", (q, k, v, attn_mask, relative)
+    out: Tensor = run(op, _of_samples, tensors, (op, is_causal, scale, dropout_p))
     return out if layout == "bnhd" else out.transpose(1, 2)
 
 
@@ -85,8 +86,8 @@ def attention_qkvpacked(
     Raises:
         TypeError, ValueError: as `attention`.
     """
-    options = is_causal, scale, dropout_p
-    out: Tensor = run("attention_qkvpacked", _of_packed_samples, (qkv, attn_mask), options)
+    op, tensors = "attention_qkvpacked", (qkv, None, None, attn_mask, None)
+    out: Tensor = run(op, _of_samples, tensors, (op, is_causal, scale, dropout_p))
     return out
 
 
@@ -120,8 +121,8 @@ def attention_varlen(
         TypeError, ValueError: naming the argument, for dtypes, devices, shapes and values that do not fit; the values
             of cu_seqlens, and whether max_seqlen is too small, are checked on ATen only.
     """
-    tensors, options = (q, k, v, cu_seqlens, cu_seqlens_k, attn_mask), (is_causal, scale, dropout_p)
-    out: Tensor = run("attention_varlen", _of_sequences, tensors, (max_seqlen, max_seqlen_k, *options))
+    op, tensors = "attention_varlen", (q, k, v, cu_seqlens, cu_seqlens_k, attn_mask)
+    out: Tensor = run(op, _of_sequences, tensors, (op, max_seqlen, max_seqlen_k, is_causal, scale, dropout_p))
     return out
 
 
@@ -142,8 +143,8 @@ def attention_varlen_qkvpacked(
     Raises:
         TypeError, ValueError: as `attention_varlen`.
     """
-    tensors, options = (qkv, cu_seqlens, attn_mask), (max_seqlen, is_causal, scale, dropout_p)
-    out: Tensor = run("attention_varlen_qkvpacked", _of_packed_sequences, tensors, options)
+    op, tensors = "attention_varlen_qkvpacked", (qkv, None, None, cu_seqlens, None, attn_mask)
+    out: Tensor = run(op, _of_sequences, tensors, (op, max_seqlen, None, is_causal, scale, dropout_p))
     return out
 
 
@@ -208,13 +209,16 @@ def _check_shape(name: str, x: Tensor, shape: str) -> None:
 
 
 def _of_samples(
-    q: Tensor, k: Tensor, v: Tensor, attn_mask: Any, relative: Any, is_causal: bool, scale: float | None,
+    q: Tensor, k: Any, v: Any, attn_mask: Any, relative: Any, op: str, is_causal: bool, scale: float | None,
     dropout_p: float,
 ) -> Prepared:  # fmt: skip
-    _check_shape("q", q, "B, M, H, d")
+    packed = op == "attention_qkvpacked"
+    name = "qkv" if packed else "q"
+    _check_shape(name, q, "B, N, 3, H, d" if packed else "B, M, H, d")
     cast = autocast_dtype(q)
-    check_keys(q, k, v, dtype=cast is None)
-    scale = checked_scale(q.shape[3], scale, dropout_p)
+    if not packed:
+        check_keys(q, k, v, dtype=cast is None)
+    scale = checked_scale(q.shape[-1], scale, dropout_p)
     check_causal(is_causal)
     rows = columns = None
     if relative is not None:
@@ -222,33 +226,26 @@ def _of_samples(
         check_relative(relative, q, k, dtype=cast is None, **others)
         rows, columns = relative
     elif attn_mask is not None:
-        attn_mask = checked_mask(attn_mask, "q", q, (*_mask_size(q), k.shape[1]), "B, H, M, N")
-    options = Options("attention", cast, scale, dropout_p, is_causal)
-    autograd = needs_autograd("attention", q, k, v, attn_mask, rows, columns)
+        full = q.shape[0], q.shape[-2], q.shape[1], (q if packed else k).shape[1]
+        attn_mask = checked_mask(attn_mask, name, q, full, "B, H, N, N" if packed else "B, H, M, N")
+    options = Options(op, cast, scale, dropout_p, is_causal)
+    autograd = needs_autograd(op, q, k, v, attn_mask, rows, columns)
     return Attention, autograd, options, (q, k, v, attn_mask, _seed(q, dropout_p), rows, columns, None, None)
 
 
-def _of_packed_samples(qkv: Tensor, attn_mask: Any, is_causal: bool, scale: float | None, dropout_p: float) -> Prepared:
-    _check_shape("qkv", qkv, "B, N, 3, H, d")
-    scale = checked_scale(qkv.shape[4], scale, dropout_p)
-    check_causal(is_causal)
-    if attn_mask is not None:
-        attn_mask = checked_mask(attn_mask, "qkv", qkv, (*_mask_size(qkv), qkv.shape[1]))
-    options = Options("attention_qkvpacked", autocast_dtype(qkv), scale, dropout_p, is_causal)
-    autograd = needs_autograd("attention_qkvpacked", qkv, attn_mask)
-    return Attention, autograd, options, (qkv, None, None, attn_mask, _seed(qkv, dropout_p), *[None] * 4)
-
-
 def _of_sequences(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, cu_seqlens_k: Tensor | None, attn_mask: Any,
+    q: Tensor, k: Any, v: Any, cu_seqlens: Tensor, cu_seqlens_k: Tensor | None, attn_mask: Any, op: str,
     max_seqlen: int | None, max_seqlen_k: int | None, is_causal: bool, scale: float | None, dropout_p: float,
 ) -> Prepared:  # fmt: skip
-    _check_shape("q", q, "T, H, d")
+    packed = op == "attention_varlen_qkvpacked"
+    name = "qkv" if packed else "q"
+    _check_shape(name, q, "T, 3, H, d" if packed else "T, H, d")
     cast = autocast_dtype(q)
-    check_keys_of_sequences(q, k, v, own_tokens=cu_seqlens_k is not None, dtype=cast is None)
-    scale = checked_scale(q.shape[2], scale, dropout_p)
+    if not packed:
+        check_keys_of_sequences(q, k, v, own_tokens=cu_seqlens_k is not None, dtype=cast is None)
+    scale = checked_scale(q.shape[-1], scale, dropout_p)
     check_causal(is_causal)
-    longest = longest_k = check_lengths("q", q, cu_seqlens, max_seqlen)
+    longest = longest_k = check_lengths(name, q, cu_seqlens, max_seqlen)
     if cu_seqlens_k is not None:
         longest_k = check_lengths("q", k, cu_seqlens_k, max_seqlen_k, "_k")
         if cu_seqlens_k.shape != cu_seqlens.shape:
@@ -258,25 +255,10 @@ def _of_sequences(
     elif max_seqlen_k is not None:
         raise ValueError(f"max_seqlen_k must be None without cu_seqlens_k, got {max_seqlen_k}")
     if attn_mask is not None:
-        attn_mask = checked_mask_of_sequences(attn_mask, "q", q, q.shape[1], longest, longest_k)
-    options = Options("attention_varlen", cast, scale, dropout_p, is_causal, longest, longest_k)
+        attn_mask = checked_mask_of_sequences(attn_mask, name, q, q.shape[-2], longest, longest_k)
+    options = Options(op, cast, scale, dropout_p, is_causal, longest, longest_k)
     tensors = q, k, v, attn_mask, _seed(q, dropout_p), None, None, cu_seqlens, cu_seqlens_k
-    return Attention, needs_autograd("attention_varlen", q, k, v), options, tensors
-
-
-def _of_packed_sequences(
-    qkv: Tensor, cu_seqlens: Tensor, attn_mask: Any, max_seqlen: int | None, is_causal: bool, scale: float | None,
-    dropout_p: float,
-) -> Prepared:  # fmt: skip
-    _check_shape("qkv", qkv, "T, 3, H, d")
-    scale = checked_scale(qkv.shape[3], scale, dropout_p)
-    check_causal(is_causal)
-    longest = check_lengths("qkv", qkv, cu_seqlens, max_seqlen)
-    if attn_mask is not None:
-        attn_mask = checked_mask_of_sequences(attn_mask, "qkv", qkv, qkv.shape[2], longest, longest)
-    options = Options("attention_varlen_qkvpacked", autocast_dtype(qkv), scale, dropout_p, is_causal, longest, longest)
-    tensors = qkv, None, None, attn_mask, _seed(qkv, dropout_p), None, None, cu_seqlens, None
-    return Attention, needs_autograd("attention_varlen_qkvpacked", qkv), options, tensors
+    return Attention, needs_autograd(op, q, k, v), options, tensors
 
 
 def _of_windows(
@@ -305,11 +287,6 @@ def _of_windows(
     options = options._replace(window=window, shift=shift, shift_bias=float(shift_bias))
     tensors = qkv, None, None, mask, _seed(qkv, dropout_p), *[None] * 4
     return Attention, needs_autograd("attention_windows", qkv, attn_mask), options, tensors
-
-
-def _mask_size(x: Tensor) -> tuple[int, int, int]:
-    """Return B, H and the number of queries of x (B, M, ..., H, d)."""
-    return x.shape[0], x.shape[-2], x.shape[1]
 
 
 def _seed(x: Tensor, dropout_p: float) -> Tensor | None:
