@@ -25,7 +25,7 @@ from fastvit.ops.attention.op import Attention, Options
 from fastvit.ops.attention.within import Relative, Windows, is_added
 from fastvit.ops.dropout.op import draw_seeds
 from fastvit.ops.runtime.autograd import needs_autograd
-from fastvit.ops.runtime.checks import check_float
+from fastvit.ops.runtime.checks import check_dimensions
 from fastvit.ops.runtime.dtypes import autocast_dtype
 from fastvit.ops.runtime.run import Prepared, run
 
@@ -195,17 +195,8 @@ def _heads_first(layout: str, *tensors: Tensor) -> list[Tensor]:
     if layout != "bhnd":
         raise ValueError(f"layout must be 'bnhd' or 'bhnd', got {layout!r}")
     for name, t in zip("qkv", tensors, strict=True):
-        check_float(name, t)
-        if t.dim() != 4:
-            raise ValueError(f"{name} must have shape (B, H, N, d), got {tuple(t.shape)}")
+        check_dimensions(name, t, "B, H, N, d")
     return [t.transpose(1, 2) for t in tensors]
-
-
-def _check_shape(name: str, x: Tensor, shape: str) -> None:
-    """Check x's number of dimensions, and the 3 of a packed tensor."""
-    check_float(name, x)
-    if x.dim() != shape.count(",") + 1 or (name == "qkv" and x.shape[-3] != 3):
-        raise ValueError(f"{name} must have shape ({shape}), got {tuple(x.shape)}")
 
 
 def _of_samples(
@@ -214,7 +205,7 @@ def _of_samples(
 ) -> Prepared:  # fmt: skip
     packed = op == "attention_qkvpacked"
     name = "qkv" if packed else "q"
-    _check_shape(name, q, "B, N, 3, H, d" if packed else "B, M, H, d")
+    check_dimensions(name, q, "B, N, 3, H, d" if packed else "B, M, H, d")
     cast = autocast_dtype(q)
     if not packed:
         check_keys(q, k, v, dtype=cast is None)
@@ -239,7 +230,7 @@ def _of_sequences(
 ) -> Prepared:  # fmt: skip
     packed = op == "attention_varlen_qkvpacked"
     name = "qkv" if packed else "q"
-    _check_shape(name, q, "T, 3, H, d" if packed else "T, H, d")
+    check_dimensions(name, q, "T, 3, H, d" if packed else "T, H, d")
     cast = autocast_dtype(q)
     if not packed:
         check_keys_of_sequences(q, k, v, own_tokens=cu_seqlens_k is not None, dtype=cast is None)
@@ -265,7 +256,7 @@ def _of_windows(
     qkv: Tensor, attn_mask: Any, relative: Any, window: tuple[int, int], shift: tuple[int, int], shift_bias: float,
     scale: float | None, dropout_p: float,
 ) -> Prepared:  # fmt: skip
-    _check_shape("qkv", qkv, "B, gh, gw, 3, H, d")
+    check_dimensions("qkv", qkv, "B, gh, gw, 3, H, d")
     check_windows(window, shift, shift_bias)
     scale = checked_scale(qkv.shape[5], scale, dropout_p)
     cast = autocast_dtype(qkv)

@@ -14,7 +14,7 @@ from fastvit.ops.attention.checks import (
     checked_scale,
 )
 from fastvit.ops.block.attention_node import AttentionOptions, NormAttention
-from fastvit.ops.block.norm_linear import Biases, Weights, check_norm_and_layers
+from fastvit.ops.block.norm_linear import Biases, Weights, check_norm_and_layers, listed
 from fastvit.ops.dropout.op import draw_seeds
 from fastvit.ops.layer_norm.op import NO_NORM, Norm, checked_norm
 from fastvit.ops.linear.op import check_linear
@@ -104,9 +104,7 @@ def layer_norm_attention(
 
 def _three_layers(weight: Weights, bias: Biases) -> tuple[Any, ...]:
     """Return weight and bias three times; None after the first ones of a single layer."""
-    weights: Any = (weight,) if isinstance(weight, Tensor) else weight
-    biases: Any = (bias,) if isinstance(weight, Tensor) else bias or (None,) * len(weights)
-    layers = [t for layer in zip(weights, biases, strict=True) for t in layer]
+    layers = [t for layer in zip(*listed(weight, bias), strict=True) for t in layer]
     return *layers, *(None,) * (6 - len(layers))
 
 

@@ -134,7 +134,7 @@ Weights = Tensor | Sequence[Tensor]
 Biases = Tensor | Sequence[Tensor | None] | None
 
 
-def _listed(weight: Weights, bias: Biases) -> tuple[Sequence[Tensor], Sequence[Tensor | None]]:
+def listed(weight: Weights, bias: Biases) -> tuple[Sequence[Tensor], Sequence[Tensor | None]]:
     """Return the weights and the biases of one layer or of several."""
     weights: Sequence[Tensor] = (weight,) if isinstance(weight, Tensor) else weight
     biases: Sequence[Tensor | None] = (bias,) if isinstance(bias, Tensor) else bias or (None,) * len(weights)
@@ -143,7 +143,7 @@ def _listed(weight: Weights, bias: Biases) -> tuple[Sequence[Tensor], Sequence[T
 
 def flat_layers(weight: Weights, bias: Biases) -> tuple[Any, ...]:
     """Return n weights and n biases, of one layer or of several."""
-    weights, biases = _listed(weight, bias)
+    weights, biases = listed(weight, bias)
     return *weights, *biases
 
 
@@ -154,7 +154,7 @@ def check_norm_and_layers(
     None."""
     check_float("x", x)
     cast = autocast_dtype(x)
-    weights, biases = _listed(weight, bias)
+    weights, biases = listed(weight, bias)
     if not weights or len(weights) != len(biases):
         raise ValueError(
             f"{names[1]} must be one for each weight, or None, got {len(biases)} for {len(weights)} weights"

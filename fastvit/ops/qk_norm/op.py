@@ -13,7 +13,7 @@ from fastvit.ops.qk_norm import aten
 from fastvit.ops.rotary.op import Rotary, broadcast_tables, check_tables
 from fastvit.ops.runtime.autograd import Computed, FusedNode, inputs, needs_autograd
 from fastvit.ops.runtime.backend import Path
-from fastvit.ops.runtime.checks import check_float, check_head_dim, check_like
+from fastvit.ops.runtime.checks import check_dimensions, check_head_dim, check_like
 from fastvit.ops.runtime.dtypes import autocast_dtype
 from fastvit.ops.runtime.registry import register
 from fastvit.ops.runtime.run import Prepared, run
@@ -134,9 +134,7 @@ def qk_norm(q: Tensor, k: Tensor, q_norm: Norm, k_norm: Norm, rotary: Rotary | N
 
 
 def _prepared(q: Tensor, k: Tensor, q_norm: Norm, k_norm: Norm, rotary: Rotary | None) -> Prepared:
-    check_float("q", q)
-    if q.dim() != 4:
-        raise ValueError(f"q must have shape (B, N, H, d), got {tuple(q.shape)}")
+    check_dimensions("q", q, "B, N, H, d")
     check_like("q", q, ("k", k, tuple(q.shape), "q's shape"))
     check_head_dim("head_dim", q.shape[3])
     dtype = autocast_dtype(q) is None

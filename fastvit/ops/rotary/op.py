@@ -11,7 +11,7 @@ from fastvit.ops import decompositions
 from fastvit.ops.rotary import aten
 from fastvit.ops.runtime.autograd import Computed, FusedNode, inputs, needs_autograd, unviewed
 from fastvit.ops.runtime.backend import Path
-from fastvit.ops.runtime.checks import check_float, check_head_dim, check_like
+from fastvit.ops.runtime.checks import check_dimensions, check_float, check_head_dim, check_like
 from fastvit.ops.runtime.registry import register
 from fastvit.ops.runtime.run import Prepared, run
 
@@ -132,18 +132,9 @@ def rotary(x: Tensor, rotary: Rotary) -> Tensor:
     Raises:
         TypeError, ValueError: naming the argument, for dtypes, devices and shapes that do not fit.
     """
-    out: Tensor = run("rotary", _prepared, (x, rotary))
+    op = "rotary"
+    out: Tensor = run(op, _prepared, (x, rotary), (op,))
     return out
-
-
-def _prepared(x: Tensor, rotary: Rotary) -> Prepared:
-    check_float("x", x)
-    if x.dim() != 4:
-        raise ValueError(f"x must have shape (B, N, H, d), got {tuple(x.shape)}")
-    check_head_dim("head_dim", x.shape[3])
-    check_tables(rotary, "x", x, tuple(x.shape))
-    autograd = needs_autograd("rotary", x, rotary.sin, rotary.cos)
-    return _Rotary, autograd, _Options("rotary", x.shape[2], rotary.interleaved), (x, *broadcast_tables(rotary))
 
 
 def rotary_qkvpacked(qkv: Tensor, rotary: Rotary) -> Tensor:
@@ -159,17 +150,16 @@ def rotary_qkvpacked(qkv: Tensor, rotary: Rotary) -> Tensor:
     Raises:
         TypeError, ValueError: as `rotary`.
     """
-    out: Tensor = run("rotary_qkvpacked", _prepared_packed, (qkv, rotary))
+    op = "rotary_qkvpacked"
+    out: Tensor = run(op, _prepared, (qkv, rotary), (op,))
     return out
 
 
-def _prepared_packed(qkv: Tensor, rotary: Rotary) -> Prepared:
-    check_float("qkv", qkv)
-    if qkv.dim() != 5 or qkv.shape[2] != 3:
-        raise ValueError(f"qkv must have shape (B, N, 3, H, d), got {tuple(qkv.shape)}")
-    B, N, _, H, d = qkv.shape
+def _prepared(x: Tensor, rotary: Rotary, op: str) -> Prepared:
+    name, shape, packed = ("x", "B, N, H, d", False) if op == "rotary" else ("qkv", "B, N, 3, H, d", True)
+    check_dimensions(name, x, shape)
+    B, N, *_, H, d = x.shape
     check_head_dim("head_dim", d)
-    check_tables(rotary, "qkv", qkv, (B, N, H, d))
-    options = _Options("rotary_qkvpacked", 2 * H, rotary.interleaved)
-    autograd = needs_autograd("rotary_qkvpacked", qkv, rotary.sin, rotary.cos)
-    return _Rotary, autograd, options, (qkv, *broadcast_tables(rotary))
+    check_tables(rotary, name, x, (B, N, H, d))
+    autograd = needs_autograd(op, x, rotary.sin, rotary.cos)
+    return _Rotary, autograd, _Options(op, 2 * H if packed else H, rotary.interleaved), (x, *broadcast_tables(rotary))

@@ -105,6 +105,13 @@ def takes_head_dim(head_dim: int) -> bool:
     return head_dim % 8 == 0 and 16 <= head_dim <= 256
 
 
+def check_dimensions(name: str, x: Tensor, shape: str) -> None:
+    """Check a float tensor's number of dimensions, by their names, and the 3 of a packed qkv."""
+    check_float(name, x)
+    if x.dim() != shape.count(",") + 1 or (name == "qkv" and x.shape[-3] != 3):
+        raise ValueError(f"{name} must have shape ({shape}), got {tuple(x.shape)}")
+
+
 def check_head_dim(name: str, head_dim: int) -> None:
     if not takes_head_dim(head_dim):
         raise ValueError(f"{name} must be a multiple of 8 from 16 to 256, got {head_dim}")
