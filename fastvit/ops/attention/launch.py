@@ -40,7 +40,7 @@ def attention_fwd(
         o, lse = softmax_launch.launch_forward(q, k, v, mask, seed, scale, dropout_p, causal, several)
     else:
         rows, columns = as_samples(p.rows, within), as_samples(p.columns, within)
-        o, lse = relative_launch.launch_forward(q, k, v, rows, columns, scale, _windows(several))
+        o, lse = relative_launch.launch_forward(q, k, v, rows, columns, scale, several)
     if within is None:
         return o, lse
     return o.view(shape).detach(), lse.view(-1) if isinstance(within, Sequences) else lse  # no view, as in aten.linear
@@ -62,7 +62,7 @@ def attention_bwd(
     do, q, k, v, o = [as_samples(t, within) for t in (do, q, k, v, o)]
     if p.rows is not None and p.columns is not None:
         rows, columns = as_samples(p.rows, within), as_samples(p.columns, within)
-        of = relative_launch.launch_backward(do, q, k, v, rows, columns, o, lse, gradients, scale, _windows(several))
+        of = relative_launch.launch_backward(do, q, k, v, rows, columns, o, lse, gradients, scale, several)
         if within is not None:
             of = of[0].view(p.rows.shape).detach(), of[1].view(p.columns.shape).detach()
         found = found._replace(rows=of[0], columns=of[1])
@@ -75,10 +75,6 @@ def attention_bwd(
     return found if packed is None else found._replace(q=packed, k=None, v=None)
 
 
-def _if_several(within: Within) -> Within:
+def _if_several(within: Within) -> Any:
     """Return `within`, or None if one window has the whole grid as it is: then the kernels that know no windows run."""
     return None if isinstance(within, Windows) and within.window == within.grid and not within.hides else within
-
-
-def _windows(within: Within) -> Windows | None:
-    return within if isinstance(within, Windows) else None
