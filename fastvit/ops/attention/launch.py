@@ -56,23 +56,22 @@ def attention_bwd(
     q, k, v = unpacked(q, k, v)
     if packed is not None:
         out = unpacked(packed)
-    found = Gradients(*(out := out or (empty_like(q), empty_like(k), empty_like(v))))
+    out = out or (empty_like(q), empty_like(k), empty_like(v))
     within = within_of(q, p)
-    several, gradients = _if_several(within), [as_samples(t, within) for t in out]
     do, q, k, v, o = [as_samples(t, within) for t in (do, q, k, v, o)]
+    given = [as_samples(t, within) for t in out], _if_several(within)
+    drows = dcolumns = dmask = None
     if p.rows is not None and p.columns is not None:
         rows, columns = as_samples(p.rows, within), as_samples(p.columns, within)
-        of = relative_launch.launch_backward(do, q, k, v, rows, columns, o, lse, gradients, scale, several)
+        drows, dcolumns = relative_launch.launch_backward(do, q, k, v, rows, columns, o, lse, scale, *given)
         if within is not None:
-            of = of[0].view(p.rows.shape).detach(), of[1].view(p.columns.shape).detach()
-        found = found._replace(rows=of[0], columns=of[1])
+            drows, dcolumns = drows.view(p.rows.shape).detach(), dcolumns.view(p.columns.shape).detach()
+    elif mask is not None and wants_mask:
+        dmask = mask_launch.launch_backward(do, q, k, v, mask, o, lse, seed, scale, dropout_p, causal, *given)
     else:
-        given = (scale, dropout_p, causal, gradients, several)
-        if mask is not None and wants_mask:
-            found = found._replace(mask=mask_launch.launch_backward(do, q, k, v, mask, o, lse, seed, *given))
-        else:
-            softmax_launch.launch_backward(do, q, k, v, mask, o, lse, seed, *given)
-    return found if packed is None else found._replace(q=packed, k=None, v=None)
+        softmax_launch.launch_backward(do, q, k, v, mask, o, lse, seed, scale, dropout_p, causal, *given)
+    of_heads: Any = out if packed is None else (packed, None, None)
+    return Gradients(*of_heads, drows, dcolumns, dmask)
 
 
 def _if_several(within: Within) -> Any:

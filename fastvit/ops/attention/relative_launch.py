@@ -42,7 +42,7 @@ def launch_forward(
 
 def launch_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, columns: Tensor, o: Tensor, lse: Tensor,
-    gradients: Sequence[Tensor], scale: float, windows: Windows | None,
+    scale: float, gradients: Sequence[Tensor], windows: Windows | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Write dq, dk and dv; return the gradients of rows and columns."""
     do, q, k, v, rows, columns = map(readable, (do, q, k, v, rows, columns))
