@@ -70,8 +70,8 @@ def attention_bwd(
         dmask = mask_launch.launch_backward(do, q, k, v, mask, o, lse, seed, scale, dropout_p, causal, *given)
     else:
         softmax_launch.launch_backward(do, q, k, v, mask, o, lse, seed, scale, dropout_p, causal, *given)
-    of_heads: Any = out if packed is None else (packed, None, None)
-    return Gradients(*of_heads, drows, dcolumns, dmask)
+    dq, dk, dv = out if packed is None else (packed, None, None)
+    return Gradients(dq, dk, dv, drows, dcolumns, dmask)
 
 
 def _if_several(within: Within) -> Any:
