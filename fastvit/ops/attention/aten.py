@@ -78,7 +78,9 @@ def attention_bwd(
             backward(*tensors, *numbers, out=(to_q, to_k, to_v))
         found = Gradients(*out)
     else:
-        found = _windows_backward(within, do, given, mask, o, lse, seed, numbers, p, out, wants_mask)
+        out = out or empty_gradients(*heads)
+        into = out if packed is None else (packed,)
+        found = Gradients(*out, *_windows_backward(within, do, given, mask, o, lse, seed, numbers, p, into, wants_mask))
     return found if packed is None else found._replace(q=packed, k=None, v=None)
 
 
@@ -159,7 +161,7 @@ class _Samples(NamedTuple):
 
     def store(self, in_windows: Tensor, x: Tensor) -> None:
         """Put these samples' windows into x (B, gh, gw, ...)."""
-        x[self.at] = from_windows(in_windows, self.places, x[self.at])
+        from_windows(in_windows, self.places, x[self.at], out=x[self.at])
 
 
 def _samples(
@@ -182,9 +184,10 @@ def _samples(
 
 def _windows_backward(
     within: Windows, do: Tensor, qkv: Sequence[Tensor | None], mask: Tensor | None, o: Tensor, lse: Tensor,
-    seed: Tensor | None, numbers: tuple[float, float, bool], p: Positions, out: Heads | None, wants_mask: bool,
-) -> Gradients:  # fmt: skip
-    found = [*(out or empty_gradients(*unpacked(*qkv))), *empty_gradients(*_relative(p) or ())]
+    seed: Tensor | None, numbers: tuple[float, float, bool], p: Positions, into: Sequence[Tensor], wants_mask: bool,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Write the gradients of qkv; return those of rows, columns and the mask."""
+    of_relative = empty_gradients(*_relative(p) or ())
     wide, dmask = mask, None
     if mask is not None and wants_mask:
         wide = mask.to(stat_dtype(do))  # each sample adds to its gradient
@@ -197,12 +200,12 @@ def _windows_backward(
         its_o, its_lse = o, lse  # the gradients of masks and relative positions read neither
         if not wants_mask and some.relative is None:
             its_o, its_lse = some.gathered(o), lse.unflatten(0, (do.shape[0], -1))[some.at].flatten(0, 1)
-        into = unpacked(*[torch.empty_like(t) for t in some.tensors])
+        of_tensors = [torch.empty_like(t) for t in some.tensors]
         given = its_do, *some.heads, some.mask, its_o, its_lse, some.seed, *numbers, some.relative
-        its: Any = backward(*given, wants_mask=wants_mask, out=into)
-        for gradient, x in zip(its, found, strict=False):
+        its: Any = backward(*given, wants_mask=wants_mask, out=unpacked(*of_tensors))
+        for gradient, x in zip((*of_tensors, *its[3:5]), (*into, *of_relative), strict=False):
             some.store(gradient, x)
         if dmask is not None:
             dmask += its.mask.sum_to_size(dmask.shape)
-    of_all = Gradients(*found)
-    return of_all if dmask is None or mask is None else of_all._replace(mask=dmask.to(mask.dtype))
+    drows, dcolumns = of_relative or (None, None)
+    return drows, dcolumns, None if dmask is None or mask is None else dmask.to(mask.dtype)

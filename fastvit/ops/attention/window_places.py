@@ -81,8 +81,7 @@ def to_windows(x: Tensor, at: WindowPlaces) -> Tensor:
     return tokens.unflatten(1, (-1, at.n)).flatten(0, 1)
 
 
-def from_windows(x: Tensor, at: WindowPlaces, like: Tensor) -> Tensor:
-    """Return x (B * windows, n, ...) as (B, gh, gw, ...), sizes of `like`."""
-    B, gh, gw = like.shape[:3]
-    tokens = x.unflatten(0, (B, -1)).flatten(1, 2).index_select(1, at.places)
-    return tokens.unflatten(1, (gh, gw))
+def from_windows(x: Tensor, at: WindowPlaces, like: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """Return x (B * windows, n, ...) as (B, gh, gw, ...), sizes of `like`. out: a contiguous tensor to write it to."""
+    tokens, into = x.unflatten(0, (like.shape[0], -1)).flatten(1, 2), None if out is None else out.flatten(1, 2)
+    return torch.index_select(tokens, 1, at.places, out=into).unflatten(1, like.shape[1:3])
