@@ -11,8 +11,8 @@ from fastvit.blocks.recompute import recompute_as_by_default
 from fastvit.modules.arguments import Pair
 from fastvit.study.fitting.choices import put_on
 from fastvit.study.fitting.costs import blocks_of
-from fastvit.study.fitting.planning import Fit, plan_fit
-from fastvit.study.fitting.report import count_of_images, size_in_words
+from fastvit.study.fitting.planning import plan_fit
+from fastvit.study.fitting.report import Fit, count_of_images, size_in_words
 from fastvit.study.memory.growth import checked_budget, checked_device
 from fastvit.study.memory.step import Setting
 from fastvit.study.sources.find import from_module

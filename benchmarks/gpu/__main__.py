@@ -30,7 +30,7 @@ import torch
 
 from benchmarks.gpu import commands, summary
 from benchmarks.gpu.journal import DONE, REHEARSAL, Journal, results_folder
-from benchmarks.gpu.runner import Runner
+from benchmarks.gpu.runner import Command, Runner
 from benchmarks.harness.provenance import commit, write_text
 from fastvit._output import not_writable, write_file
 from fastvit.kernels import _tuned
@@ -92,7 +92,7 @@ def complaint(*, rehearse: bool) -> str:
     return f"make gpu: missing {words}: {sys.executable} -m pip install {words}" if missing else ""
 
 
-def run(journal: Journal, every: Sequence[commands.Command], seconds: float) -> int:
+def run(journal: Journal, every: Sequence[Command], seconds: float) -> int:
     """Run the commands, kind by kind, for at most so many seconds. Return the exit status."""
     runner = Runner(journal, seconds)
     runner.say(f"{journal.device}, commit {commit()}, sources {journal.code}, results in {journal.folder}")

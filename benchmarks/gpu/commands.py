@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.gpu import check, compiled, sanitize
+from benchmarks.gpu.runner import Command
 from benchmarks.gpu.summary import MODES, row_name
 from benchmarks.gpu.tune import TABLES
 from benchmarks.harness.provenance import ROOT
@@ -19,35 +19,6 @@ ROWS = (("attention",), ("block",), ("model",), _OTHERS)  # ops of a command
 # Tests that need no GPU
 _WITHOUT_GPU = ("benchmarks/", "kernels/test_targets", "kernels/test_traffic", "kernels/test_tuned")
 _PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider")
-
-
-@dataclass(frozen=True)
-class Command:
-    """A process of its own.
-
-    Attributes:
-        name: its kind, and what it is about. Commands of a kind that follow each other may run at the same time.
-        words: arguments of the Python interpreter.
-        limit: seconds after which it is ended.
-        results: names of what it has to find.
-        prepares: kinds of commands that need what it leaves on this machine. While one of them is to do, it runs again.
-    """
-
-    name: str
-    words: tuple[str, ...]
-    limit: float = 3600.0
-    results: tuple[str, ...] = field(default=(), repr=False)
-    prepares: tuple[str, ...] = ()
-
-    @property
-    def kind(self) -> str:
-        return self.name.split()[0]
-
-    @property
-    def at_once(self) -> int:
-        """How many commands of its kind run at a time. Nothing else runs while something is timed."""
-        cores = os.cpu_count() or 1
-        return {"check": max(2, min(6, cores // 2)), "tests": max(1, min(14, cores - 2))}.get(self.kind, 1)
 
 
 def first(folder: Path) -> list[Command]:

@@ -16,13 +16,10 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
 
 from benchmarks.gpu.journal import DONE, Journal
 from benchmarks.harness.provenance import ROOT
-
-if TYPE_CHECKING:
-    from benchmarks.gpu.commands import Command
 
 SKIPPED = 77  # exit status of a command whose tool the machine does not have
 _OURS = ("TRITON_INTERPRET", "PYTEST_XDIST")  # variables of a test process that commands must not inherit
@@ -32,6 +29,35 @@ VARIABLES = {
     "TRITON_CACHE_DIR": os.environ.get("TRITON_CACHE_DIR", os.path.join(_HOME, ".triton", "cache")),
 }
 STRICT = {"FASTVIT_STRICT": "1"}  # a fallback raises, so that none is timed; tests set it themselves
+
+
+@dataclass(frozen=True)
+class Command:
+    """A process of its own.
+
+    Attributes:
+        name: its kind, and what it is about. Commands of a kind that follow each other may run at the same time.
+        words: arguments of the Python interpreter.
+        limit: seconds after which it is ended.
+        results: names of what it has to find.
+        prepares: kinds of commands that need what it leaves on this machine. While one of them is to do, it runs again.
+    """
+
+    name: str
+    words: tuple[str, ...]
+    limit: float = 3600.0
+    results: tuple[str, ...] = field(default=(), repr=False)
+    prepares: tuple[str, ...] = ()
+
+    @property
+    def kind(self) -> str:
+        return self.name.split()[0]
+
+    @property
+    def at_once(self) -> int:
+        """How many commands of its kind run at a time. Nothing else runs while something is timed."""
+        cores = os.cpu_count() or 1
+        return {"check": max(2, min(6, cores // 2)), "tests": max(1, min(14, cores - 2))}.get(self.kind, 1)
 
 
 class Runner:

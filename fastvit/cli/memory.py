@@ -15,7 +15,7 @@ from fastvit.cli import options, terminal
 if TYPE_CHECKING:
     from fastvit.study import MemoryPoint, MemoryStudy
 
-PROVIDERS = ("eager", "sdpa", "compile", "fastvit")
+PROVIDERS = ("eager", "sdpa", "fastvit")
 
 EXAMPLES = """examples:
   fastvit memory vit_large_patch16_224 --image-size 224,512,1024,2048
@@ -49,7 +49,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     options.add_training(parser)
     add("--checkpointing", action="store_true", help="recompute blocks in the backward pass")
     add("--graphs", action="store_true", help="the passes as one captured CUDA graph, as fastvit.graphs runs them")
-    text = f"of {', '.join(PROVIDERS)} (default: all but compile; with --together fastvit, which alone takes lists)"
+    text = f"of {', '.join(PROVIDERS)} (default: all; with --together fastvit, which alone takes lists)"
     add("--providers", type=options.words_of(PROVIDERS), metavar="P,...", help=text)
     options.add_planned_device(parser)
     add("--measured", action="store_true", help="run the steps too, and read the allocator")
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     if args.together and args.budget:
         raise ValueError("--budget searches batches of one image size, and --together has several")
     if args.providers is None:
-        args.providers = ["fastvit"] if args.together else ["eager", "sdpa", "fastvit"]
+        args.providers = ["fastvit"] if args.together else list(PROVIDERS)
     names = ("patch_size", "device", "mode", "dtype", "optimizer", "checkpointing", "graphs")
     common = {name: getattr(args, name) for name in names}
     sizes = args.image_size or [study.image_size(args.model)]
@@ -94,10 +94,9 @@ def _fits(args: argparse.Namespace, sizes: list[tuple[int, int]], common: dict[s
     from fastvit import study
     from fastvit.study.sources.model_source import pixels
 
-    planned = [p for p in args.providers if p != "compile"]
     rows: list[dict[str, Any]] = []
-    with terminal.progress(len(planned) * (len(sizes) + len(args.batch)), "what fits") as progress:
-        for provider in planned:
+    with terminal.progress(len(args.providers) * (len(sizes) + len(args.batch)), "what fits") as progress:
+        for provider in args.providers:
             batch_of, image_of = dict[str, int](), dict[str, int | None]()
             for size in sizes:
                 progress(f"{provider}, batch at {pixels(size)}")
@@ -121,9 +120,8 @@ def as_json(found: MemoryStudy) -> dict[str, Any]:
     """Return the study as plain values, with the peaks next to their parts."""
     values = dataclasses.asdict(found)
     for point, plain in zip(found.points, values["points"], strict=True):
-        if point.planned is not None:
-            plain["planned"]["peak"] = point.planned.peak
-    providers = dict.fromkeys(p.provider for p in found.points if p.planned is not None)
+        plain["planned"]["peak"] = point.planned.peak
+    providers = dict.fromkeys(p.provider for p in found.points)
     return values | {"exponents": {provider: found.exponents(provider) for provider in providers}}
 
 
@@ -149,14 +147,13 @@ def _print(found: MemoryStudy, args: argparse.Namespace, fits: list[dict[str, An
             rows.append([])
         last = p.image_size, p.batch
         image = f"{pixels(p.image_size)} + {len(found.together) - 1}" if found.together else pixels(p.image_size)
-        row = [image, str(p.tokens or ""), str(p.batch)][: keys - 1] if first else [""] * (keys - 1)
+        row = [image, str(p.tokens), str(p.batch)][: keys - 1] if first else [""] * (keys - 1)
         rows.append([*row, NAMES[p.provider], *_cells(p), *([_mib(p.measured)] if args.measured else [])])
     terminal.print_table(heads, rows, title=title, words=(keys - 1,))
     console = terminal.console()
     console.print("\neach part is what it holds at the moment of the peak; planned is their sum")
     for provider in dict.fromkeys(p.provider for p in found.points):
-        slopes = found.exponents(provider) if found.of(provider) else {}
-        if slopes:
+        if slopes := found.exponents(provider):
             growth = ", ".join(f"{name} as N^{p:.2f}" for name, p in slopes.items())
             console.print(f"{NAMES[provider]}: {growth}")
     for fit in fits:
@@ -166,8 +163,6 @@ def _print(found: MemoryStudy, args: argparse.Namespace, fits: list[dict[str, An
 
 
 def _cells(p: MemoryPoint) -> list[str]:
-    if p.planned is None:
-        return [""] * 7
     parts = p.planned
     other = parts.inputs + parts.temporaries
     graph = [parts.graph] if parts.graph else []
@@ -193,8 +188,6 @@ def _check_plot(args: argparse.Namespace) -> None:
         raise ValueError("--plot draws memory against tokens: it needs two image sizes or more")
     if args.together:
         raise ValueError("--plot draws memory against tokens, and --together has one number of them")
-    if args.providers == ["compile"]:
-        raise ValueError("--plot draws planned figures, and the provider compile has none")
     terminal.check_picture("--plot", args.plot)
 
 
@@ -204,11 +197,9 @@ def _plot(found: MemoryStudy, args: argparse.Namespace) -> None:
     panels: dict[str, dict[str, tuple[list[int], list[int]]]] = {"activations": {}, "whole step": {}}
     for provider in dict.fromkeys(p.provider for p in found.points):
         points = [p for p in found.of(provider) if p.batch == args.batch[0]]
-        if points:
-            tokens = [p.tokens for p in points]
-            planned = [p.planned for p in points if p.planned is not None]
-            panels["activations"][provider] = tokens, [p.activations for p in points]
-            panels["whole step"][provider] = tokens, [p.peak for p in planned]
+        tokens = [p.tokens for p in points]
+        panels["activations"][provider] = tokens, [p.activations for p in points]
+        panels["whole step"][provider] = tokens, [p.planned.peak for p in points]
     s = found.setting
     caption = f"{found.model}, batch {args.batch[0]}, {s.dtype}, {s.optimizer}, planned for a {_device(found)}"
     what = f"peak memory, {'training' if s.mode == 'train' else 'inference'}"

@@ -30,7 +30,6 @@ examples:
   fastvit models 'vit_base_*' --image-size 384
   fastvit models vit_base_patch16_224 resnet50
   fastvit models 'vit_*_224' --sort flops
-  fastvit models 'vit_*_dinov3' --parts --sort parameters
   fastvit models vit_large_patch16_224 --batch 1,32
   fastvit models vit_base_patch16_224 --block block.svg
 """
@@ -49,7 +48,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--patch-size", type=options.sizes, metavar="PX,...", help="14,16 (default: each model's)")
     options.add_batches(parser, "1")
     parser.add_argument("--sort", choices=_SORTS, default="name", help="largest first, except by name")
-    parser.add_argument("--parts", action="store_true", help="parameters by part")
     parser.add_argument("--block", type=Path, metavar="FILE", help="draw the ops of one model's block, .png or .svg")
     options.add_theme(parser)
     options.add_json(parser)
@@ -71,8 +69,6 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps({"models": [fields(cost) for cost in costs], "left_out": refused}, indent=2))
     elif len(costs) == 1:
         _one(costs[0])
-    elif args.parts:
-        _table_of_parts(costs)
     else:
         _table(costs)
     if not args.json:
@@ -109,14 +105,14 @@ def fields(cost: ModelCost) -> dict[str, Any]:
     return found
 
 
-_PARTS = {  # field of the parameters -> heading of its column, and name of its row
-    "patch_embedding": ("patches", "patch embedding"),
-    "positions": ("positions", "positions, prefix"),
-    "attention": ("attention", "attention"),
-    "mlp": ("MLP", "MLP"),
-    "norms": ("norms", "norms, scales"),
-    "head": ("head", "head"),
-    "other": ("other", "other"),
+_PARTS = {  # field of the parameters -> name of its row
+    "patch_embedding": "patch embedding",
+    "positions": "positions, prefix",
+    "attention": "attention",
+    "mlp": "MLP",
+    "norms": "norms, scales",
+    "head": "head",
+    "other": "other",
 }
 
 
@@ -129,28 +125,14 @@ def _table(costs: Sequence[ModelCost]) -> None:
         for cost in costs
     ]  # fmt: skip
     batch = f"batch {batches[0]}" if len(batches) == 1 else "by batch"
-    title = f"{_what(costs)}, {batch}, bfloat16; saved: what training keeps for backward"
+    names = {cost.name for cost in costs}
+    what = costs[0].name if len(names) == 1 else f"{len(names)} models"
+    title = f"{what}, {batch}, bfloat16; saved: what training keeps for backward"
     terminal.print_table(heads, rows, title=title, words=(0,))
     terminal.console().print("\na multiply-add (MAC) is two FLOPs, which papers often call one", markup=False)
     if unfused := list(dict.fromkeys(cost.name for cost in costs if not cost.fused)):
         note = f"saved is with PyTorch's ops where fastvit fuses no block: {', '.join(unfused)}"
         terminal.console().print(note, markup=False)
-
-
-def _table_of_parts(costs: Sequence[ModelCost]) -> None:
-    parts = [part for part in _PARTS if part != "other" or any(cost.parameters.other for cost in costs)]
-    rows = [
-        [cost.name, _size(cost), _short(cost.parameters.total)]
-        + [_short(getattr(cost.parameters, part)) for part in parts]
-        for cost in costs
-    ]
-    heads = ["model", "size", "total", *(_PARTS[part][0] for part in parts)]
-    terminal.print_table(heads, rows, title=f"{_what(costs)}: parameters by part", words=(0,))
-
-
-def _what(costs: Sequence[ModelCost]) -> str:
-    names = {cost.name for cost in costs}
-    return costs[0].name if len(names) == 1 else f"{len(names)} models"
 
 
 def _one(cost: ModelCost) -> None:
@@ -167,7 +149,7 @@ def _one(cost: ModelCost) -> None:
         if cost.prefix_tokens:
             rows.append(["", _exact(cost.patch_pairs), "without the prefix, patches^2"])
     rows.append(["parameters", f"{parameters.total:,}", ""])
-    for part, (_, name) in _PARTS.items():
+    for part, name in _PARTS.items():
         if count := getattr(parameters, part):
             rows.append([f"  {name}", f"{count:,}", f"{count / parameters.total:.1%}"])
     rows.append(["MACs", f"{cost.macs:,}", f"multiply-adds of a forward{batch}, which many papers call FLOPs"])

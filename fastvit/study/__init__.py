@@ -6,7 +6,8 @@ from fastvit.study.attention.layers import AttentionDistance, ClsEvolution, atte
 from fastvit.study.attention.maps import AttentionMaps, TokenWeights, attention_maps, attention_rollout
 from fastvit.study.explore.exploration import Exploration, PatchEmbedding, explore, patch_embedding
 from fastvit.study.fitting.choices import Choice
-from fastvit.study.fitting.planning import Fit, FitPoint, fit
+from fastvit.study.fitting.planning import fit
+from fastvit.study.fitting.report import Fit, FitPoint
 from fastvit.study.machine import Finding, doctor
 from fastvit.study.memory.block import BlockCost, BlockOp, block
 from fastvit.study.memory.growth import MemoryPoint, MemoryStudy, image_size, memory

@@ -14,9 +14,8 @@ import pytest
 import torch
 
 from benchmarks.gpu import check, commands, sanitize, summary
-from benchmarks.gpu.commands import Command
 from benchmarks.gpu.journal import BEGUN, Journal, Record, read
-from benchmarks.gpu.runner import SKIPPED, Runner
+from benchmarks.gpu.runner import SKIPPED, Command, Runner
 from benchmarks.harness.provenance import ROOT
 from benchmarks.harness.workloads import workloads
 from benchmarks.report import results

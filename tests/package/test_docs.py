@@ -128,10 +128,11 @@ def test_commands_of_the_readme(command: str) -> None:
         parser.parse_args(words[1:])
 
 
-def test_links_of_the_readme_to_files() -> None:
-    links = re.findall(r"(?:\]\(|(?:src|srcset)=\")(?!http)([^)#\"]+)", TEXT)
+@pytest.mark.parametrize("page", ["README.md", "kernels/README.md", "benchmarks/examples/README.md"])
+def test_links_to_files(page: str) -> None:
+    links = re.findall(r"(?:\]\(|(?:src|srcset)=\")(?!http)([^)#\"]+)", (ROOT / page).read_text())
     assert len(links) > 5
-    assert [path for path in links if not (README.parent / path).exists()] == []
+    assert [link for link in links if not (ROOT / page).parent.joinpath(link).exists()] == []
 
 
 def test_how_many_models_the_graph_route_fuses_is_what_the_results_say() -> None:

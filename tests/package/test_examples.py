@@ -6,17 +6,18 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from library_imports import import_timm
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "benchmarks" / "examples"
 
 
-def run(name: str, *arguments: str) -> str:
+def run(name: str, *arguments: str, interpret: bool = False) -> str:
     """Run an example and return what it prints."""
     import_timm()
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    environment.pop("TRITON_INTERPRET", None)
+    environment["TRITON_INTERPRET"] = str(int(interpret))
     command = [sys.executable, "-m", "benchmarks.harness.libraries", str(EXAMPLES / name), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
     assert done.returncode == 0, done.stderr
@@ -29,3 +30,9 @@ def test_serve() -> None:
     rows = re.findall(r"^(timm.*?)\s+(\d+\.\d+)\s+(\d+\.\d+)$", text, re.MULTILINE)
     assert [name for name, _, _ in rows][:2] == ["timm", "timm, accelerated"]
     assert all(0 < float(median) <= float(p99) for _, median, p99 in rows)
+
+
+def test_attention_kernel() -> None:
+    pytest.importorskip("triton")
+    text = run("attention_kernel.py", interpret=True)  # its exit status tells whether all are right
+    assert re.findall(r"N(\d+) d64, float32: largest difference", text) == ["1", "32", "50", "197"]

@@ -61,7 +61,7 @@ WRONG_ARGUMENTS = [
     (["memory"], "required: MODEL"),
     ([*MEMORY, "--budget", "24"], "must have a unit, such as 24GiB or 24GB, got '24'"),
     (["fit", SMALL, "--budget", "24GiB", "--batch", "8,16"], "must be an integer from 1 to 1048576, got '8,16'"),
-    ([*MEMORY, "--providers", "fastvt"], "must be of eager, sdpa, compile, fastvit, got 'fastvt'; did you mean fast"),
+    ([*MEMORY, "--providers", "fastvt"], "must be of eager, sdpa, fastvit, got 'fastvt'; did you mean fast"),
     (["verify", "--dtype", "int8"], "must be of fp32, bf16, fp16, got 'int8'"),
     ([*ATTENTION, "--std", "a,b,c"], "argument --std: must be"),
     ([*ATTENTION, "--out", "map.jpg"], "argument --out: must be"),

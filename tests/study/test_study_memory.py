@@ -255,11 +255,9 @@ def test_a_plan_scaled_from_two_traces_is_the_plan(row, monkeypatch):
     [
         ({"mode": "training"}, "mode must be one of train, infer, got 'training'"),
         ({"providers": ("flash",)}, "providers must be of .*got 'flash'"),
-        ({"providers": ("compile",)}, "'compile' has no planned figures"),
         ({"device": "cuda", "measured": True}, "needs a GPU"),
         ({"graphs": True}, "graphs=True is planned for device='cuda' only"),
         ({"graphs": True, "measured": True}, "graphs=True is planned only"),
-        ({"graphs": True, "providers": ("compile",)}, "graphs=True is planned only"),
         ({"batches": (2**63,)}, f"batch must be a positive integer, at most 1048576, got {2**63}"),
         ({"image_sizes": (2**63,)}, f"image_size must have sides of at most 65536 pixels, got {2**63}"),
         ({"together": True, "providers": ("fastvit", "sdpa")}, "providers must be .'fastvit',. with together=True"),
@@ -287,14 +285,3 @@ def test_what_a_block_keeps(provider, kept, ops):
     assert cost.kept == pytest.approx(kept, abs=0.2)
     assert len(cost.ops) == ops
     assert ("softmax" in [op.name for op in cost.ops]) == (provider == "eager")
-
-
-def test_compile_is_measured_only(device, monkeypatch):
-    compiled = []
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda model: compiled.append(model))
-    study_ = study.memory(
-        TIMM, image_sizes=(32,), batches=(1,), mode="infer", providers=("compile",), device=device.type, measured=True
-    )
-    assert len(compiled) == 1
-    assert study_.points[0].planned is None
-    assert study_.points[0].measured > 0

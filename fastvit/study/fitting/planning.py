@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
-from fastvit._output import wrapped
 from fastvit.modules.arguments import Pair
 from fastvit.study.fitting.choices import BLOCK, BY_DEFAULT, NOTHING, Choice
 from fastvit.study.fitting.costs import FitStep, Trace, costs_of
-from fastvit.study.fitting.report import in_words, lines
+from fastvit.study.fitting.report import Fit, FitPoint, in_words
 from fastvit.study.fitting.search import StepCosts
 from fastvit.study.memory.growth import Progress, check_batch, checked_budget, checked_device, silent
 from fastvit.study.memory.step import Setting
@@ -19,70 +17,6 @@ from fastvit.study.sources.model_source import ModelSource
 
 _POINTS = 16  # budgets of the frontier
 _TRIES = 4  # plans, each for a budget that is lower by what the last one was over
-
-
-@dataclass(frozen=True)
-class FitPoint:
-    """One way to recompute.
-
-    Attributes:
-        name: what is recomputed.
-        peak: planned bytes.
-        recomputed: FLOPs that are computed again, over those of the step without recomputation.
-    """
-
-    name: str
-    peak: int
-    recomputed: float
-
-
-@dataclass(frozen=True, repr=False)
-class Fit:
-    """The result of `fit`, shown as a few sentences.
-
-    Attributes:
-        model, device, image_size, batch, setting, budget: as asked for; budget in bytes.
-        blocks: names of the model's blocks.
-        choices: for each block, what it recomputes, for batches of `micro_batch`.
-        micro_batch: images at a time: `batch` if a step of it fits; 0 if not even one image does.
-        accumulation: batches of `micro_batch` whose gradients make a step of `batch`; 0 if gradients of earlier batches
-            leave no room for an image: `micro_batch` is `largest_batch` then.
-        largest_batch: images at a time that fit without accumulation, at most `batch`: the most, or a few less.
-        peak: planned bytes of a step of `micro_batch` with the choices, from a trace of that step.
-        recomputed: FLOPs that are computed again, over those of the step without recomputation.
-        least_recomputed: no choice that fits recomputes less than this share, if the sum that the search takes for its
-            peak is no further from a trace than that of `choices`. It is `recomputed` where that sum is exact.
-        alternatives: the usual ways, for `micro_batch`: nothing, what blocks do by default, every block. Their peaks,
-            and those of the next two, are sums of the search.
-        frontier: the cheapest choice at several budgets.
-        whole_blocks: the first k blocks checkpointed, for k from none to all.
-    """
-
-    model: str
-    device: str
-    image_size: tuple[int, int]
-    batch: int
-    setting: Setting
-    budget: int
-    blocks: tuple[str, ...]
-    choices: tuple[Choice, ...]
-    micro_batch: int
-    accumulation: int
-    largest_batch: int
-    peak: int
-    recomputed: float
-    least_recomputed: float
-    alternatives: tuple[FitPoint, ...]
-    frontier: tuple[FitPoint, ...]
-    whole_blocks: tuple[FitPoint, ...]
-
-    @property
-    def fits(self) -> bool:
-        """Whether a step of `batch` fits as a whole."""
-        return self.micro_batch == self.batch
-
-    def __repr__(self) -> str:
-        return wrapped(lines(self))
 
 
 def fit(

@@ -1,17 +1,81 @@
-"""Report a fit: what blocks recompute in words, the table of what that costs, and its picture."""
+"""The result of a fit: what blocks recompute in words, the table of what that costs, and its picture."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from fastvit._output import wrapped
 from fastvit.study.fitting.choices import Choice
 from fastvit.study.memory.plot import COLOURS
+from fastvit.study.memory.step import Setting
 from fastvit.study.sources.model_source import pixels
 
-if TYPE_CHECKING:
-    from fastvit.study.fitting.planning import Fit
+
+@dataclass(frozen=True)
+class FitPoint:
+    """One way to recompute.
+
+    Attributes:
+        name: what is recomputed.
+        peak: planned bytes.
+        recomputed: FLOPs that are computed again, over those of the step without recomputation.
+    """
+
+    name: str
+    peak: int
+    recomputed: float
+
+
+@dataclass(frozen=True, repr=False)
+class Fit:
+    """The result of `fit`, shown as a few sentences.
+
+    Attributes:
+        model, device, image_size, batch, setting, budget: as asked for; budget in bytes.
+        blocks: names of the model's blocks.
+        choices: for each block, what it recomputes, for batches of `micro_batch`.
+        micro_batch: images at a time: `batch` if a step of it fits; 0 if not even one image does.
+        accumulation: batches of `micro_batch` whose gradients make a step of `batch`; 0 if gradients of earlier batches
+            leave no room for an image: `micro_batch` is `largest_batch` then.
+        largest_batch: images at a time that fit without accumulation, at most `batch`: the most, or a few less.
+        peak: planned bytes of a step of `micro_batch` with the choices, from a trace of that step.
+        recomputed: FLOPs that are computed again, over those of the step without recomputation.
+        least_recomputed: no choice that fits recomputes less than this share, if the sum that the search takes for its
+            peak is no further from a trace than that of `choices`. It is `recomputed` where that sum is exact.
+        alternatives: the usual ways, for `micro_batch`: nothing, what blocks do by default, every block. Their peaks,
+            and those of the next two, are sums of the search.
+        frontier: the cheapest choice at several budgets.
+        whole_blocks: the first k blocks checkpointed, for k from none to all.
+    """
+
+    model: str
+    device: str
+    image_size: tuple[int, int]
+    batch: int
+    setting: Setting
+    budget: int
+    blocks: tuple[str, ...]
+    choices: tuple[Choice, ...]
+    micro_batch: int
+    accumulation: int
+    largest_batch: int
+    peak: int
+    recomputed: float
+    least_recomputed: float
+    alternatives: tuple[FitPoint, ...]
+    frontier: tuple[FitPoint, ...]
+    whole_blocks: tuple[FitPoint, ...]
+
+    @property
+    def fits(self) -> bool:
+        """Whether a step of `batch` fits as a whole."""
+        return self.micro_batch == self.batch
+
+    def __repr__(self) -> str:
+        return wrapped(lines(self))
 
 
 def in_words(choices: Sequence[Choice]) -> str:

@@ -30,11 +30,11 @@ class MemoryPoint:
     """One step of one provider.
 
     Attributes:
-        provider: "eager", "sdpa", "fastvit", or "compile" (SDPA under torch.compile).
+        provider: "eager", "sdpa" or "fastvit".
         image_size: (height, width) in pixels; of a list, the first.
-        tokens: N, prefix tokens included; of a list, those of all images; 0 if nothing was planned.
+        tokens: N, prefix tokens included; of a list, those of all images.
         batch: images; of a list, images of each size.
-        planned: parts of the peak in bytes, or None for "compile", which can only be measured.
+        planned: parts of the peak in bytes.
         activations, attention: planned bytes of everything but weights, gradients, optimizer state and images, and of
             the (B, H, N, N) matrices among it, each at its own peak, before the optimizer's step.
         measured: the peak in bytes, or None if nothing was measured, or the device had too little memory.
@@ -44,7 +44,7 @@ class MemoryPoint:
     image_size: tuple[int, int]
     tokens: int
     batch: int
-    planned: Parts | None
+    planned: Parts
     activations: int
     attention: int
     measured: int | None = None
@@ -68,8 +68,8 @@ class MemoryStudy:
     together: Together = ()
 
     def of(self, provider: str) -> list[MemoryPoint]:
-        """Return the planned points of a provider."""
-        return [p for p in self.points if p.provider == provider and p.planned is not None]
+        """Return the points of a provider."""
+        return [p for p in self.points if p.provider == provider]
 
     def exponents(self, provider: str) -> dict[str, float]:
         """Fit bytes = c * N**p over a provider's image sizes at the first batch. Return p of "activations" and
@@ -108,8 +108,8 @@ def memory(
         dtype: "float32", "bfloat16", "float16", or "amp": float32 parameters under autocast to bfloat16.
         optimizer: "adamw", "sgd" (with momentum), or "none".
         checkpointing: recompute every block in the backward pass.
-        providers: some of "eager" (N x N scores), "sdpa", "fastvit", and "compile" (SDPA under torch.compile), which
-            can only be measured. None for the first three; with `together` "fastvit", which alone takes lists.
+        providers: some of "eager" (N x N scores), "sdpa" and "fastvit". None for all; with `together` "fastvit", which
+            alone takes lists.
         device: "cuda" or "cpu"; None for a GPU if there is one. Planning for "cuda" needs no GPU.
         measured: run the steps too, on `device`, and read its allocator.
         together: one step with images of all sizes, as a list that has a batch of each, instead of a step for each
@@ -132,12 +132,10 @@ def memory(
     if together and set(providers) != {"fastvit"}:
         raise ValueError(f"providers must be ('fastvit',) with together=True, got {tuple(providers)}")
     for provider in providers:
-        if provider not in (*PROVIDERS, "compile"):
-            raise ValueError(f"providers must be of {(*PROVIDERS, 'compile')}, got {provider!r}")
-    if graphs and (measured or "compile" in providers):
-        raise ValueError("graphs=True is planned only: measured=True and the provider 'compile' run steps without it")
-    if "compile" in providers and not measured:
-        raise ValueError("the provider 'compile' has no planned figures, and needs measured=True")
+        if provider not in PROVIDERS:
+            raise ValueError(f"providers must be of {PROVIDERS}, got {provider!r}")
+    if graphs and measured:
+        raise ValueError("graphs=True is planned only: measured=True runs steps without it")
     if measured and kind == "cuda" and not torch.cuda.is_available():
         raise ValueError("measured=True on 'cuda' needs a GPU; without one, figures are planned only")
     for batch in batches:
@@ -192,12 +190,8 @@ def _point(
     source: ModelSource, provider: str, size: tuple[int, int], patch: tuple[int, int], batch: int, setting: Setting,
     kind: str, measured: bool, together: Together,
 ) -> MemoryPoint:  # fmt: skip
-    planned, found = None, None
-    of_model = source.image_size if together else size
-    if provider != "compile":
-        planned = plan(
-            source, provider, of_model, batch, setting, gpu=kind == "cuda", patch_size=patch, together=together
-        )
+    found, of_model = None, source.image_size if together else size
+    planned = plan(source, provider, of_model, batch, setting, gpu=kind == "cuda", patch_size=patch, together=together)
     if measured:
         try:
             found = measure(source, provider, of_model, batch, setting, torch.device(kind), patch, together=together)
@@ -206,8 +200,6 @@ def _point(
                 raise
             if kind == "cuda":
                 torch.cuda.empty_cache()
-    if planned is None:
-        return MemoryPoint(provider, size, 0, batch, None, 0, 0, found)
     return MemoryPoint(
         provider, size, planned.tokens, batch, planned.parts, planned.activations, planned.attention, found
     )
@@ -220,15 +212,12 @@ def measure(
     """Run a step and return its peak in bytes: what exists before the step, and the most that it allocates on top.
 
     Args:
-        provider: of PROVIDERS, or "compile": SDPA under torch.compile.
         together: as in `plan`.
     """
     dtype = DTYPES[setting.dtype]
     with device:
-        model = source.build("sdpa" if provider == "compile" else provider, image_size, patch_size).to(dtype)
+        model = source.build(provider, image_size, patch_size).to(dtype)
         pixels = images_of(model, batch, image_size, dtype, together)
-    if provider == "compile":
-        model.compile()
     step = Step(model, pixels, setting, gpu=device.type == "cuda")
     with torch.enable_grad():
         step.make_state()
