@@ -7,8 +7,9 @@ from typing import Any
 from torch import nn
 
 from fastvit.blocks import read, run, spec
-from fastvit.blocks.read import DROPOUT, LINEAR, NORM
-from fastvit.blocks.spec import AttentionSpec, HalfSpec, MlpSpec, PlainLinear
+from fastvit.blocks.read import DROPOUT, NORM
+from fastvit.blocks.read_mlp import read_mlp
+from fastvit.blocks.spec import AttentionSpec, HalfSpec, PlainLinear
 from fastvit.blocks.submodules import CannotFuse, Classes, submodules
 from fastvit.integrations.forward import ClassHandler
 
@@ -24,12 +25,6 @@ def read_attention(attn: Any, dropout: Any) -> AttentionSpec:
     (proj,) = submodules(attn, out_proj=OUT_PROJ)
     qkv = PlainLinear(attn.in_proj_weight, attn.in_proj_bias)
     return read.describe_attention((qkv,), proj, attn.num_heads, None, attn.dropout if attn.training else 0.0, dropout)
-
-
-def read_mlp(mlp: Any) -> MlpSpec:
-    layers = {"0": LINEAR, "1": read.ACTIVATIONS, "2": DROPOUT, "3": LINEAR, "4": DROPOUT}
-    fc1, act, drop1, fc2, drop2 = submodules(mlp, **layers)
-    return read.describe_mlp(fc1, act, fc2, drop1, drop2)
 
 
 def read_block(block: Any) -> spec.BlockSpec:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from torch import Tensor, nn
@@ -85,3 +86,10 @@ def checkpoint_of(layer: Any) -> Callable[..., Tensor] | None:
     in_forward = type(layer).__call__ is nn.Module.__call__
     checkpointed = in_forward and layer.gradient_checkpointing and layer.training
     return layer._gradient_checkpointing_func if checkpointed else None
+
+
+def run_checkpointed(run_block: Callable[..., Tensor], x: Tensor, layer: LayerSpec[Any], **options: Any) -> Tensor:
+    """Run a layer's block, with activation checkpointing if that is on."""
+    if layer.checkpoint is None:
+        return run_block(x, layer.block, **options)
+    return layer.checkpoint(partial(run_block, block=layer.block, **options), x)
