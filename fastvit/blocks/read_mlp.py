@@ -54,7 +54,11 @@ _SILU = nn.SiLU()
 def read_mlp(mlp: Any, dropout: Dropout = None) -> MlpSpec:
     """Read an MLP. dropout: the one after it, if another module has it."""
     children = mlp._modules
-    layout = next((_LAYOUTS[name] for name in _LAYOUTS if name in children), _TIMM)
+    layout = _TIMM
+    for name in _LAYOUTS:
+        if name in children:
+            layout = _LAYOUTS[name]
+            break
     layers = dict(zip(layout.classes, submodules(mlp, layout.classes), strict=True))
     act = _SILU if layout.act is None else layers[layout.act]
     drop1, drop2 = [layers[name] for name in layout.drops] if layout.drops else (None, dropout)

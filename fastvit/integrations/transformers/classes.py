@@ -91,6 +91,9 @@ def class_of(prefix: str, suffix: str) -> str:
     return qualified(FAMILIES[prefix].file, name.replace("DINO", "Dino") if suffix == "DropPath" else name)
 
 
+ATTENTIONS: dict[str, Classes] = {
+    prefix: {class_of(prefix, suffix) for suffix in names.attentions} for prefix, names in FAMILIES.items()
+}
 VARLEN_ATTENTION = {qualified(file, f"{prefix}VisionAttention") for prefix, file in _TOWERS.items()}
 LAYER_SCALE: Classes = {nn.Identity, *(class_of(prefix, "LayerScale") for prefix in FAMILIES)}
 DROP_PATH: Classes = {nn.Identity, *(class_of(prefix, "DropPath") for prefix in FAMILIES)}

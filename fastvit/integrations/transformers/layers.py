@@ -23,7 +23,15 @@ from fastvit.blocks.spec import AttentionSpec, BlockSpec, HalfSpec, MlpSpec
 from fastvit.blocks.submodules import CannotFuse, submodules
 from fastvit.integrations.forward import ClassHandler, checked_mask
 from fastvit.integrations.transformers import hooks, vjepa2
-from fastvit.integrations.transformers.classes import DROP_PATH, FAMILIES, LAYER_SCALE, MLPS, RMS_NORM, class_of
+from fastvit.integrations.transformers.classes import (
+    ATTENTIONS,
+    DROP_PATH,
+    FAMILIES,
+    LAYER_SCALE,
+    MLPS,
+    RMS_NORM,
+    class_of,
+)
 from fastvit.integrations.transformers.hooks import LayerSpec
 from fastvit.ops import Norm, Rotary
 from fastvit.ops.runtime.checks import takes_head_dim
@@ -48,7 +56,7 @@ def is_nested(attn: Any) -> bool:
 
 
 def read_nested_attention(prefix: str, attn: Any) -> AttentionSpec:
-    inner = hooks.attention_of(attn, "attention", class_of(prefix, "SelfAttention"))
+    inner = hooks.attention_of(attn, "attention", {class_of(prefix, "SelfAttention")})
     (output,) = submodules(attn, output={class_of(prefix, "SelfOutput")})
     hooks.check_attention(inner)
     qkv = submodules(inner, query=LINEAR, key=LINEAR, value=LINEAR)
@@ -74,7 +82,7 @@ def read_attention(prefix: str, attn: Any, dropout: read.Dropout = None) -> Atte
         return read_nested_attention(prefix, attn)
     hooks.check_attention(attn)
     names = ("q_proj", "k_proj", "v_proj") if "q_proj" in attn._modules else ("query", "key", "value")
-    q, k, v, out = submodules(attn, **dict.fromkeys((*names, FAMILIES[prefix].projection), LINEAR))
+    q, k, v, out = submodules(attn, dict.fromkeys((*names, FAMILIES[prefix].projection), LINEAR))
     if "projection_dropout" in attn._modules:
         (own,) = submodules(attn, projection_dropout={nn.Identity, *read.DROPOUT})
         dropout = None if type(own) is nn.Identity else own
@@ -109,20 +117,20 @@ def run_rms_norm(x: Tensor, norm: Norm) -> Tensor:
     return run.run_norm(x, norm).to(torch.promote_types(x.dtype, norm.weight.dtype))
 
 
-def read_halves(prefix: str, layer: Any, read_attention: Callable[..., Any] = read_attention) -> BlockSpec:
-    """Read both halves of a layer. read_attention: function (prefix, attention, dropout) for its attention."""
+def read_halves(prefix: str, layer: Any, attention_reader: Callable[..., Any] = read_attention) -> BlockSpec:
+    """Read both halves of a layer. attention_reader: function (prefix, attention, dropout)."""
     hooks.check_version()
     names = FAMILIES[prefix]
-    norm1, norm2 = submodules(layer, **{names.norm1: _NORM, names.norm2: _NORM})
+    norm1, norm2 = submodules(layer, {names.norm1: _NORM, names.norm2: _NORM})
     dropout, p, gammas = None, 0.0, [None, None]
     if "dropout" in layer._modules:
         (dropout,) = submodules(layer, dropout=read.DROPOUT)
     if "intermediate" in layer._modules:
         mlp = read_nested_mlp(prefix, layer)
     else:
-        (module,) = submodules(layer, **{names.mlp: MLPS})
+        (module,) = submodules(layer, {names.mlp: MLPS})
         mlp = read_mlp(module, dropout)
-    attn = hooks.attention_of(layer, names.attention, *(class_of(prefix, suffix) for suffix in names.attentions))
+    attn = hooks.attention_of(layer, names.attention, ATTENTIONS[prefix])
     if "drop_path" in layer._modules:
         (drop_path,) = submodules(layer, drop_path=DROP_PATH)
         p, _ = read.read_drop_path(drop_path)
@@ -131,7 +139,7 @@ def read_halves(prefix: str, layer: Any, read_attention: Callable[..., Any] = re
         gammas = [None if type(scale) is nn.Identity else scale.lambda1 for scale in both]
     elif "lambda_1" in layer._parameters:
         gammas = [layer.lambda_1, layer.lambda_2]
-    attention = read_attention(prefix, attn, dropout)
+    attention = attention_reader(prefix, attn, dropout)
     return HalfSpec(attention, read_norm(norm1), gammas[0], p), HalfSpec(mlp, read_norm(norm2), gammas[1], p)
 
 

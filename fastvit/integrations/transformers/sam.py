@@ -28,6 +28,10 @@ def read_vitdet_attention(attn: Any) -> GridAttention:
     return _described_attention(attn, attn.num_heads, 0.0, attn.use_relative_position_embeddings)
 
 
+def _read_attention_of(prefix: str, attn: Any, dropout: Any) -> GridAttention:
+    return read_vitdet_attention(attn) if prefix == "VitDet" else read_attention(attn)
+
+
 def _described_attention(attn: Any, num_heads: int, p: float, has_positions: bool) -> GridAttention:
     hooks.check_version()
     qkv, proj = submodules(attn, qkv=LINEAR, proj=LINEAR)
@@ -41,8 +45,7 @@ def _described_attention(attn: Any, num_heads: int, p: float, has_positions: boo
 def read_layer(prefix: str, layer: Any) -> LayerSpec[GridBlock]:
     if prefix == "VitDet" and layer.use_residual_block:
         raise CannotFuse("convolutions after its MLP")
-    reader = read_vitdet_attention if prefix == "VitDet" else read_attention
-    halves = read_halves(prefix, layer, lambda _, attn, dropout: reader(attn))
+    halves = read_halves(prefix, layer, _read_attention_of)
     return LayerSpec(grid.describe_block(*halves, layer.window_size), hooks.checkpoint_of(layer))
 
 

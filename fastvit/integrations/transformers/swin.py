@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fastvit.blocks import windows
 from fastvit.blocks.recompute import DEFAULT, Recompute
-from fastvit.blocks.submodules import CannotFuse, submodules
+from fastvit.blocks.submodules import CannotFuse, Classes, submodules
 from fastvit.blocks.windows import WindowBlock
 from fastvit.integrations.forward import ClassHandler
 from fastvit.integrations.transformers import hooks
@@ -17,6 +17,7 @@ from fastvit.integrations.transformers.classes import class_of
 from fastvit.integrations.transformers.hooks import LayerSpec
 from fastvit.integrations.transformers.layers import read_halves
 
+_BIAS: dict[str, Classes] = {"relative_position_bias": {class_of("Swin", "RelativePositionBias")}}
 _SHIFT_BIAS = -100.0  # as `SwinLayer.get_attn_mask` has it
 
 
@@ -26,7 +27,7 @@ def read_layer(layer: Any) -> LayerSpec[WindowBlock]:
         raise CannotFuse("heads that share keys, in windows")
     attn = layer._modules["attention"]
     hooks.check_no_weights(attn)
-    (positions,) = submodules(attn, relative_position_bias={class_of("Swin", "RelativePositionBias")})
+    (positions,) = submodules(attn, _BIAS)
     side, n = layer.window_size, positions.window_area
     if n != side * side:
         raise CannotFuse(f"a relative position bias of {n} tokens, for windows of {side} x {side}")
