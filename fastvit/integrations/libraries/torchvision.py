@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -9,13 +10,13 @@ from torch import nn
 from fastvit.blocks import read, run, spec
 from fastvit.blocks.read import DROPOUT, NORM
 from fastvit.blocks.read_mlp import read_mlp
-from fastvit.blocks.spec import AttentionSpec, HalfSpec, PlainLinear
+from fastvit.blocks.spec import AttentionSpec, PlainLinear
 from fastvit.blocks.submodules import CannotFuse, Classes, submodules
 from fastvit.integrations.forward import ClassHandler
 
-ATTENTION = {nn.MultiheadAttention}
+ATTENTION: Classes = {nn.MultiheadAttention}
 OUT_PROJ: Classes = {nn.Linear, "torch.nn.modules.linear.NonDynamicallyQuantizableLinear"}
-MLP = {"torchvision.models.vision_transformer.MLPBlock"}
+MLP: Classes = {"torchvision.models.vision_transformer.MLPBlock"}
 
 
 def read_attention(attn: Any, dropout: Any) -> AttentionSpec:
@@ -28,11 +29,9 @@ def read_attention(attn: Any, dropout: Any) -> AttentionSpec:
 
 
 def read_block(block: Any) -> spec.BlockSpec:
-    attn, dropout, norm1 = submodules(block, self_attention=ATTENTION, dropout=DROPOUT, ln_1=NORM)
-    mlp, norm2 = submodules(block, mlp=MLP, ln_2=NORM)
-    return HalfSpec(read_attention(attn, dropout), read.read_norm(norm1)), HalfSpec(
-        read_mlp(mlp), read.read_norm(norm2)
-    )
+    (dropout,) = submodules(block, dropout=DROPOUT)
+    first = read.read_half(partial(read_attention, dropout=dropout), {"self_attention": ATTENTION, "ln_1": NORM}, block)
+    return first, read.read_half(read_mlp, {"mlp": MLP, "ln_2": NORM}, block)
 
 
 HANDLERS = {
