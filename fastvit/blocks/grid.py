@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -47,6 +47,15 @@ class GridBlock(NamedTuple):
     mlp: HalfSpec[MlpSpec]
     window: tuple[int, int] | None = None
     drops_windows: bool = False
+
+
+def describe_block(
+    first: HalfSpec[Any], mlp: HalfSpec[MlpSpec], window_size: int, drops_windows: bool = False
+) -> GridBlock:
+    """Describe a block. first: a half with GridAttention. window_size: 0 for the whole grid."""
+    attention, positions = first.branch
+    window = (window_size, window_size) if window_size else None
+    return GridBlock(first._replace(branch=attention), positions, mlp, window, drops_windows)
 
 
 def run_block(x: Tensor, block: GridBlock, recompute: Recompute = DEFAULT) -> Tensor:

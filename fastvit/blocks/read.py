@@ -6,7 +6,7 @@ A module is read when its hooks, adapters, modes, parameters or attributes have 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,15 +16,12 @@ from fastvit.blocks import run
 from fastvit.blocks.spec import (
     AdaptedLinear,
     AttentionSpec,
-    Branch,
     HalfSpec,
     LinearSpec,
-    MlpSpec,
     PlainLinear,
 )
-from fastvit.blocks.submodules import CannotFuse, Classes, qualified_name, read_or_none, submodules
+from fastvit.blocks.submodules import CannotFuse, Classes, read_or_none, submodules
 from fastvit.ops import Norm
-from fastvit.ops.runtime.activations import GATED
 
 LINEAR: Classes = {
     nn.Linear,
@@ -40,6 +37,8 @@ LAYER_SCALE: Classes = {
     "fastvit.layers.LayerScale",
     "timm.layers.layer_scale.LayerScale",
     "timm.models.vision_transformer.LayerScale",
+    "dinov2.layers.layer_scale.LayerScale",
+    "dinov3.layers.layer_scale.LayerScale",
 }
 DROP_PATH: Classes = {nn.Identity, "fastvit.layers.DropPath", "timm.layers.drop.DropPath"}
 ATTENTION: Classes = {
@@ -65,7 +64,6 @@ ACTIVATIONS: dict[type | str, str] = {
     "transformers.activations.SiLUActivation": "silu",
 }
 _IDENTITY = {nn.Identity}
-SILU = nn.SiLU()  # for modules that call the function
 
 
 def read_qk_norm(
@@ -177,9 +175,24 @@ def read_drop_path(module: Any) -> tuple[float, bool]:
     return module.drop_prob, getattr(module, "scale_by_keep", True)
 
 
-def describe_half(branch: Branch, norm: Any, scale: Any) -> HalfSpec[Branch]:
-    """Describe a half without stochastic depth. scale: a module with LayerScale's gamma, or nn.Identity."""
-    return HalfSpec(branch, read_norm(norm), None if isinstance(scale, nn.Identity) else scale.gamma)
+def read_half(read_branch: Callable[[Any], Any], parts: Mapping[str, Classes], block: Any) -> HalfSpec[Any]:
+    """Read half a pre-norm block. parts: names and classes of the branch and its norm, and of LayerScale and stochastic
+    depth, as far as the block has them."""
+    branch, norm, *others = submodules(block, parts)
+    layer_scale, drop_path = None, (0.0, True)
+    for module in others:
+        if "drop_prob" in module.__dict__:
+            drop_path = read_drop_path(module)
+        elif not isinstance(module, nn.Identity):
+            layer_scale = module.gamma
+    return HalfSpec(read_branch(branch), read_norm(norm), layer_scale, *drop_path)
+
+
+def read_packed(qkv: nn.Linear, proj: nn.Linear) -> tuple[LinearSpec]:
+    """Read the layer of q, k and v, after checking that it has as many channels of each as `proj` takes."""
+    if qkv.out_features != 3 * proj.in_features:
+        raise CannotFuse(f"qkv has {qkv.out_features} outputs for {proj.in_features} inputs of proj")
+    return (read_layer(qkv),)
 
 
 Dropout = nn.Dropout | None  # the layer, or None where there is none
@@ -211,36 +224,3 @@ def describe_attention(
     adapted = AdaptedLinear in (*map(type, qkv), type(last))  # a tuple: torch.compile of 2.9 traces no `in map(...)`
     norms = scale_norm, qk_norm
     return AttentionSpec(qkv, last, num_heads, scale, attn_drop, p, *norms, kv_heads, in_steps, adapted)
-
-
-def describe_mlp(
-    fc1: nn.Linear, act: nn.Module, fc2: nn.Linear, drop1: Dropout, drop2: Dropout, inner_norm: Norm | None = None
-) -> MlpSpec:
-    """Describe an MLP, after checking that the ops take its probabilities. act: of a class in ACTIVATIONS."""
-    p1 = drop1.p if drop1 is not None and drop1.training else 0.0
-    p2 = drop2.p if drop2 is not None and drop2.training else 0.0
-    if p1 >= 1.0 or p2 >= 1.0:
-        raise CannotFuse("a dropout of everything")
-    if p1 not in (0.0, p2):
-        raise CannotFuse(f"its two dropouts differ: {p1} and {p2}")
-    activation = ACTIVATIONS.get(type(act)) or ACTIVATIONS[qualified_name(act)]
-    if act.__dict__.get("approximate") == "tanh":  # nn.GELU's
-        activation = "gelu_tanh"
-    first, last = read_layer(fc1), read_layer(fc2)
-    adapted = AdaptedLinear in (type(first), type(last))
-    return MlpSpec(first, last, activation, act, p1, p2, inner_norm=inner_norm, adapted=adapted)
-
-
-def describe_gated_mlp(
-    fc1: Sequence[nn.Linear], act: nn.Module, fc2: nn.Linear, drop1: Dropout = None, drop2: Dropout = None,
-    *, gate_last: bool = False, inner_norm: Norm | None = None,
-) -> MlpSpec:  # fmt: skip
-    """Describe a gated MLP. fc1: the layers of gate and value, or one layer of both; act: the gate's activation, of a
-    class in ACTIVATIONS."""
-    mlp = describe_mlp(fc1[0], act, fc2, drop1, drop2, inner_norm)
-    for gated, plain in GATED.items():
-        if plain == mlp.activation:
-            value = read_layer(fc1[1]) if len(fc1) == 2 else None
-            adapted = mlp.adapted or type(value) is AdaptedLinear
-            return mlp._replace(activation=gated, value=value, gate_last=gate_last, adapted=adapted)
-    raise CannotFuse(f"a gate with {mlp.activation}")

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from fastvit.blocks import read, read_timm, spec
 from fastvit.blocks.read import DROP_PATH, DROPOUT, LINEAR, MLP, NORM
+from fastvit.blocks.read_mlp import read_mlp
 from fastvit.blocks.spec import AttentionSpec, HalfSpec, LinearSpec, PlainLinear
 from fastvit.blocks.submodules import CannotFuse, Classes, submodules
 from fastvit.ops import Rotary
@@ -68,7 +69,7 @@ def read_block(block: Any) -> spec.BlockSpec:
 def read_mlp_half(block: Any) -> HalfSpec[spec.MlpSpec]:
     norm, mlp, drop_path = submodules(block, norm2=NORM, mlp=MLP, drop_path2=DROP_PATH)
     return HalfSpec(
-        read_timm.read_mlp(mlp), read.read_norm(norm), getattr(block, "gamma_2", None), *read.read_drop_path(drop_path)
+        read_mlp(mlp), read.read_norm(norm), getattr(block, "gamma_2", None), *read.read_drop_path(drop_path)
     )
 
 

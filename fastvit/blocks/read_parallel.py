@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from fastvit.blocks import read, run
 from fastvit.blocks.read import ACTIVATIONS, DROP_PATH, DROPOUT, LAYER_SCALE, LINEAR, NORM
+from fastvit.blocks.read_mlp import describe_mlp
 from fastvit.blocks.spec import AttentionSpec, HalfSpec, MlpSpec, PlainLinear
 from fastvit.blocks.submodules import CannotFuse, submodules
 
@@ -39,7 +40,7 @@ def read_block(block: Any) -> Parallel:
     attention = read.describe_attention(
         (qkv,), into, block.num_heads, None, attn_drop.p if training else 0.0, None, None, qk_norm
     )
-    mlp = read.describe_mlp(into, act, into, mlp_drop, None)
+    mlp = describe_mlp(into, act, into, mlp_drop, None)
     proj, fc2 = _out_of(block, D)
     layer_scale = None if type(scale) is nn.Identity else scale.gamma
     rest = read.read_norm(norm), layer_scale, *read.read_drop_path(drop_path)

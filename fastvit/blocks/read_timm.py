@@ -2,48 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from torch import nn
 
-from fastvit.blocks.read import (
-    ACTIVATIONS,
-    ATTENTION,
-    DROP_PATH,
-    DROPOUT,
-    LAYER_SCALE,
-    LINEAR,
-    MLP,
-    NORM,
-    describe_attention,
-    describe_gated_mlp,
-    describe_mlp,
-    is_left_out,
-    read_drop_path,
-    read_inner_norm,
-    read_layer,
-    read_norm,
-    read_qk_norm,
-)
-from fastvit.blocks.spec import (
-    AttentionSpec,
-    BlockSpec,
-    HalfSpec,
-    MlpSpec,
-)
-from fastvit.blocks.submodules import CannotFuse, Classes, read_or_none, submodules
+from fastvit.blocks import read
+from fastvit.blocks.read import ATTENTION, DROP_PATH, DROPOUT, LAYER_SCALE, LINEAR, MLP, NORM
+from fastvit.blocks.read_mlp import read_mlp
+from fastvit.blocks.spec import AttentionSpec, BlockSpec, HalfSpec, MlpSpec
+from fastvit.blocks.submodules import CannotFuse, read_or_none, submodules
 from fastvit.ops import Norm
 
 _ATTENTION_PARTS = {"qkv": LINEAR, "proj": LINEAR, "attn_drop": DROPOUT, "proj_drop": DROPOUT}
-_MLP_PARTS = {"fc1": LINEAR, "fc2": LINEAR, "act": ACTIVATIONS, "drop1": DROPOUT, "drop2": DROPOUT}
 
 
 def read_attention(attn: Any) -> AttentionSpec:
     qkv, proj, attn_drop, proj_drop = submodules(attn, _ATTENTION_PARTS)
-    if qkv.out_features != 3 * proj.in_features:
-        raise CannotFuse(f"qkv has {qkv.out_features} outputs for {proj.in_features} inputs of proj")
+    layers = read.read_packed(qkv, proj)
     norms: tuple[Any, ...] = ()
     if len(attn._modules) > 4:
         norms = read_norms_of_attention(attn)
@@ -51,45 +28,22 @@ def read_attention(attn: Any) -> AttentionSpec:
     if attn.__dict__.get("fused_attn"):  # timm then leaves both to F.scaled_dot_product_attention
         scale, training = None, attn.training
     attn_drop_p = attn_drop.p if training else 0.0
-    return describe_attention((read_layer(qkv),), proj, attn.num_heads, scale, attn_drop_p, proj_drop, *norms)
+    return read.describe_attention(layers, proj, attn.num_heads, scale, attn_drop_p, proj_drop, *norms)
 
 
 def read_norms_of_attention(attn: nn.Module) -> tuple[Norm | None, tuple[Norm, Norm] | None]:
     """Read `norm`, `q_norm` and `k_norm`, which timm's attention may have in addition to its four layers. Raises
     CannotFuse for a gate, which no op has."""
-    if not is_left_out(attn, "gate"):
+    if not read.is_left_out(attn, "gate"):
         raise CannotFuse("a gate in attention")
-    return read_inner_norm(attn), read_qk_norm(attn)
-
-
-def read_mlp(mlp: Any) -> MlpSpec:
-    if "gate_last" in mlp.__dict__ or "fc1_g" in mlp._modules:
-        return _read_gated_mlp(mlp)
-    fc1, fc2, act, drop1, drop2 = submodules(mlp, _MLP_PARTS)
-    return describe_mlp(fc1, act, fc2, drop1, drop2, read_inner_norm(mlp) if "norm" in mlp._modules else None)
-
-
-def _read_gated_mlp(mlp: Any) -> MlpSpec:
-    """Read timm's SwiGLU, with a layer each for gate and value, or GluMlp, with one."""
-    names = ("fc1_g", "fc1_x") if "fc1_g" in mlp._modules else ("fc1",)
-    act, drop1, fc2, drop2, *fc1 = submodules(
-        mlp, act=ACTIVATIONS, drop1=DROPOUT, fc2=LINEAR, drop2=DROPOUT, **dict.fromkeys(names, LINEAR)
-    )
-    gate_last = len(names) == 1 and mlp.gate_last
-    return describe_gated_mlp(fc1, act, fc2, drop1, drop2, gate_last=gate_last, inner_norm=read_inner_norm(mlp))
-
-
-def read_half(read_branch: Callable[[Any], Any], parts: Mapping[str, Classes], block: Any) -> HalfSpec[Any]:
-    branch, norm, scale, drop_path = submodules(block, parts)
-    layer_scale = None if type(scale) is nn.Identity else scale.gamma
-    return HalfSpec(read_branch(branch), read_norm(norm), layer_scale, *read_drop_path(drop_path))
+    return read.read_inner_norm(attn), read.read_qk_norm(attn)
 
 
 read_attention_half: Callable[[Any], HalfSpec[AttentionSpec]] = partial(
-    read_half, read_attention, {"attn": ATTENTION, "norm1": NORM, "ls1": LAYER_SCALE, "drop_path1": DROP_PATH}
+    read.read_half, read_attention, {"attn": ATTENTION, "norm1": NORM, "ls1": LAYER_SCALE, "drop_path1": DROP_PATH}
 )
 read_mlp_half: Callable[[Any], HalfSpec[MlpSpec]] = partial(
-    read_half, read_mlp, {"mlp": MLP, "norm2": NORM, "ls2": LAYER_SCALE, "drop_path2": DROP_PATH}
+    read.read_half, read_mlp, {"mlp": MLP, "norm2": NORM, "ls2": LAYER_SCALE, "drop_path2": DROP_PATH}
 )
 
 

@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Sequence, Sized
+from collections.abc import Iterator, Sequence, Sized
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from fastvit.blocks.recompute import is_fitted
-from fastvit.blocks.submodules import CannotFuse, qualified_name
 from fastvit.graphed import check_without_graphs, remove
-from fastvit.integrations import pixels, recognise
-from fastvit.integrations.forward import ClassHandler, calls, check_forward, fused_forward, ops_that_run, reason_of
-from fastvit.integrations.libraries import dinov2, dinov3, pytorch, timm, torchvision
-from fastvit.integrations.transformers import layers as transformers
+from fastvit.integrations import pixels
+from fastvit.integrations.decide import advice, decide, part
+from fastvit.integrations.forward import fused_forward
+from fastvit.integrations.libraries import pytorch
 from fastvit.modules.arguments import checked_statistics
-from fastvit.report import FUSED_ALREADY, Entry, Report, Status
-
-_FAMILIES = (timm, transformers, torchvision, dinov2, dinov3)
-HANDLERS: dict[type | str, ClassHandler] = {
-    name: handler for family in (pytorch, *_FAMILIES) for name, handler in family.HANDLERS.items()
-}
-EMBEDDINGS: dict[str, str] = {name: attr for family in _FAMILIES for name, attr in family.EMBEDDINGS.items()}
+from fastvit.report import Entry, Report
 
 
 def accelerate(
@@ -77,15 +69,15 @@ def accelerate(
     mean, std = checked_statistics(mean, std, channels)
     patches = pytorch.patches(mean, std)
     restore(model)  # checks that nothing was fitted
-    decisions = list(_decide(model, "", (), set(), patches))
+    decisions = list(decide(model, patches, set()))
     embeddings = [decision.name for decision in decisions if decision.handler is patches]
     if mean is not None:
         pixels.check(model, embeddings, len(mean))
     entries = tuple(
-        Entry(name, type(module).__name__, status, detail, recognise.part(module))
+        Entry(name, type(module).__name__, status, detail, part(module))
         for name, module, status, detail, _ in decisions
     )
-    report = Report(entries, _advice(model, entries))
+    report = Report(entries, advice(model, decisions))
     if strict and report.skipped:
         raise ValueError(f"strict: {len(report.skipped)} modules cannot be accelerated\n{report}")
     if strict and not any(entry.fused for entry in entries):
@@ -144,95 +136,3 @@ def accelerated(
         yield report
     finally:
         restore(model)
-
-
-class _Decision(NamedTuple):
-    """The outcome for a module: status and detail as in `Entry`; handler: of a module that gets a fused forward."""
-
-    name: str
-    module: nn.Module
-    status: Status
-    detail: str = ""
-    handler: ClassHandler | None = None
-
-
-def _decide(
-    module: nn.Module, name: str, ancestors: tuple[nn.Module, ...], seen: set[int], patches: ClassHandler,
-    handler: ClassHandler | None = None,
-) -> Iterator[_Decision]:  # fmt: skip
-    """Decide about a module and all modules in it, in the order of named_modules().
-
-    Args:
-        module, name: the module, and its name in the model.
-        ancestors: the modules it is in, from the outermost.
-        seen: ids of the modules that are decided about.
-        patches: the handler of a patch embedding's convolution.
-        handler: the module's, if its parent determines it.
-    """
-    if id(module) in seen:
-        return
-    seen.add(id(module))
-    if qualified_name(module).startswith("fastvit."):
-        yield _Decision(name, module, "as it was", FUSED_ALREADY)
-        yield from _rest(module, name, seen, "as it was", FUSED_ALREADY)
-        return
-    handler = handler or HANDLERS.get(type(module)) or HANDLERS.get(qualified_name(module))
-    reason = None
-    if handler is not None:
-        try:
-            if "forward" in module.__dict__:
-                raise CannotFuse("it has a forward of its own")
-            check_forward(module, type(module))
-            description = handler.read(module)
-        except Exception as error:
-            reason = None if recognise.is_of_images(module) else reason_of(error)
-        else:
-            yield _Decision(name, module, "accelerated", ops_that_run(handler, module, description), handler)
-            called = {id(inner) for call in calls(description) for inner in call.module.modules()}
-            yield from _rest(module, name, seen, "part of", name, called)
-            return
-    inside: list[_Decision] = []
-    for child_name, child in module.named_children():
-        is_patches = EMBEDDINGS.get(qualified_name(module)) == child_name and type(child) in (nn.Conv2d, nn.Conv3d)
-        child_name = f"{name}.{child_name}" if name else child_name
-        inside += _decide(child, child_name, (*ancestors, module), seen, patches, patches if is_patches else None)
-    left = {id(decision.module) for decision in inside if decision.status == "as it was"}
-    if handler is None and recognise.could_be_fused(module, left):
-        reason = recognise.reason(module, ancestors, set(HANDLERS))
-    yield _Decision(name, module, "skipped" if reason else "as it was", reason or "")
-    yield from inside
-
-
-def _rest(
-    module: nn.Module, name: str, seen: set[int], status: Status, detail: str, called: Collection[int] = ()
-) -> Iterator[_Decision]:
-    """Decide the same for all modules in a module that are not in `seen`. called: ids of those that run as modules."""
-    for child_name, child in module.named_modules(prefix=name):
-        if id(child) not in seen:
-            seen.add(id(child))
-            layers = recognise.linear_layers(child) if recognise.part(child) == "MLP" else [child]
-            if all(id(layer) in called for layer in layers):
-                yield _Decision(child_name, child, "as it was", f"called in {name}")
-            else:
-                yield _Decision(child_name, child, status, detail)
-
-
-def _advice(model: nn.Module, entries: Sequence[Entry]) -> tuple[str, ...]:
-    """Say what to try for attention that is skipped."""
-    owners = {}
-    for entry in entries:
-        if entry.status != "skipped" or entry.part != "attention":
-            continue
-        attn, path = model.get_submodule(entry.name), entry.name.split(".")
-        if qualified_name(attn) in HANDLERS:
-            continue
-        ancestors = {".".join(path[:i]): model.get_submodule(".".join(path[:i])) for i in range(len(path))}
-        with_choice = [name for name, m in ancestors.items() if hasattr(m, "set_attn_implementation")]
-        bias = recognise.has_relative_positions(attn, list(ancestors.values()))
-        if with_choice and not bias and transformers.takes_registered_attention(attn):
-            owners[entry.kind] = ".".join(["model", *with_choice[0].split(".")]).rstrip(".")
-    return tuple(
-        f"to fuse the attention of {kind}: fastvit.integrations.transformers.register_attention(), then "
-        f'{owner}.set_attn_implementation("fastvit")'
-        for kind, owner in owners.items()
-    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,14 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
 
-from fastvit.blocks.grid import GridAttention, GridBlock
 from fastvit.blocks.recompute import recompute_of
-from fastvit.blocks.run import runs_in_steps
-from fastvit.blocks.spec import AdaptedLinear, AttentionSpec, HalfSpec, MlpSpec, PlainLinear
 from fastvit.blocks.submodules import CannotFuse, class_name, has_own_forward
 from fastvit.blocks.unchanged import read_once
-from fastvit.blocks.windows import WindowBlock
-from fastvit.ops import Norm
 
 
 def only_input(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -51,7 +46,7 @@ class ClassHandler:
         takes_lists: whether the input, and with it the rotary positions, may be a list.
         takes_recompute: whether the module is a block that can compute again what its backward pass needs, as
             `blocks/recompute.py` describes.
-        op: name of the op for the report, if the description does not determine it.
+        op: names of the ops for the report, if the description does not determine them.
     """
 
     read: Callable[[Any], Any]
@@ -133,82 +128,6 @@ def _warn(name: str, kind: str, reason: str) -> None:
 # torch 2.11 cannot trace a warning. With this attribute, which torch.compiler.assume_constant_result sets, the compiler
 # calls the function while it traces; setting it here does not import the compiler.
 _warn._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def calls(description: Any) -> list[AdaptedLinear]:
-    """Return the layers in a description that run as modules."""
-    if isinstance(description, AdaptedLinear):
-        return [description]
-    return [call for part in description for call in calls(part)] if isinstance(description, tuple) else []
-
-
-def ops_that_run(handler: ClassHandler, module: nn.Module, description: Any) -> str:
-    """Return the names of the ops that run a module, and the layers that run as modules, for the report."""
-    ops = handler.op or ", ".join(dict.fromkeys(_ops(description)))
-    called = {id(call.module): call.module for call in calls(description)}
-    if not called:
-        return ops
-    names = [name for name, inner in module.named_modules() if id(inner) in called]
-    return f"{ops}; {', '.join(names)} as {', '.join(sorted(set(map(_kind, called.values()))))}"
-
-
-def _kind(layer: nn.Module) -> str:
-    """Return the name of its class, and of its weight's class if that is not nn.Parameter."""
-    weight = layer._parameters.get("weight")
-    own = weight is not None and type(weight) is not nn.Parameter
-    return class_name(type(layer)) + f" with {class_name(type(weight))}" * own
-
-
-def _ops(description: Any) -> Iterator[str]:
-    if isinstance(description, WindowBlock | GridBlock):
-        attn = description.attention.branch
-        yield f"{description.attention.norm.kind}_norm" if attn.adapted else "layer_norm_linear"
-        in_windows = description.window is not None or description.positions.tables is not None
-        yield from _attention_in_windows(attn) if in_windows else _ops(attn)
-        yield from _ops(description.mlp)
-        return
-    if isinstance(description, GridAttention) and description.positions.tables is not None:
-        yield from _attention_in_windows(description.attention)
-        return
-    if isinstance(description, HalfSpec):
-        if not runs_in_steps(description.branch):
-            yield "layer_norm_attention" if isinstance(description.branch, AttentionSpec) else "layer_norm_mlp"
-            return
-        in_steps = isinstance(description.branch, AttentionSpec) and not calls(description.branch)
-        yield "layer_norm_linear" if in_steps else f"{description.norm.kind}_norm"
-        description = description.branch
-    if isinstance(description, AttentionSpec):
-        packed = len(description.qkv) == 1 and description.qk_norm is None and not description.in_steps
-        if description.qk_norm is not None:
-            yield f"{description.qk_norm[0].kind}_norm" if description.in_steps else "qk_norm"
-        yield "attention_qkvpacked" if packed else "attention"
-        yield from _norm(description.scale_norm)
-        if isinstance(description.proj, PlainLinear):
-            yield "linear"
-    elif isinstance(description, MlpSpec):
-        if not runs_in_steps(description):
-            yield "mlp"
-            return
-        if PlainLinear in map(type, (description.fc1, description.value, description.fc2)):
-            yield "linear"
-        yield from _norm(description.inner_norm)
-    elif isinstance(description, tuple):
-        for part in description:
-            yield from _ops(part)
-
-
-def _attention_in_windows(attn: AttentionSpec) -> Iterator[str]:
-    """Yield the ops of attention within windows, or over a grid with relative positions."""
-    if attn.qk_norm is not None:
-        yield "qk_norm"
-    yield "attention_windows"
-    if isinstance(attn.proj, PlainLinear):
-        yield "linear"
-
-
-def _norm(norm: Norm | None) -> Iterator[str]:
-    if norm is not None:
-        yield f"{norm.kind}_norm"
 
 
 def checked_mask(mask: Any, queries: int, keys: int | None = None) -> Tensor | None:

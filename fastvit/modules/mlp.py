@@ -8,7 +8,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from fastvit.blocks import read_timm, run
+from fastvit.blocks import run
+from fastvit.blocks.read_mlp import read_mlp
 from fastvit.blocks.unchanged import read_once_or_none
 from fastvit.modules.arguments import (
     Device,
@@ -74,7 +75,7 @@ class Mlp(nn.Module):
         self.drop2 = nn.Dropout(drop)
 
     def forward(self, x: Tensor) -> Tensor:
-        mlp = read_once_or_none(read_timm.read_mlp, self)
+        mlp = read_once_or_none(read_mlp, self)
         if mlp is not None:
             return run.run_mlp(x, mlp)
         hidden = self.drop1(self.act(self.fc1(x)))
@@ -103,7 +104,7 @@ class _GatedMlp(nn.Module):
         raise NotImplementedError
 
     def forward(self, x: Tensor) -> Tensor:
-        mlp = read_once_or_none(read_timm.read_mlp, self)
+        mlp = read_once_or_none(read_mlp, self)
         if mlp is not None:
             return run.run_mlp(x, mlp)
         gate, value = self.gate_and_value(x)

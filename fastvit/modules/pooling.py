@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from fastvit import ops
-from fastvit.blocks import read, read_timm, run, spec
+from fastvit.blocks import read, run, spec
+from fastvit.blocks.read_mlp import read_mlp
 from fastvit.blocks.spec import HalfSpec
 from fastvit.blocks.submodules import submodules
 from fastvit.blocks.unchanged import read_once_or_none
@@ -140,4 +141,4 @@ class AttentionPoolLatent(nn.Module):
 
 def _read_mlp_half(pool: Any) -> HalfSpec[spec.MlpSpec]:
     mlp, norm = submodules(pool, mlp=read.MLP, norm=read.NORM)
-    return HalfSpec(read_timm.read_mlp(mlp), read.read_norm(norm))
+    return HalfSpec(read_mlp(mlp), read.read_norm(norm))

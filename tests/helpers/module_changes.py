@@ -10,16 +10,22 @@ from models import D, H, LoRA, tokens
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+SUBMODULES = (
+    "norm1", "attn", "attn.qkv", "attn.attn_drop", "attn.proj", "attn.proj_drop", "ls1", "drop_path1",
+    "norm2", "mlp", "mlp.fc1", "mlp.act", "mlp.drop1", "mlp.fc2", "mlp.drop2", "ls2", "drop_path2",
+)  # fmt: skip
+EDITED, LAYERS = ("norm1", "attn", "mlp", "mlp.fc2", ""), ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")
 Undo = Callable[[], Any]
 X, DY = tokens(dtype=torch.float32)
 
 
-def result(block: nn.Module) -> tuple[Tensor, Tensor]:
-    """Return the output and the gradient of the input."""
+def result(block: nn.Module) -> list[Tensor]:
+    """Return the output and the gradients of the input and of the parameters, by name."""
     x = X.clone().requires_grad_()
     torch.manual_seed(3)
     y = block(x)
-    return y.detach(), torch.autograd.grad(y, x, DY)[0]
+    parameters = [p for _, p in sorted(block.named_parameters()) if p.requires_grad]
+    return [y.detach(), *torch.autograd.grad(y, [x, *parameters], DY, allow_unused=True, materialize_grads=True)]
 
 
 def attribute(path: str, name: str, value: Any) -> Callable[[nn.Module], Undo]:
@@ -197,6 +203,10 @@ def doubled_result(module: nn.Module, args: Any, output: Tensor) -> Tensor:
     return output * 2
 
 
+def edited_result(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    return output.mul_(1.5).add_(1.0)
+
+
 def noise(module: nn.Module) -> nn.Parameter:
     return nn.Parameter(torch.randn(module.weight.shape, generator=torch.Generator().manual_seed(2)) * 0.1)
 
@@ -206,12 +216,11 @@ CHANGES: dict[str, Callable[[nn.Module], Undo]] = {
     "another activation": replaced("mlp.act", lambda _: nn.ReLU()),
     "an activation without an op": replaced("mlp.act", lambda _: nn.Tanh()),
     "no LayerScale": replaced("ls1", lambda _: nn.Identity()),
-    "another adapter": replaced("mlp.fc2", LoRA),
     "a quantised layer": replaced("mlp.fc1", quantised),
-    "forward hook": hook("register_forward_hook", "mlp.act", doubled_result),
+    **{f"forward hook of {path}": hook("register_forward_hook", path, doubled_result) for path in (*SUBMODULES, "")},
+    **{f"edit after {path}": hook("register_forward_hook", path, edited_result) for path in EDITED},
+    **{f"adapter in {path}": replaced(path, LoRA) for path in LAYERS},
     "forward hook first": hook("register_forward_hook", "attn.proj", doubled_result, prepend=True),
-    "forward hook of a half": hook("register_forward_hook", "attn", doubled_result),
-    "forward hook of the block": hook("register_forward_hook", "", doubled_result),
     "forward pre-hook": hook("register_forward_pre_hook", "mlp.fc1", lambda _, args: (args[0] * 2,)),
     "backward hook": hook("register_full_backward_hook", "attn.proj", lambda _, grads, __: (grads[0] * 2,)),
     "backward pre-hook": hook("register_full_backward_pre_hook", "norm2", lambda _, grads: (grads[0] * 2,)),

@@ -14,7 +14,7 @@ from oracle import assert_as_accurate
 import fastvit
 from fastvit.blocks.recompute import ATTRIBUTE, Recompute
 from fastvit.blocks.submodules import qualified_name
-from fastvit.integrations.apply import EMBEDDINGS, HANDLERS
+from fastvit.integrations.decide import EMBEDDINGS, HANDLERS
 from fastvit.study.memory.peak import saved_bytes
 
 

@@ -63,7 +63,7 @@ def patches(mean: Statistics = None, std: Statistics = None) -> ClassHandler:
 
 
 HANDLERS: dict[type | str, ClassHandler] = {
-    **dict.fromkeys(read.LAYER_NORM, ClassHandler(read.read_norm, run.run_norm, ndim=None, op="layer_norm")),
-    **dict.fromkeys(read.RMS_NORM, ClassHandler(read.read_norm, run.run_norm, ndim=None, op="rms_norm")),
-    "timm.layers.norm.RmsNormFp32": ClassHandler(read.read_norm, run_norm_in_dtype, ndim=None, op="rms_norm"),
+    **dict.fromkeys(read.LAYER_NORM, ClassHandler(read.read_norm, run.run_norm, ndim=None)),
+    **dict.fromkeys(read.RMS_NORM, ClassHandler(read.read_norm, run.run_norm, ndim=None)),
+    "timm.layers.norm.RmsNormFp32": ClassHandler(read.read_norm, run_norm_in_dtype, ndim=None),
 }

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from fastvit.blocks import grid, read, read_eva, read_parallel, read_timm, run, windows
 from fastvit.blocks.grid import GridAttention, GridBlock, Positions
 from fastvit.blocks.read import DROP_PATH, LAYER_SCALE, MLP, NORM
-from fastvit.blocks.spec import AttentionSpec, HalfSpec
+from fastvit.blocks.read_mlp import read_mlp
+from fastvit.blocks.spec import AttentionSpec
 from fastvit.blocks.submodules import CannotFuse, Classes, submodules
 from fastvit.blocks.windows import WindowBlock
 from fastvit.integrations.forward import ClassHandler, checked_mask
@@ -23,7 +24,7 @@ from fastvit.ops import Rotary
 _SAM, _SWIN = "timm.models.vision_transformer_sam", "timm.models.swin_transformer"
 _SAM_ATTENTION: Classes = {f"{_SAM}.Attention"}
 _SAM_HALF: dict[str, Classes] = {"attn": _SAM_ATTENTION, "norm1": NORM, "ls1": LAYER_SCALE, "drop_path1": DROP_PATH}
-_SWIN_ATTENTION: Classes = {f"{_SWIN}.WindowAttention"}
+_SWIN_HALF: dict[str, Classes] = {"attn": {f"{_SWIN}.WindowAttention"}, "norm1": NORM, "drop_path1": DROP_PATH}
 _SHIFT_BIAS = -100.0  # as `SwinTransformerBlock.get_attn_mask` has it
 
 
@@ -68,11 +69,8 @@ def read_sam_attention(attn: Any) -> GridAttention:
 
 
 def read_sam_block(block: Any) -> GridBlock:
-    attention_half = read_timm.read_half(read_sam_attention, _SAM_HALF, block)
-    attention, positions = attention_half.branch
-    half = attention_half._replace(branch=attention)
-    window = (block.window_size, block.window_size) if block.window_size else None
-    return GridBlock(half, positions, read_timm.read_mlp_half(block), window, drops_windows=True)
+    first = read.read_half(read_sam_attention, _SAM_HALF, block)
+    return grid.describe_block(first, read_timm.read_mlp_half(block), block.window_size, drops_windows=True)
 
 
 def read_swin_attention(attn: Any) -> AttentionSpec:
@@ -81,10 +79,9 @@ def read_swin_attention(attn: Any) -> AttentionSpec:
 
 
 def read_swin_block(block: Any) -> WindowBlock:
-    norm1, attn, drop_path1 = submodules(block, norm1=NORM, attn=_SWIN_ATTENTION, drop_path1=DROP_PATH)
-    norm2, mlp, drop_path2 = submodules(block, norm2=NORM, mlp=MLP, drop_path2=DROP_PATH)
-    first = HalfSpec(read_swin_attention(attn), read.read_norm(norm1), None, *read.read_drop_path(drop_path1))
-    second = HalfSpec(read_timm.read_mlp(mlp), read.read_norm(norm2), None, *read.read_drop_path(drop_path2))
+    first = read.read_half(read_swin_attention, _SWIN_HALF, block)
+    second = read.read_half(read_mlp, {"mlp": MLP, "norm2": NORM, "drop_path2": DROP_PATH}, block)
+    attn = block.attn
     bias = windows.bias_of(attn.relative_position_bias_table, attn.relative_position_index)
     return WindowBlock(first, second, bias, block.window_size, block.shift_size, _SHIFT_BIAS, rolls_first=True)
 
@@ -114,7 +111,7 @@ HANDLERS = {
     **dict.fromkeys(
         read.ATTENTION, ClassHandler(read_timm.read_attention, run.run_attention, check_call, options=masks)
     ),
-    **dict.fromkeys(MLP, ClassHandler(read_timm.read_mlp, run.run_mlp, ndim=None)),
+    **dict.fromkeys(MLP, ClassHandler(read_mlp, run.run_mlp, ndim=None)),
     "timm.models.eva.EvaBlock": _EVA_BLOCK,
     "timm.models.deepseek_vit.DeepseekVitBlock": _EVA_BLOCK,
     "timm.models.eva.EvaAttention": _EVA_ATTENTION,

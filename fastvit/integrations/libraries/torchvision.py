@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from torch import nn
 
 from fastvit.blocks import read, run, spec
-from fastvit.blocks.read import DROPOUT, LINEAR, NORM
-from fastvit.blocks.spec import AttentionSpec, HalfSpec, MlpSpec, PlainLinear
+from fastvit.blocks.read import DROPOUT, NORM
+from fastvit.blocks.read_mlp import read_mlp
+from fastvit.blocks.spec import AttentionSpec, PlainLinear
 from fastvit.blocks.submodules import CannotFuse, Classes, submodules
 from fastvit.integrations.forward import ClassHandler
 
-ATTENTION = {nn.MultiheadAttention}
+ATTENTION: Classes = {nn.MultiheadAttention}
 OUT_PROJ: Classes = {nn.Linear, "torch.nn.modules.linear.NonDynamicallyQuantizableLinear"}
-MLP = {"torchvision.models.vision_transformer.MLPBlock"}
+MLP: Classes = {"torchvision.models.vision_transformer.MLPBlock"}
 
 
 def read_attention(attn: Any, dropout: Any) -> AttentionSpec:
@@ -26,18 +28,10 @@ def read_attention(attn: Any, dropout: Any) -> AttentionSpec:
     return read.describe_attention((qkv,), proj, attn.num_heads, None, attn.dropout if attn.training else 0.0, dropout)
 
 
-def read_mlp(mlp: Any) -> MlpSpec:
-    layers = {"0": LINEAR, "1": read.ACTIVATIONS, "2": DROPOUT, "3": LINEAR, "4": DROPOUT}
-    fc1, act, drop1, fc2, drop2 = submodules(mlp, **layers)
-    return read.describe_mlp(fc1, act, fc2, drop1, drop2)
-
-
 def read_block(block: Any) -> spec.BlockSpec:
-    attn, dropout, norm1 = submodules(block, self_attention=ATTENTION, dropout=DROPOUT, ln_1=NORM)
-    mlp, norm2 = submodules(block, mlp=MLP, ln_2=NORM)
-    return HalfSpec(read_attention(attn, dropout), read.read_norm(norm1)), HalfSpec(
-        read_mlp(mlp), read.read_norm(norm2)
-    )
+    (dropout,) = submodules(block, dropout=DROPOUT)
+    first = read.read_half(partial(read_attention, dropout=dropout), {"self_attention": ATTENTION, "ln_1": NORM}, block)
+    return first, read.read_half(read_mlp, {"mlp": MLP, "ln_2": NORM}, block)
 
 
 HANDLERS = {

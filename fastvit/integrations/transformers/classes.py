@@ -1,13 +1,19 @@
-"""The classes of Hugging Face transformers (version 5) that are known, and the names of their parts."""
+"""The families of Hugging Face transformers (version 5) that are known, and the names of their parts."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+from torch import nn
+
+from fastvit.blocks.submodules import Classes
+
 
 class Names(NamedTuple):
-    """The names in one model. file: its module; norm1, attention, norm2, mlp: attributes of a layer; projection: an
-    attribute of attention; layer_class, attention_class, mlp_classes: class names without the model's prefix."""
+    """The names in one family. file: its module; norm1, attention, norm2, mlp: attributes of a layer; projection: an
+    attribute of attention. Class names are without the family's prefix: layer, attentions, mlps; patches: that of the
+    patch embedding, and the attribute of its convolution, or None if it has none. rotates: whether a call has rotary
+    positions. own_norm: whether there is an RMSNorm, with T5's code. on_grid: whether layers run over a grid."""
 
     file: str
     norm1: str
@@ -15,43 +21,65 @@ class Names(NamedTuple):
     norm2: str
     projection: str
     mlp: str = "mlp"
-    layer_class: str = "Layer"
-    attention_class: str = "Attention"
-    mlp_classes: tuple[str, ...] = ("MLP",)
+    layer: str = "Layer"
+    attentions: tuple[str, ...] = ("Attention",)
+    mlps: tuple[str, ...] = ("MLP",)
+    patches: tuple[str, str] | None = ("PatchEmbeddings", "projection")
+    rotates: bool = False
+    own_norm: bool = False
+    on_grid: bool = False
 
 
-_SWIGLU = ("MLP", "SwiGLUFFN")
-_CLIP = "layer_norm1", "self_attn", "layer_norm2", "out_proj", "mlp", "EncoderLayer"
+_VIT = "layernorm_before", "attention", "layernorm_after"
+_DINO = "norm1", "attention", "norm2", "o_proj"
+_CLIP = "layer_norm1", "self_attn", "layer_norm2", "out_proj", "mlp", "EncoderLayer", ("Attention",), ("MLP",)
 _AIMV2 = "rms_norm1", "attention", "rms_norm2", "out_proj", "ffn"
-MODELS = {  # by the prefix of its classes
-    "ViT": Names("vit", "layernorm_before", "attention", "layernorm_after", "o_proj"),
-    "DeiT": Names("deit", "layernorm_before", "attention", "layernorm_after", "o_proj"),
-    "Dinov2": Names("dinov2", "norm1", "attention", "norm2", "o_proj", mlp_classes=_SWIGLU),
-    "Dinov2WithRegisters": Names("dinov2_with_registers", "norm1", "attention", "norm2", "o_proj", mlp_classes=_SWIGLU),
-    "DINOv3ViT": Names("dinov3_vit", "norm1", "attention", "norm2", "o_proj", mlp_classes=("MLP", "GatedMLP")),
-    "Sapiens2": Names("sapiens2", "norm1", "attention", "norm2", "o_proj", mlp_classes=("MLP", "GatedMLP")),
-    "CLIP": Names("clip", *_CLIP),
-    "Siglip": Names("siglip", *_CLIP),
-    "Siglip2": Names("siglip2", *_CLIP),
-    "Aimv2": Names("aimv2", *_AIMV2, "EncoderLayer"),
-    "Ovis2": Names("ovis2", *_AIMV2, "VisionEncoderLayer", "VisionAttention"),
-    "InternVLVision": Names("internvl", "layernorm_before", "attention", "layernorm_after", "projection_layer"),
-    "Pixtral": Names("pixtral", "attention_norm", "attention", "ffn_norm", "o_proj", "feed_forward", "AttentionLayer"),
-    "VideoMAE": Names("videomae", "layernorm_before", "attention", "layernorm_after", "output", mlp_classes=()),
-    "VJEPA2": Names("vjepa2", "norm1", "attention", "norm2", "proj", attention_class="RopeAttention"),
-}
-_CONVOLUTIONS = {  # of patch embeddings: class name without the prefix, and the convolution's attribute
-    **dict.fromkeys(
-        ("ViT", "DeiT", "Dinov2", "Dinov2WithRegisters", "InternVLVision", "VideoMAE"),
-        ("PatchEmbeddings", "projection"),
+_SAM = "layer_norm1", "attn", "layer_norm2", "proj", "mlp", "VisionLayer", ("VisionAttention", "VisionSdpaAttention")
+_CONVOLUTION = "VisionEmbeddings", "patch_embedding"
+_EMBEDDINGS = "Embeddings", "patch_embeddings"
+_SWIGLU, _GATED = ("MLP", "SwiGLUFFN"), ("MLP", "GatedMLP")
+SAM = {  # SAM's encoder, and those with the same code
+    prefix: Names(file, *_SAM, ("MLPBlock",), on_grid=True)
+    for prefix, file in {
+        "Sam": "sam", "SamHQ": "sam_hq", "DeepseekOcr2Sam": "deepseek_ocr2", "UnlimitedOcrSam": "unlimited_ocr",
+        "GotOcr2": "got_ocr2", "PPFormulaNet": "pp_formulanet", "SLANeXt": "slanext",
+    }.items()
+}  # fmt: skip
+FAMILIES = {  # by the prefix of its classes
+    "ViT": Names("vit", *_VIT, "o_proj"),
+    "DeiT": Names("deit", *_VIT, "o_proj"),
+    "Dinov2": Names("dinov2", *_DINO, mlps=_SWIGLU),
+    "Dinov2WithRegisters": Names("dinov2_with_registers", *_DINO, mlps=_SWIGLU),
+    "DINOv3ViT": Names("dinov3_vit", *_DINO, mlps=_GATED, patches=_EMBEDDINGS, rotates=True),
+    "Sapiens2": Names("sapiens2", *_DINO, mlps=_GATED, patches=_EMBEDDINGS, rotates=True, own_norm=True),
+    "CLIP": Names("clip", *_CLIP, _CONVOLUTION),
+    "Siglip": Names("siglip", *_CLIP, _CONVOLUTION),
+    "Siglip2": Names("siglip2", *_CLIP, None),
+    "Aimv2": Names("aimv2", *_AIMV2, "EncoderLayer", patches=("VisionEmbeddings", "patch_embed"), own_norm=True),
+    "Ovis2": Names("ovis2", *_AIMV2, "VisionEncoderLayer", ("VisionAttention",), patches=_CONVOLUTION, own_norm=True),
+    "InternVLVision": Names("internvl", *_VIT, "projection_layer", own_norm=True),
+    "Pixtral": Names(
+        "pixtral", "attention_norm", "attention", "ffn_norm", "o_proj", "feed_forward", "AttentionLayer",
+        patches=("VisionModel", "patch_conv"), rotates=True, own_norm=True,
     ),
-    **dict.fromkeys(("CLIP", "Siglip", "Ovis2"), ("VisionEmbeddings", "patch_embedding")),
-    "Aimv2": ("VisionEmbeddings", "patch_embed"),
-    "Pixtral": ("VisionModel", "patch_conv"),
-    "VJEPA2": ("PatchEmbeddings3D", "proj"),
-    **dict.fromkeys(("DINOv3ViT", "Sapiens2"), ("Embeddings", "patch_embeddings")),
-}
-ROTATES = ("DINOv3ViT", "Sapiens2", "Pixtral")  # layers with rotary positions
+    "VideoMAE": Names("videomae", *_VIT, "output", mlps=()),
+    "VJEPA2": Names(
+        "vjepa2", "norm1", "attention", "norm2", "proj", attentions=("RopeAttention",),
+        patches=("PatchEmbeddings3D", "proj"),
+    ),
+    "Swin": Names("swin", *_VIT, "o_proj", on_grid=True),
+    "VitDet": Names(
+        "vitdet", "norm1", "attention", "norm2", "proj", mlps=("Mlp",), patches=("Embeddings", "projection"),
+        on_grid=True,
+    ),
+    **SAM,
+}  # fmt: skip
+# Towers with attention within images or windows that cu_seqlens separates, all with the same code
+_TOWERS = {
+    "": "qwen2_vl", "Qwen2_5_VL": "qwen2_5_vl", "Qwen3VL": "qwen3_vl", "Qwen3VLMoe": "qwen3_vl_moe",
+    "Qwen3OmniMoe": "qwen3_omni_moe", "Qwen3_5": "qwen3_5", "Qwen3_5Moe": "qwen3_5_moe", "Qwen4Exp": "qwen4_exp",
+    "Ernie4_5_VLMoe": "ernie4_5_vl_moe", "CohereCompass": "cohere_compass", "Glm4v": "glm4v", "Glm4vMoe": "glm4v_moe",
+}  # fmt: skip
 
 
 def qualified(file: str, name: str) -> str:
@@ -60,37 +88,25 @@ def qualified(file: str, name: str) -> str:
 
 def class_of(prefix: str, suffix: str) -> str:
     name = prefix + suffix
-    return qualified(MODELS[prefix].file, name.replace("DINO", "Dino") if suffix == "DropPath" else name)
+    return qualified(FAMILIES[prefix].file, name.replace("DINO", "Dino") if suffix == "DropPath" else name)
 
 
-EMBEDDINGS = {class_of(prefix, suffix): attribute for prefix, (suffix, attribute) in _CONVOLUTIONS.items()}
-# RMSNorms with T5's code, and the MLPs of layers that are not known as a whole
-RMS_NORM: set[type | str] = {
-    *(class_of(prefix, "RMSNorm") for prefix in ("Aimv2", "Ovis2", "InternVLVision", "Sapiens2", "Pixtral")),
-    qualified("qwen2_5_vl", "Qwen2_5_VLRMSNorm"),
-    qualified("glm4v", "Glm4vRMSNorm"),
+ATTENTIONS: dict[str, Classes] = {
+    prefix: {class_of(prefix, suffix) for suffix in names.attentions} for prefix, names in FAMILIES.items()
 }
-OTHER_MLPS = {
+VARLEN_ATTENTION = {qualified(file, f"{prefix}VisionAttention") for prefix, file in _TOWERS.items()}
+LAYER_SCALE: Classes = {nn.Identity, *(class_of(prefix, "LayerScale") for prefix in FAMILIES)}
+DROP_PATH: Classes = {nn.Identity, *(class_of(prefix, "DropPath") for prefix in FAMILIES)}
+MLPS: Classes = {
+    *(class_of(prefix, suffix) for prefix, names in FAMILIES.items() for suffix in names.mlps),
     qualified("qwen2_5_vl", "Qwen2_5_VLMLP"),
     qualified("glm4v", "Glm4VisionMlp"),
 }
-# Attention within images or windows that cu_seqlens separates, all with the same code
-VARLEN_ATTENTION = {
-    qualified("qwen2_vl", "VisionAttention"),
-    *(
-        qualified(file, f"{prefix}VisionAttention")
-        for file, prefix in {
-            "qwen2_5_vl": "Qwen2_5_VL",
-            "qwen3_vl": "Qwen3VL",
-            "qwen3_vl_moe": "Qwen3VLMoe",
-            "qwen3_omni_moe": "Qwen3OmniMoe",
-            "qwen3_5": "Qwen3_5",
-            "qwen3_5_moe": "Qwen3_5Moe",
-            "qwen4_exp": "Qwen4Exp",
-            "ernie4_5_vl_moe": "Ernie4_5_VLMoe",
-            "cohere_compass": "CohereCompass",
-            "glm4v": "Glm4v",
-            "glm4v_moe": "Glm4vMoe",
-        }.items()
-    ),
+RMS_NORM: Classes = {  # with T5's code
+    *(class_of(prefix, "RMSNorm") for prefix, names in FAMILIES.items() if names.own_norm),
+    qualified("qwen2_5_vl", "Qwen2_5_VLRMSNorm"),
+    qualified("glm4v", "Glm4vRMSNorm"),
+}
+EMBEDDINGS = {
+    class_of(prefix, names.patches[0]): names.patches[1] for prefix, names in FAMILIES.items() if names.patches
 }

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from torch import Tensor, nn
 
-from fastvit.blocks.submodules import CannotFuse, has_own_forward, qualified_name, submodules
+from fastvit.blocks.submodules import CannotFuse, Classes, has_own_forward, qualified_name, submodules
 
 # Implementations of the same attention. Custom registered ones are left alone.
 SAME_ATTENTION = (None, "eager", "sdpa", "flex_attention", "fastvit")
@@ -40,13 +41,13 @@ def _own_hooks_only(attn: nn.Module) -> bool:
     return bool(hooks) and not others and all(h.__module__ == "transformers.utils.output_capturing" for h in hooks)
 
 
-def attention_of(layer: Any, name: str, *kinds: str) -> Any:
+def attention_of(layer: Any, name: str, kinds: Classes) -> Any:
     """Return the attention of that name, of one of these classes, in a layer; hooks of transformers itself are allowed
     on it."""
     attn = layer._modules[name]
     kind = qualified_name(attn)
     if kind not in kinds or not _own_hooks_only(attn):
-        (attn,) = submodules(layer, **{name: {*kinds}})
+        (attn,) = submodules(layer, {name: kinds})
     elif captures_attentions():
         raise CannotFuse("attention weights are collected")
     elif not has_own_forward(type(attn), type(attn).forward):
@@ -85,3 +86,10 @@ def checkpoint_of(layer: Any) -> Callable[..., Tensor] | None:
     in_forward = type(layer).__call__ is nn.Module.__call__
     checkpointed = in_forward and layer.gradient_checkpointing and layer.training
     return layer._gradient_checkpointing_func if checkpointed else None
+
+
+def run_checkpointed(run_block: Callable[..., Tensor], x: Tensor, layer: LayerSpec[Any], **options: Any) -> Tensor:
+    """Run a layer's block, with activation checkpointing if that is on."""
+    if layer.checkpoint is None:
+        return run_block(x, layer.block, **options)
+    return layer.checkpoint(partial(run_block, block=layer.block, **options), x)

@@ -7,6 +7,7 @@ GLM's towers; and an attention implementation for other models: `register_attent
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,21 +17,22 @@ from torch import Tensor, nn
 from fastvit import ops
 from fastvit.blocks import read, run
 from fastvit.blocks.read import LINEAR
+from fastvit.blocks.read_mlp import describe_mlp, read_mlp
 from fastvit.blocks.recompute import DEFAULT, Recompute
 from fastvit.blocks.spec import AttentionSpec, BlockSpec, HalfSpec, MlpSpec
-from fastvit.blocks.submodules import CannotFuse, Classes, submodules
+from fastvit.blocks.submodules import CannotFuse, submodules
 from fastvit.integrations.forward import ClassHandler, checked_mask
-from fastvit.integrations.transformers import classes, sam, swin, varlen, vjepa2
-from fastvit.integrations.transformers.classes import MODELS, OTHER_MLPS, RMS_NORM, ROTATES, class_of
-from fastvit.integrations.transformers.hooks import (
-    SAME_ATTENTION,
-    LayerSpec,
-    attention_of,
-    check_attention,
-    check_no_weights,
-    check_version,
-    checkpoint_of,
+from fastvit.integrations.transformers import hooks, vjepa2
+from fastvit.integrations.transformers.classes import (
+    ATTENTIONS,
+    DROP_PATH,
+    FAMILIES,
+    LAYER_SCALE,
+    MLPS,
+    RMS_NORM,
+    class_of,
 )
+from fastvit.integrations.transformers.hooks import LayerSpec
 from fastvit.ops import Norm, Rotary
 from fastvit.ops.runtime.checks import takes_head_dim
 
@@ -54,9 +56,9 @@ def is_nested(attn: Any) -> bool:
 
 
 def read_nested_attention(prefix: str, attn: Any) -> AttentionSpec:
-    inner = attention_of(attn, "attention", class_of(prefix, "SelfAttention"))
+    inner = hooks.attention_of(attn, "attention", {class_of(prefix, "SelfAttention")})
     (output,) = submodules(attn, output={class_of(prefix, "SelfOutput")})
-    check_attention(inner)
+    hooks.check_attention(inner)
     qkv = submodules(inner, query=LINEAR, key=LINEAR, value=LINEAR)
     proj, dropout = submodules(output, dense=LINEAR, dropout=read.DROPOUT)
     layers = tuple(map(read.read_layer, qkv))
@@ -71,13 +73,16 @@ def read_nested_mlp(prefix: str, layer: Any) -> MlpSpec:
     )
     fc1, act = submodules(first, dense=LINEAR, intermediate_act_fn=read.ACTIVATIONS)
     fc2, dropout = submodules(last, dense=LINEAR, dropout=read.DROPOUT)
-    return read.describe_mlp(fc1, act, fc2, None, dropout)
+    return describe_mlp(fc1, act, fc2, None, dropout)
 
 
-def read_attention(attn: Any, proj: str, dropout: read.Dropout = None) -> AttentionSpec:
-    check_attention(attn)
+def read_attention(prefix: str, attn: Any, dropout: read.Dropout = None) -> AttentionSpec:
+    """Read attention. dropout: the layer's, if it applies to attention too."""
+    if is_nested(attn):
+        return read_nested_attention(prefix, attn)
+    hooks.check_attention(attn)
     names = ("q_proj", "k_proj", "v_proj") if "q_proj" in attn._modules else ("query", "key", "value")
-    q, k, v, out = submodules(attn, **dict.fromkeys((*names, proj), LINEAR))
+    q, k, v, out = submodules(attn, dict.fromkeys((*names, FAMILIES[prefix].projection), LINEAR))
     if "projection_dropout" in attn._modules:
         (own,) = submodules(attn, projection_dropout={nn.Identity, *read.DROPOUT})
         dropout = None if type(own) is nn.Identity else own
@@ -94,26 +99,11 @@ def read_attention(attn: Any, proj: str, dropout: read.Dropout = None) -> Attent
 
 
 def read_attention_alone(prefix: str, attn: Any) -> AttentionSpec | WithoutWeights:
-    check_version()
+    hooks.check_version()
     if is_nested(attn):
-        return WithoutWeights(read_nested_attention(prefix, attn))
-    check_no_weights(attn)
-    return read_attention(attn, MODELS[prefix].projection)
-
-
-def read_mlp(mlp: Any, dropout: read.Dropout = None) -> MlpSpec:
-    if "gate_proj" in mlp._modules:
-        *fc1, act, fc2 = submodules(mlp, gate_proj=LINEAR, up_proj=LINEAR, act_fn=read.ACTIVATIONS, down_proj=LINEAR)
-        return read.describe_gated_mlp(fc1, act, fc2, None, dropout)
-    if "weights_in" in mlp._modules:  # Dinov2's SwiGLUFFN in earlier versions
-        *both, last = submodules(mlp, weights_in=LINEAR, weights_out=LINEAR)
-        return read.describe_gated_mlp(both, read.SILU, last, None, dropout)
-    if "up_proj" in mlp._modules:
-        fc1, act, fc2 = submodules(mlp, up_proj=LINEAR, act_fn=read.ACTIVATIONS, down_proj=LINEAR)
-    else:
-        name = "activation" if "activation" in mlp._modules else "activation_fn"  # Dinov2's, in earlier versions
-        fc1, act, fc2 = submodules(mlp, **{"fc1": LINEAR, name: read.ACTIVATIONS, "fc2": LINEAR})
-    return read.describe_mlp(fc1, act, fc2, None, dropout)
+        return WithoutWeights(read_attention(prefix, attn))
+    hooks.check_no_weights(attn)
+    return read_attention(prefix, attn)
 
 
 def read_norm(norm: Any) -> Norm:
@@ -127,37 +117,39 @@ def run_rms_norm(x: Tensor, norm: Norm) -> Tensor:
     return run.run_norm(x, norm).to(torch.promote_types(x.dtype, norm.weight.dtype))
 
 
-def read_layer(prefix: str, layer: Any) -> LayerSpec[BlockSpec]:
-    check_version()
-    names = MODELS[prefix]
-    norm1, norm2 = submodules(layer, **{names.norm1: _NORM, names.norm2: _NORM})
+def read_halves(prefix: str, layer: Any, attention_reader: Callable[..., Any] = read_attention) -> BlockSpec:
+    """Read both halves of a layer. attention_reader: function (prefix, attention, dropout)."""
+    hooks.check_version()
+    names = FAMILIES[prefix]
+    norm1, norm2 = submodules(layer, {names.norm1: _NORM, names.norm2: _NORM})
     dropout, p, gammas = None, 0.0, [None, None]
     if "dropout" in layer._modules:
         (dropout,) = submodules(layer, dropout=read.DROPOUT)
     if "intermediate" in layer._modules:
         mlp = read_nested_mlp(prefix, layer)
     else:
-        (module,) = submodules(layer, **{names.mlp: _mlps(prefix)})
+        (module,) = submodules(layer, {names.mlp: MLPS})
         mlp = read_mlp(module, dropout)
-    attn = attention_of(layer, names.attention, class_of(prefix, names.attention_class))
+    attn = hooks.attention_of(layer, names.attention, ATTENTIONS[prefix])
     if "drop_path" in layer._modules:
-        (drop_path,) = submodules(layer, drop_path={nn.Identity, class_of(prefix, "DropPath")})
+        (drop_path,) = submodules(layer, drop_path=DROP_PATH)
         p, _ = read.read_drop_path(drop_path)
     if "layer_scale1" in layer._modules:
-        scales: Classes = {class_of(prefix, "LayerScale"), nn.Identity}
-        both = submodules(layer, layer_scale1=scales, layer_scale2=scales)
+        both = submodules(layer, layer_scale1=LAYER_SCALE, layer_scale2=LAYER_SCALE)
         gammas = [None if type(scale) is nn.Identity else scale.lambda1 for scale in both]
     elif "lambda_1" in layer._parameters:
         gammas = [layer.lambda_1, layer.lambda_2]
-    nested = is_nested(attn)
-    attention = read_nested_attention(prefix, attn) if nested else read_attention(attn, names.projection, dropout)
-    block = HalfSpec(attention, read_norm(norm1), gammas[0], p), HalfSpec(mlp, read_norm(norm2), gammas[1], p)
-    return LayerSpec(block, checkpoint_of(layer))
+    attention = attention_reader(prefix, attn, dropout)
+    return HalfSpec(attention, read_norm(norm1), gammas[0], p), HalfSpec(mlp, read_norm(norm2), gammas[1], p)
+
+
+def read_layer(prefix: str, layer: Any) -> LayerSpec[BlockSpec]:
+    return LayerSpec(read_halves(prefix, layer), hooks.checkpoint_of(layer))
 
 
 def read_layer_of_pair(prefix: str, layer: Any) -> LayerSpec[BlockSpec]:
     """Read a layer that returns its attention's weights too."""
-    check_no_weights(layer._modules[MODELS[prefix].attention])
+    hooks.check_no_weights(layer._modules[FAMILIES[prefix].attention])
     return read_layer(prefix, layer)
 
 
@@ -215,10 +207,7 @@ def run_layer(
     x: Tensor, layer: LayerSpec[BlockSpec], rotary: Rotary | None = None, attn_mask: Tensor | None = None,
     recompute: Recompute = DEFAULT,
 ) -> Tensor:  # fmt: skip
-    if layer.checkpoint is not None:
-        forward = partial(run.run_block, block=layer.block, rotary=rotary, attn_mask=attn_mask, recompute=recompute)
-        return layer.checkpoint(forward, x)
-    return run.run_block(x, layer.block, rotary, attn_mask, recompute=recompute)
+    return hooks.run_checkpointed(run.run_block, x, layer, rotary=rotary, attn_mask=attn_mask, recompute=recompute)
 
 
 def run_layer_of_pair(
@@ -235,33 +224,26 @@ def run_attention(
     return run.run_attention(x, attn, rotary, attn_mask), None
 
 
-def _mlps(prefix: str) -> set[str]:
-    """Return the classes of a model's MLPs, plain and gated."""
-    return {class_of(prefix, suffix) for suffix in MODELS[prefix].mlp_classes}
-
-
-HANDLERS: dict[type | str, ClassHandler] = {}
-for _prefix, _names in MODELS.items():
+HANDLERS: dict[type | str, ClassHandler] = {
+    **dict.fromkeys(MLPS, ClassHandler(read_mlp, run.run_mlp, ndim=None)),
+    **dict.fromkeys(RMS_NORM, ClassHandler(read_norm, run_rms_norm, ndim=None)),
+}
+for _prefix, _names in FAMILIES.items():
+    if _names.on_grid:  # sam.py and swin.py
+        continue
     _call: dict[str, Any] = {"check_call": check_call, "options": masks}
-    if _prefix in ROTATES:
+    if _names.rotates:
         _call |= {"check_call": check_rotary_call, "rotary": rotary}
     _layer: tuple[Any, Any] = read_layer, run_layer
     if _prefix == "VJEPA2":
         _call = {"check_call": check_positioned_call, "rotary": vjepa2.rotary}
         _layer = read_layer_of_pair, run_layer_of_pair
-    HANDLERS[class_of(_prefix, _names.layer_class)] = ClassHandler(
+    HANDLERS[class_of(_prefix, _names.layer)] = ClassHandler(
         partial(_layer[0], _prefix), _layer[1], takes_recompute=True, **_call
     )
-    HANDLERS[class_of(_prefix, _names.attention_class)] = ClassHandler(
+    HANDLERS[class_of(_prefix, _names.attentions[0])] = ClassHandler(
         partial(read_attention_alone, _prefix), run_attention, **_call
     )
-    HANDLERS |= dict.fromkeys(_mlps(_prefix), ClassHandler(read_mlp, run.run_mlp, ndim=None))
-HANDLERS |= dict.fromkeys(OTHER_MLPS, ClassHandler(read_mlp, run.run_mlp, ndim=None))
-HANDLERS |= dict.fromkeys(RMS_NORM, ClassHandler(read_norm, run_rms_norm, ndim=None, op="rms_norm"))
-HANDLERS |= varlen.HANDLERS
-HANDLERS |= sam.HANDLERS
-HANDLERS |= swin.HANDLERS
-EMBEDDINGS = classes.EMBEDDINGS | sam.EMBEDDINGS | swin.EMBEDDINGS
 
 
 def register_attention(name: str = "fastvit") -> None:
@@ -288,7 +270,7 @@ def takes_registered_attention(attn: Any) -> bool:
     config = getattr(attn, "config", None)
     return (
         hasattr(sys.modules.get(type(attn).__module__), "ALL_ATTENTION_FUNCTIONS")
-        and getattr(config, "_attn_implementation", "fastvit") in {*SAME_ATTENTION} - {"fastvit"}
+        and getattr(config, "_attn_implementation", "fastvit") in {*hooks.SAME_ATTENTION} - {"fastvit"}
         and not getattr(attn, "is_causal", True)
         and takes_head_dim(getattr(attn, "head_dim", 64))
     )

@@ -25,10 +25,8 @@ def read_attention(attn: Any) -> AttentionSpec:
     if implementation not in _IMPLEMENTATIONS and not implementation.startswith("flash_attention"):
         raise CannotFuse(f"its attention implementation is {implementation!r}")
     qkv, proj = submodules(attn, qkv=LINEAR, proj=LINEAR)
-    if qkv.out_features != 3 * proj.in_features:
-        raise CannotFuse(f"qkv has {qkv.out_features} outputs for {proj.in_features} inputs of proj")
     p = attn.attention_dropout if attn.training else 0.0
-    return read.describe_attention((read.read_layer(qkv),), proj, attn.num_heads, attn.scaling, p, None)
+    return read.describe_attention(read.read_packed(qkv, proj), proj, attn.num_heads, attn.scaling, p, None)
 
 
 def check_call(

@@ -1,0 +1,92 @@
+"""Read MLPs, plain and gated, of all libraries: a row for each set of names that their layers have."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from fastvit.blocks.read import ACTIVATIONS, DROPOUT, LINEAR, Dropout, read_inner_norm, read_layer
+from fastvit.blocks.spec import AdaptedLinear, MlpSpec
+from fastvit.blocks.submodules import CannotFuse, Classes, qualified_name, submodules
+from fastvit.ops import Norm
+from fastvit.ops.runtime.activations import GATED
+
+
+class Layout(NamedTuple):
+    """The names of an MLP's layers. fc1: one layer, or those of gate and value. act: None if the class calls SiLU.
+    drops: the dropouts after the activation and after fc2. gated: whether it is, if the class alone determines it.
+    classes: those of all names."""
+
+    fc1: tuple[str, ...]
+    act: str | None
+    fc2: str
+    drops: tuple[str, ...]
+    gated: bool
+    classes: dict[str, Classes]
+
+
+def _layout(fc1: str, act: str | None, fc2: str, drops: str = "", gated: bool = False) -> Layout:
+    names, dropouts = tuple(fc1.split()), tuple(drops.split())
+    activation: dict[str, Classes] = {act: {*ACTIVATIONS}} if act else {}
+    linear: dict[str, Classes] = dict.fromkeys((*names, fc2), LINEAR)
+    return Layout(names, act, fc2, dropouts, gated, linear | activation | dict.fromkeys(dropouts, DROPOUT))
+
+
+_TIMM = _layout("fc1", "act", "fc2", "drop1 drop2")  # GluMlp too, whose attribute says that it is gated
+_LAYOUTS = {  # by a layer that tells it from those below
+    "fc1_g": _layout("fc1_g fc1_x", "act", "fc2", "drop1 drop2", gated=True),
+    "drop1": _TIMM,
+    "drop": _layout("fc1", "act", "fc2", "drop drop"),
+    "activation_fn": _layout("fc1", "activation_fn", "fc2"),
+    "activation": _layout("fc1", "activation", "fc2"),  # Dinov2 in earlier versions of transformers
+    "gate_proj": _layout("gate_proj up_proj", "act_fn", "down_proj", gated=True),
+    "up_proj": _layout("up_proj", "act_fn", "down_proj"),
+    "weights_in": _layout("weights_in", None, "weights_out", gated=True),
+    "lin1": _layout("lin1", "act", "lin2"),
+    "w12": _layout("w12", None, "w3", gated=True),
+    "w1": _layout("w1 w2", None, "w3", gated=True),
+    "3": _layout("0", "1", "3", "2 4"),
+}
+_SILU = nn.SiLU()
+
+
+def read_mlp(mlp: Any, dropout: Dropout = None) -> MlpSpec:
+    """Read an MLP. dropout: the one after it, if another module has it."""
+    children = mlp._modules
+    layout = _TIMM
+    for name in _LAYOUTS:
+        if name in children:
+            layout = _LAYOUTS[name]
+            break
+    layers = dict(zip(layout.classes, submodules(mlp, layout.classes), strict=True))
+    act = _SILU if layout.act is None else layers[layout.act]
+    drop1, drop2 = [layers[name] for name in layout.drops] if layout.drops else (None, dropout)
+    norm = read_inner_norm(mlp) if "norm" in children else None
+    plain = describe_mlp(layers[layout.fc1[0]], act, layers[layout.fc2], drop1, drop2, norm)
+    if not layout.gated and "gate_last" not in mlp.__dict__:
+        return plain
+    for gated, activation in GATED.items():
+        if activation == plain.activation:
+            value = read_layer(layers[layout.fc1[1]]) if len(layout.fc1) == 2 else None
+            gate_last, adapted = mlp.__dict__.get("gate_last", False), plain.adapted or type(value) is AdaptedLinear
+            return plain._replace(activation=gated, value=value, gate_last=gate_last, adapted=adapted)
+    raise CannotFuse(f"a gate with {plain.activation}")
+
+
+def describe_mlp(
+    fc1: nn.Linear, act: nn.Module, fc2: nn.Linear, drop1: Dropout, drop2: Dropout, inner_norm: Norm | None = None
+) -> MlpSpec:
+    """Describe an MLP, after checking that the ops take its probabilities. act: of a class in ACTIVATIONS."""
+    p1 = drop1.p if drop1 is not None and drop1.training else 0.0
+    p2 = drop2.p if drop2 is not None and drop2.training else 0.0
+    if p1 >= 1.0 or p2 >= 1.0:
+        raise CannotFuse("a dropout of everything")
+    if p1 not in (0.0, p2):
+        raise CannotFuse(f"its two dropouts differ: {p1} and {p2}")
+    activation = ACTIVATIONS.get(type(act)) or ACTIVATIONS[qualified_name(act)]
+    if act.__dict__.get("approximate") == "tanh":  # nn.GELU's
+        activation = "gelu_tanh"
+    first, last = read_layer(fc1), read_layer(fc2)
+    adapted = AdaptedLinear in (type(first), type(last))
+    return MlpSpec(first, last, activation, act, p1, p2, inner_norm=inner_norm, adapted=adapted)
