@@ -183,7 +183,7 @@ def read_half(read_branch: Callable[[Any], Any], parts: Mapping[str, Classes], b
     for module in others:
         if "drop_prob" in module.__dict__:
             drop_path = read_drop_path(module)
-        elif not isinstance(module, nn.Identity):
+        elif type(module) is not nn.Identity:
             layer_scale = module.gamma
     return HalfSpec(read_branch(branch), read_norm(norm), layer_scale, *drop_path)
 

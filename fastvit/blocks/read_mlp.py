@@ -59,16 +59,16 @@ def read_mlp(mlp: Any, dropout: Dropout = None) -> MlpSpec:
         if name in children:
             layout = _LAYOUTS[name]
             break
-    layers = dict(zip(layout.classes, submodules(mlp, layout.classes), strict=True))
-    act = _SILU if layout.act is None else layers[layout.act]
-    drop1, drop2 = [layers[name] for name in layout.drops] if layout.drops else (None, dropout)
+    submodules(mlp, layout.classes)
+    act = _SILU if layout.act is None else children[layout.act]
+    drop1, drop2 = (children[layout.drops[0]], children[layout.drops[1]]) if layout.drops else (None, dropout)
     norm = read_inner_norm(mlp) if "norm" in children else None
-    plain = describe_mlp(layers[layout.fc1[0]], act, layers[layout.fc2], drop1, drop2, norm)
+    plain = describe_mlp(children[layout.fc1[0]], act, children[layout.fc2], drop1, drop2, norm)
     if not layout.gated and "gate_last" not in mlp.__dict__:
         return plain
     for gated, activation in GATED.items():
         if activation == plain.activation:
-            value = read_layer(layers[layout.fc1[1]]) if len(layout.fc1) == 2 else None
+            value = read_layer(children[layout.fc1[1]]) if len(layout.fc1) == 2 else None
             gate_last, adapted = mlp.__dict__.get("gate_last", False), plain.adapted or type(value) is AdaptedLinear
             return plain._replace(activation=gated, value=value, gate_last=gate_last, adapted=adapted)
     raise CannotFuse(f"a gate with {plain.activation}")

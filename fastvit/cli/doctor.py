@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
-from typing import TYPE_CHECKING
+from dataclasses import asdict
 
 from fastvit._output import wrapped
 from fastvit.cli import options
-
-if TYPE_CHECKING:
-    from fastvit.study import Finding
 
 _MARK = {"ok": " ", "note": "-", "trouble": "!"}
 _EPILOG = """Changes nothing, except that it compiles one small kernel on a GPU, and never
@@ -40,20 +34,10 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps([asdict(finding) for finding in findings], indent=2))
         return 0
     topic = ""
-    for finding in _together(findings):
+    for finding in findings:
         if finding.topic != topic:
             topic = finding.topic
             print(topic)
         head = f"{_MARK[finding.status]} {finding.name:<17} "
         print(wrapped([head + finding.value], indent=len(head)))
     return 0
-
-
-def _together(findings: Sequence[Finding]) -> Iterator[Finding]:
-    """Join ops with the same path in one line."""
-    for (topic, value, _), group in itertools.groupby(findings, key=lambda f: (f.topic, f.value, f.status)):
-        same = list(group)
-        if topic == "ops" and len(same) > 1:
-            names = ", ".join(finding.name for finding in same)
-            same = [replace(same[0], name=f"{len(same)} ops", value=f"{value} ({names})")]
-        yield from same

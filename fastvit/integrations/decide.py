@@ -180,7 +180,7 @@ def _could_be_fused(module: nn.Module, left: set[int]) -> bool:
 
 def _why_not_known(module: nn.Module, ancestors: Sequence[nn.Module]) -> str:
     """Return why a module is skipped: what is special about it, or that its class is not known."""
-    name = class_name(type(module), set(HANDLERS))
+    name = class_name(type(module), HANDLERS)
     reasons = _obstacles(module, ancestors) if part(module) == "attention" else []
     if _PATCHES.search(type(module).__name__):
         reasons += [why for conv in _convolutions(module) if (why := _why_no_patches(conv))]

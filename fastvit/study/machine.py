@@ -148,7 +148,7 @@ def _calls() -> Finding:
 
 
 def _ops() -> Iterator[Finding]:
-    """Report the path of every op on the default device: a GPU if there is one."""
+    """Report the path of the ops on the default device: a GPU if there is one. It is the same for all of them."""
     from fastvit.ops.runtime import backend as backends
     from fastvit.study.accuracy import verification
 
@@ -158,11 +158,9 @@ def _ops() -> Iterator[Finding]:
         yield Finding("ops", name, f"{value or default}{'' if value else ', the default'}", NOTE if value else OK)
     yield _calls()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    for op in verification.OPS:
-        path, why = _path(device, backend)
-        yield Finding(
-            "ops", op, f"{path}: {why}", OK if path == ("ATen" if device.type == "cpu" else "Triton") else NOTE
-        )
+    path, why = _path(device, backend)
+    status = OK if path == ("ATen" if device.type == "cpu" else "Triton") else NOTE
+    yield Finding("ops", f"{len(verification.OPS)} ops", f"{path}: {why} ({', '.join(verification.OPS)})", status)
 
 
 def _path(device: torch.device, backend: str) -> tuple[str, str]:

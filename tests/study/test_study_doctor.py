@@ -28,8 +28,9 @@ def finding(name, probe):
 
 def test_json_has_every_finding_of_this_machine(capsys):
     findings = doctor()
+    (of_ops,) = [one for one in findings if one.name.endswith(" ops")]
     assert {one.topic for one in findings} == {"versions", "devices", "compilers", "ops", "packages"}
-    assert set(verification.OPS) <= {one.name for one in findings}
+    assert all(op in of_ops.value for op in verification.OPS)
     assert main(["doctor", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
     assert [(row["topic"], row["name"], row["status"]) for row in rows] == [
@@ -47,11 +48,11 @@ def test_the_path_of_every_op_and_why(monkeypatch):
     ):
         monkeypatch.setattr(backends, "INTERPRET", interprets)
         with ops.use_backend(backend):
-            assert finding("mlp", machine._ops).value.startswith(value)
+            assert finding("18 ops", machine._ops).value.startswith(value)
     monkeypatch.setattr(backends, "wants_triton", lambda x: True)
     monkeypatch.setattr(backends, "INTERPRET", False)
     monkeypatch.setattr(devices, "_target", lambda x: "sm_75")
-    assert finding("attention", machine._ops).value == "ATen: sm_75 is older than sm_80"
+    assert finding("18 ops", machine._ops).value.startswith("ATen: sm_75 is older than sm_80 (")
 
 
 def test_a_gpu_and_its_tuned_table(monkeypatch, tmp_path):

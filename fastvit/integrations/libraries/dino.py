@@ -19,6 +19,7 @@ from fastvit.blocks.submodules import CannotFuse, Classes, class_name, has_own_f
 from fastvit.integrations.forward import ClassHandler, only_input
 from fastvit.ops import Rotary
 
+# Names with 2 are about DINOv2's classes, those with 3 about DINOv3's
 XFORMERS_ATTENTION = "dinov2.layers.attention.MemEffAttention"
 ATTENTION2: Classes = {XFORMERS_ATTENTION, "dinov2.layers.attention.Attention"}
 ATTENTION3: Classes = {"dinov3.layers.attention.SelfAttention"}
