@@ -34,7 +34,7 @@ def _layout(fc1: str, act: str | None, fc2: str, drops: str = "", gated: bool = 
 
 
 _TIMM = _layout("fc1", "act", "fc2", "drop1 drop2")  # GluMlp too, whose attribute says that it is gated
-_LAYOUTS = {  # by a layer that tells it from those below
+_LAYOUTS = {  # by the name of one layer: the first of these names that an MLP has decides
     "fc1_g": _layout("fc1_g fc1_x", "act", "fc2", "drop1 drop2", gated=True),
     "drop1": _TIMM,
     "drop": _layout("fc1", "act", "fc2", "drop drop"),

@@ -8,7 +8,7 @@ import pytest
 import torch
 from dinov2_layout import NestedTensorBlock
 from dinov3_layout import SelfAttentionBlock
-from known_models import grid_of_transformers, sam_of_timm, swin_of_timm
+from known_models import grid_of_transformers, sam_of_timm, swin_of_timm, swin_of_transformers
 from library_imports import import_library
 from library_models import attention_of_timm, block_of_timm, gated_mlp, parallel_block, vit
 from models import accelerate_as_it_was, randomised
@@ -34,6 +34,12 @@ def fast_norm() -> nn.Module:
         layers.set_fast_norm(False)
 
 
+def shared_keys_in_windows() -> nn.Module:
+    layer = swin_of_transformers().swin.encoder.layers[0].blocks[0]
+    changed(layer.attention, k_proj=nn.Linear(32, 16), v_proj=nn.Linear(32, 16))
+    return layer
+
+
 norms = partial(attention_of_timm, "EvaAttention", qk_norm=True)
 shared_keys = partial(attention_of_timm, "AttentionRope", qkv_fused=False, num_kv_heads=2, rotate_half=True)
 LEFT: list[tuple[Make, str]] = [
@@ -49,6 +55,7 @@ LEFT: list[tuple[Make, str]] = [
         lambda: changed(shared_keys(qk_norm=True), q_norm=nn.RMSNorm(64, eps=1e-6), k_norm=nn.RMSNorm(64, eps=1e-6)),
         "norms of q and k over [64] of 4 heads of 16",
     ),
+    (shared_keys_in_windows, "heads that share keys, in windows"),
     (lambda: changed(norms(), q_norm=nn.RMSNorm(16, eps=1e-3)), "q_norm and k_norm are of two kinds"),
     (lambda: changed(norms(), q_norm=nn.Identity()), "q_norm is nn.Identity"),
     (partial(gated_mlp, "GluMlp"), "act is nn.Sigmoid"),

@@ -20,22 +20,15 @@ from fastvit.integrations.transformers.layers import read_halves
 
 
 def read_attention(attn: Any) -> GridAttention:
-    drops = attn.training and "Sdpa" not in type(attn).__name__  # SDPA's drops no probabilities
-    return _described_attention(attn, attn.num_attention_heads, attn.dropout if drops else 0.0, attn.use_rel_pos)
-
-
-def read_vitdet_attention(attn: Any) -> GridAttention:
-    return _described_attention(attn, attn.num_heads, 0.0, attn.use_relative_position_embeddings)
-
-
-def _read_attention_of(prefix: str, attn: Any, dropout: Any) -> GridAttention:
-    return read_vitdet_attention(attn) if prefix == "VitDet" else read_attention(attn)
-
-
-def _described_attention(attn: Any, num_heads: int, p: float, has_positions: bool) -> GridAttention:
+    """Read attention of SAM, or of VitDet, which has other names and drops no probabilities."""
     hooks.check_version()
+    if "use_rel_pos" in attn.__dict__:
+        drops = attn.training and "Sdpa" not in type(attn).__name__  # SDPA's drops none
+        heads, p, has_positions = attn.num_attention_heads, attn.dropout if drops else 0.0, attn.use_rel_pos
+    else:
+        heads, p, has_positions = attn.num_heads, 0.0, attn.use_relative_position_embeddings
     qkv, proj = submodules(attn, qkv=LINEAR, proj=LINEAR)
-    attention = read.describe_attention(read.read_packed(qkv, proj), proj, num_heads, attn.scale, p, None)
+    attention = read.describe_attention(read.read_packed(qkv, proj), proj, heads, attn.scale, p, None)
     if not has_positions:
         return GridAttention(attention, Positions())
     grid.check_relative_positions(attention)
@@ -45,7 +38,7 @@ def _described_attention(attn: Any, num_heads: int, p: float, has_positions: boo
 def read_layer(prefix: str, layer: Any) -> LayerSpec[GridBlock]:
     if prefix == "VitDet" and layer.use_residual_block:
         raise CannotFuse("convolutions after its MLP")
-    halves = read_halves(prefix, layer, _read_attention_of)
+    halves = read_halves(prefix, layer, lambda _, attn, dropout: read_attention(attn))
     return LayerSpec(grid.describe_block(*halves, layer.window_size), hooks.checkpoint_of(layer))
 
 
@@ -80,9 +73,7 @@ HANDLERS: dict[type | str, ClassHandler] = {
     class_of("VitDet", "Layer"): ClassHandler(
         partial(read_layer, "VitDet"), run_vitdet_layer, check_call, ndim=4, takes_recompute=True
     ),
-    class_of("VitDet", "Attention"): ClassHandler(
-        read_vitdet_attention, run_vitdet_attention, check_vitdet_call, ndim=4
-    ),
+    class_of("VitDet", "Attention"): ClassHandler(read_attention, run_vitdet_attention, check_vitdet_call, ndim=4),
 }
 for _prefix in SAM:
     HANDLERS[class_of(_prefix, "VisionLayer")] = ClassHandler(
