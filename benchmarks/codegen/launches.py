@@ -76,10 +76,14 @@ def _granule(workload: Workload, dtype: torch.dtype) -> int:
     return math.gcd(*(elements * itemsize for elements in (half, sizes.get("patch", 8), sizes.get("hidden", 8))), 16)
 
 
-def record(workloads: Iterable[Workload], target: str, dtypes: Iterable[str] = tuple(DTYPES)) -> list[Launch]:
-    """Return every distinct launch of the workloads: kernel, types, alignments, constants and options."""
+def record(
+    workloads: Iterable[Workload], target: str, dtypes: Iterable[str] = tuple(DTYPES), *,
+    multiprocessors: int | None = None, infers: bool = False,
+) -> list[Launch]:  # fmt: skip
+    """Return every distinct launch of the workloads: kernel, types, alignments, constants and options. They run forward
+    and backward, and with `infers` also forward alone."""
     before = torch.get_float32_matmul_precision()
-    with recording(target) as recorder:
+    with recording(target, multiprocessors) as recorder:
         try:
             for dtype in dtypes:
                 recorder.dtype = dtype
@@ -89,6 +93,8 @@ def record(workloads: Iterable[Workload], target: str, dtypes: Iterable[str] = t
                     recorder.granule = _granule(workload, DTYPES[dtype])
                     runner = workload.runner("fastvit", Draw(DTYPES[dtype], "meta"))
                     runner.gradients()
+                    if infers:
+                        runner.infer()
         finally:
             torch.set_float32_matmul_precision(before)
     return list(recorder.launches.values())

@@ -7,17 +7,15 @@ writes memory_light.svg and memory_dark.svg into the folder.
 
 from __future__ import annotations
 
-import io
 import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from benchmarks.harness import conditions, table
 from benchmarks.harness.record import Record
 from benchmarks.harness.timing import Ceilings
-from fastvit._output import write_file
+from fastvit.cli.terminal import write_figure
 from fastvit.study.memory.peak import growth_exponent
 from fastvit.study.memory.plot import Curves, draw
 
@@ -67,19 +65,8 @@ def save(records: Sequence[Record], where: str, folder: Path) -> list[Path]:
     panels = {op.removeprefix("memory, "): curves for op, curves in studies.items()}
     caption = f"{where}; batch {shape['B']}, {shape['H']} heads" + _fitted(studies)
     for theme, name in FILES.items():
-        write_svg(folder / name, draw(panels, caption, theme, "peak memory of a training step"))
+        write_figure(folder / name, draw(panels, caption, theme, "peak memory of a training step"))
     return [folder / name for name in FILES.values()]
-
-
-def write_svg(path: Path, figure: Any, description: str = "") -> None:
-    """Write the same file in every run. description: what the picture shows, for readers that cannot see it."""
-    from matplotlib import rc_context
-
-    svg = io.BytesIO()
-    with rc_context({"svg.hashsalt": "fastvit"}):
-        about = {"Description": description} if description else {}
-        figure.savefig(svg, format="svg", transparent=True, metadata={"Date": None, **about})
-    write_file(path, svg.getvalue())
 
 
 def _fitted(studies: dict[str, Curves]) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 from benchmarks.gpu import journal
 from benchmarks.gpu.journal import Record
 from benchmarks.gpu.summary import MODES
-from benchmarks.report.plot import write_svg
+from fastvit.cli.terminal import write_figure
 from fastvit.study.memory.plot import COLOURS
 
 FILES = {"light": "speed_light.svg", "dark": "speed_dark.svg"}
@@ -112,7 +112,7 @@ def _panel(panel: Any, title: str, groups: Groups, colours: dict[str, str], name
 def main(path: Path, folder: Path) -> None:
     records = journal.last(journal.read(path))
     for theme, name in FILES.items():
-        write_svg(folder / name, draw(records, theme), describe(records))
+        write_figure(folder / name, draw(records, theme), description=describe(records))
 
 
 if __name__ == "__main__":

@@ -173,15 +173,20 @@ def check_picture(option: str, path: Path) -> None:
     wanted("matplotlib", "matplotlib")
 
 
-def write_figure(path: Path, figure: Any, theme: str) -> None:
-    """Write a matplotlib figure on its theme's background, the same bytes in every run."""
+def write_figure(path: Path, figure: Any, theme: str = "", description: str = "") -> None:
+    """Write a matplotlib figure, the same bytes in every run.
+
+    Args:
+        theme: whose background it gets; "" for a transparent one.
+        description: what an SVG shows, for readers that cannot see it.
+    """
     from matplotlib import rc_context
 
     from fastvit.study.memory.plot import BACKGROUNDS
 
-    out, svg = io.BytesIO(), path.suffix == ".svg"
+    out, about = io.BytesIO(), dict[str, Any]()
+    if path.suffix == ".svg":
+        about = {"Date": None} | ({"Description": description} if description else {})
     with rc_context({"svg.hashsalt": "fastvit"}):
-        figure.savefig(
-            out, format=path.suffix[1:], dpi=160, facecolor=BACKGROUNDS[theme], metadata={"Date": None} if svg else {}
-        )
+        figure.savefig(out, format=path.suffix[1:], dpi=160, facecolor=BACKGROUNDS.get(theme, "none"), metadata=about)
     write(path, out.getvalue())

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from benchmarks.gpu import tune
-from benchmarks.gpu.candidates import candidates
-from benchmarks.gpu.tuner import Timer, Tuner, Work, decide, difference
+from benchmarks.gpu.tuner import Timer, Tuner, Work, candidates, decide, difference
 from fastvit.kernels import _attention_configs, _tuned
 
 ARCH, GPU = "sm_90", "Test GPU 80GB"

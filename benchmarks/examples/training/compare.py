@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fastvit.study.memory.plot import COLOURS
+from fastvit.study.memory.plot import COLOURS, style
 
 from .state import Record, Run
 
@@ -83,16 +83,7 @@ def draw(curves: list[Curve], theme: str) -> Any:
                     y = [r[what] * (100 if what == "accuracy" else 1) for r in curve.epochs]
                     panel.plot(x, y, color=colours[_LINES[i % 4]], linewidth=2, label=curve.name,
                                linestyle="-" if i < 4 else "--")  # fmt: skip
-                _style(panel, title, colours)
+                style(panel, colours, title)
                 panel.set_xlabel(axis_name if line else "")
         panels[0][0].legend(frameon=False, labelcolor=ink, loc="lower right")
         return figure
-
-
-def _style(panel: Any, title: str, colours: dict[str, str]) -> None:
-    panel.set_facecolor("none")
-    panel.set_title(title, loc="left", fontsize=11, fontweight="bold", color=colours["ink"])
-    panel.tick_params(colors=colours["ink"], length=0)
-    panel.grid(color=colours["faint"], linewidth=0.8)
-    panel.set_axisbelow(True)
-    panel.spines[:].set_visible(False)

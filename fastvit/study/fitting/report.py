@@ -9,7 +9,7 @@ from typing import Any
 
 from fastvit._output import wrapped
 from fastvit.study.fitting.choices import Choice
-from fastvit.study.memory.plot import COLOURS
+from fastvit.study.memory.plot import COLOURS, style
 from fastvit.study.memory.step import Setting
 from fastvit.study.sources.model_source import pixels
 
@@ -170,9 +170,9 @@ def draw(fit: Fit, theme: str) -> Any:
     with rc_context({"font.family": "DejaVu Sans", "font.size": 11, "text.color": ink}):
         figure = Figure(figsize=(9.2, 5.2), layout="constrained")
         axis = figure.subplots()
-        for points, label, colour, style in curves:
+        for points, label, colour, line in curves:
             peaks, shares = [p.peak / 2**30 for p in points], [100 * p.recomputed for p in points]
-            axis.plot(peaks, shares, color=colours[colour], label=label, marker="o", linestyle=style, zorder=3)
+            axis.plot(peaks, shares, color=colours[colour], label=label, marker="o", linestyle=line, zorder=3)
         axis.plot(
             peak / 2**30, 100 * again, marker="o", markersize=12, markeredgewidth=2.6, linestyle="none", zorder=4,
             color=colours["fastvit"], fillstyle="none", label=f"{name}: {size_in_words(peak)}, {100 * again:.1f} %",
@@ -182,11 +182,8 @@ def draw(fit: Fit, theme: str) -> Any:
         axis.axvspan(over, high, color=colours["faint"], alpha=0.35, linewidth=0, zorder=1, label=budget)
         axis.set_xlim(low, high)
         figure.legend(loc="outside upper left", frameon=False, labelcolor=ink, fontsize=10)
-        axis.set_facecolor("none")
+        style(axis, colours)
         axis.set_xlabel("planned peak, GiB", color=ink)
         axis.set_ylabel("% of the step's FLOPs computed again", color=ink)
-        axis.tick_params(colors=ink, length=0)
-        axis.grid(color=colours["faint"], linewidth=0.8)
-        axis.spines[:].set_visible(False)
         figure.supxlabel(step_in_words(fit), fontsize=9, color=ink, alpha=0.7)
         return figure

@@ -68,11 +68,16 @@ def _panel(panel: Any, title: str, curves: Curves, colours: dict[str, str]) -> N
             )  # fmt: skip
     tokens = next(iter(curves.values()))[0]
     labelled = (tokens[0], tokens[len(tokens) // 2], tokens[-1])
-    panel.set_facecolor("none")
-    panel.set_title(title, loc="left", fontweight="bold", color=colours["ink"])
+    style(panel, colours, title)
     panel.set_xticks(tokens, [str(n) if n in labelled else "" for n in tokens])
     panel.yaxis.set_major_formatter(lambda value, _: _size(value))
     panel.minorticks_off()
+
+
+def style(panel: Any, colours: dict[str, str], title: str = "") -> None:
+    """Give a panel of matplotlib a title, a faint grid and no frame."""
+    panel.set_facecolor("none")
+    panel.set_title(title, loc="left", fontweight="bold", color=colours["ink"])
     panel.tick_params(colors=colours["ink"], length=0)
     panel.grid(color=colours["faint"], linewidth=0.8)
     panel.spines[:].set_visible(False)
