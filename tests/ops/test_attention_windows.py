@@ -67,6 +67,21 @@ def test_windows_wider_than_32_bits_are_refused(triton_backend):
         launch.attention_fwd(qkv, None, None, None, None, 1.0, 0.0, False, rows, columns)
 
 
+@pytest.mark.parametrize("relative", [False, True])
+def test_separate_tensors(relative, backend, device):
+    """The registered op takes q, k and v of a grid by themselves."""
+    q, k, v, rows, columns = (torch.randn(2, 6, 8, 2, 16, device=device) for _ in range(5))
+    rest = (rows[..., :3], columns[..., :4]) if relative else (None, None, None, None, 0, 0, (3, 4), (1, 2), -1.5)
+    mask = None if relative else torch.randn(2, 12, 12, device=device)[None]
+    runs = []
+    for given in ((torch.stack((q, k, v), 3), None, None), (q, k, v)):
+        o, lse = torch.ops.fastvit.attention_fwd(*given, mask, None, 0.3, 0.0, False, *rest)
+        numbers = o, lse, None, 0.3, 0.0, False, not relative
+        dq, dk, dv, *more = torch.ops.fastvit.attention_bwd(o, *given, mask, *numbers, *rest)
+        runs.append((o, lse, *(dq.unbind(3) if given[1] is None else (dq, dk, dv)), *more))
+    torch.testing.assert_close(*runs, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.skipif(not backends.HAVE_TRITON, reason="triton is not installed")
 def test_planned_memory():
     """A step of Swin-T's first stage, 32 images in bfloat16, as on a GPU. 55 MiB are qkv, and as much its gradient."""
