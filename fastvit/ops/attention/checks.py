@@ -13,9 +13,10 @@ from fastvit.ops.attention.within import Relative
 from fastvit.ops.runtime.checks import check_dropout, check_float, check_head_dim, check_like
 
 
-def checked_scale(head_dim: int, scale: float | None, dropout_p: float) -> float:
-    """Check the three; return the scale."""
+def checked_scale(head_dim: int, scale: float | None, dropout_p: float, is_causal: bool = False) -> float:
+    """Check the four; return the scale."""
     check_head_dim("head_dim", head_dim)
+    check_causal(is_causal)
     if dropout_p != 0.0:
         check_dropout("dropout_p", dropout_p)
     if scale is None:

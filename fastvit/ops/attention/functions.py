@@ -10,7 +10,6 @@ from torch import Tensor
 
 from fastvit.ops.attention.aten_samples import as_added
 from fastvit.ops.attention.checks import (
-    check_causal,
     check_keys,
     check_keys_of_sequences,
     check_lengths,
@@ -209,8 +208,7 @@ def _of_samples(
     cast = autocast_dtype(q)
     if not packed:
         check_keys(q, k, v, dtype=cast is None)
-    scale = checked_scale(q.shape[-1], scale, dropout_p)
-    check_causal(is_causal)
+    scale = checked_scale(q.shape[-1], scale, dropout_p, is_causal)
     rows = columns = None
     if relative is not None:
         others = {"attn_mask": attn_mask, "is_causal": is_causal, "dropout_p": dropout_p}
@@ -234,8 +232,7 @@ def _of_sequences(
     cast = autocast_dtype(q)
     if not packed:
         check_keys_of_sequences(q, k, v, own_tokens=cu_seqlens_k is not None, dtype=cast is None)
-    scale = checked_scale(q.shape[-1], scale, dropout_p)
-    check_causal(is_causal)
+    scale = checked_scale(q.shape[-1], scale, dropout_p, is_causal)
     longest = longest_k = check_lengths(name, q, cu_seqlens, max_seqlen)
     if cu_seqlens_k is not None:
         longest_k = check_lengths("q", k, cu_seqlens_k, max_seqlen_k, "_k")

@@ -1,4 +1,4 @@
-"""What a query of attention may see: samples, packed sequences, or the windows of a grid. Both paths, the fakes and the
+"""Samples, packed sequences and windows of a grid: which keys a query of attention sees. Both paths, the fakes and the
 counts of FLOPs ask here."""
 
 # No `annotations` from __future__: pdoc cannot resolve string annotations of a NamedTuple re-exported elsewhere

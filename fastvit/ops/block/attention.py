@@ -7,7 +7,6 @@ from typing import Any
 from torch import Tensor
 
 from fastvit.ops.attention.checks import (
-    check_causal,
     check_lengths,
     checked_mask,
     checked_mask_of_sequences,
@@ -127,9 +126,8 @@ def _prepared(
     elif max_seqlen is not None:
         raise ValueError(f"max_seqlen must be None without cu_seqlens, got {max_seqlen}")
     check_recompute(recompute, RECOMPUTE)
-    check_causal(is_causal)
     head_dim = _head_dim((qkv_weight,) if isinstance(qkv_weight, Tensor) else tuple(qkv_weight), num_heads)
-    scale = checked_scale(head_dim, scale, dropout_p)
+    scale = checked_scale(head_dim, scale, dropout_p, is_causal)
     check_linear(
         x, proj_weight, proj_bias, dtype=cast is None, names=("x", "proj_weight", "proj_bias"),
         hidden=("num_heads * head_dim", num_heads * head_dim),
