@@ -1,4 +1,4 @@
-"""Options, the `measure` fixture that every benchmark is one call of, and the table at the end.
+"""Options, the workloads, the `measure` fixture that a benchmark is one call of, and the table at the end.
 
 pytest benchmarks --benchmark-only                      CPU path in some ten minutes, or the full grid on a GPU
 pytest benchmarks --benchmark-only --quick              one tiny case of every kind, on one core in less than a minute
@@ -71,12 +71,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Parametrise a bench module with the workloads of its OPS, in its MODES, or forward only and forward +
-    backward."""
+    """Run each workload forward alone, and forward and backward; the memory study in training only."""
     if "workload" in metafunc.fixturenames:
-        chosen = workloads(metafunc.config.stash[SESSION].grid, ops=metafunc.module.OPS)
-        metafunc.parametrize("workload", chosen, ids=[workload.id for workload in chosen])
-        metafunc.parametrize("mode", getattr(metafunc.module, "MODES", tuple(table.MODE)))
+        chosen = workloads(metafunc.config.stash[SESSION].grid)
+        cases = [
+            (w, mode) for w in chosen for mode in table.MODE if mode == "training" or not w.op.startswith("memory")
+        ]
+        metafunc.parametrize(("workload", "mode"), cases, ids=[f"{w.id}-{mode}" for w, mode in cases])
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

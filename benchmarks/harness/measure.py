@@ -37,13 +37,8 @@ from fastvit.study.accuracy.rule import DRAWS, GRADIENT, OUTPUT, Compared, poole
 from fastvit.study.memory.peak import peak_bytes, saved_bytes
 
 Step = Callable[[], object]
-Measure = Callable[[Workload, str], Record]  # the fixture that every benchmark calls
+Measure = Callable[[Workload, str], Record]  # the fixture that benchmarks call
 ROUNDS = 7  # at least: the range of seven ratios holds the median with 98 % probability, that of five with 94 %
-
-
-def bench_op(measure: Measure, workload: Workload, mode: str) -> None:
-    """Measure one workload. Every bench_*.py has this test."""
-    measure(workload, mode)
 
 
 class Replay:
