@@ -9,33 +9,13 @@ from dataclasses import replace
 from typing import Any
 
 from benchmarks.harness.columns import WIDTH, make
-from benchmarks.harness.providers import OPS, PROVIDERS, VIT_B_16
+from benchmarks.harness.providers import OPS, PROVIDERS
 from benchmarks.harness.record import Provider, Record
 from benchmarks.harness.timing import Ceilings
+from benchmarks.harness.workloads import on_the_page
 from fastvit.study.memory.peak import LONG, growth_exponent
 
 ONE = "the most important case of each op"
-# The most important case of each op, on a CPU and on a GPU, and the sizes that an exponent is fitted to
-FIRST = {
-    "attention": ("B1 N1025 H12 d64", "B32 N197 H16 d64"),
-    "attention_varlen": ("B4 N256 H12 d64", "B32 N1024 H16 d64"),
-    "attention_windows": ("B1 grid56 window7 H3 d32 shift3", "B32 grid56 window7 H3 d32 shift3"),
-    "rotary": ("B8 N197 H12 d64 halves", "B32 N197 H12 d64 halves"),
-    "qk_norm": ("halves layer B8 N197 H12 d64", "halves layer B32 N197 H12 d64"),
-    "layer_norm": ("B8 N197 D768", "B256 N197 D768"),
-    "add_layer_norm": ("B8 N197 D768", "B256 N197 D768"),
-    "linear": ("B1 N197 D768 out3072 gelu", "B32 N197 D768 out3072 gelu"),
-    "layer_norm_linear": ("B1 N197 D768 out2304", "B32 N197 D768 out2304"),
-    "layer_norm_attention": ("B1 N197 D768 H12", "B32 N197 D768 H12"),
-    "mlp": ("B1 N197 D768", "B32 N197 D768"),
-    "layer_norm_mlp": ("B1 N197 D768", "B32 N197 D768"),
-    "patch_embed": ("B8 px224 patch16 D768", "B32 px224 patch16 D768"),
-    "block": ("B1 N1025 D768 H12", "B32 N197 D768 H12"),
-    "model": ("vit_small_patch16_224 B1 px224", "vit_base_patch16_224 B32 px224"),
-    "accelerate": tuple(f"{library} B{B}" for library in VIT_B_16 for B in (1, 32)),
-    "memory, attention": tuple(f"B1 N{N} H12 d64" for N in (4097, 2305, 1025)),
-    "memory, block": tuple(f"B1 N{N} D768 H12" for N in (4097, 2305, 1025)),
-}
 MODE = {"inference": "fwd", "training": "fwd+bwd"}
 LEGEND = """\
 case      B batch, N tokens, D width, H heads, d head dimension, px image,
@@ -97,7 +77,8 @@ def most_important(records: Sequence[Record], ceilings: Ceilings) -> Iterator[tu
     slower, and of the memory study."""
     memory = [r for r in records if r.op.startswith("memory")]
     others = [r for r in records if r not in memory]
-    first = [replace(r, op=ONE, case=f"{r.op} {r.case}") for r in others if r.case in FIRST[r.op]]
+    shown = on_the_page()
+    first = [replace(r, op=ONE, case=f"{r.op} {r.case}") for r in others if (r.op, r.case) in shown]
     for title, lines in render(first, ceilings):
         if title == ONE:
             yield title, [*lines, *_verdicts(others)]

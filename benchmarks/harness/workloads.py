@@ -115,6 +115,11 @@ def workloads(*uses: str, ops: tuple[str, ...] = ()) -> list[Workload]:
     return [w for w in _all() if w.uses & {*uses} and (not ops or w.op in ops)]
 
 
+def on_the_page() -> set[tuple[str, str]]:
+    """Return op and name of the most important workloads, whichever libraries are installed."""
+    return {(w.op, str(w)) for w in _read() if "page" in w.uses}
+
+
 @functools.cache
 def _all() -> tuple[Workload, ...]:
     return tuple(w for w in _read() if w.sizes.get("library", "") in ("", *INSTALLED))
