@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
+import library_models
 import torch
 import torch.nn.functional as F
-from library_imports import import_library, import_timm
+from library_imports import import_timm
 from models import randomised
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastvit
-from benchmarks.harness.libraries import randomize
 from fastvit import reference
 from fastvit.eva import Eva
 from fastvit.study.sources.baselines import use_eager
@@ -37,41 +37,14 @@ PAIRS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 VISIBLE: Any = {"rtol": 0.0, "atol": 1e-5}
 
 
-class Architecture(NamedTuple):
-    """A model of another library, of two blocks for square images of `side` pixels. options: arguments that make it."""
-
-    library: str
-    name: str
-    side: int
-    options: dict[str, Any]
-
-    def model(self) -> nn.Module:
-        torch.manual_seed(0)
-        library = import_library(self.library)
-        if self.library == "timm":
-            model = library.create_model(self.name, **self.options)
-        elif self.library == "torchvision":
-            model = library.models.VisionTransformer(**self.options)
-        else:
-            kind = getattr(library, self.name)
-            model = kind(kind.config_class(**self.options))
-        randomize(model)
-        return model.eval()
-
-    def image(self) -> Tensor:
-        return image(self.side, self.side)
-
-
-_SMALL = {"hidden_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 32, "patch_size": 8}
-_SMALL |= {"intermediate_size": 160}
-_OF_TORCHVISION = {"image_size": 128, "patch_size": 32, "num_layers": 2, "num_heads": 2, "hidden_dim": 128}
-# Two prefix tokens, rotary positions and registers, a head that pools, nn.MultiheadAttention
-LIBRARIES = [
-    Architecture("timm", "deit_small_distilled_patch16_224", 64, {"img_size": 64, "depth": 2}),
-    Architecture("transformers", "DINOv3ViTModel", 32, _SMALL | {"num_register_tokens": 4}),
-    Architecture("transformers", "SiglipVisionModel", 32, _SMALL),
-    Architecture("torchvision", "vit_b_32", 128, _OF_TORCHVISION | {"mlp_dim": 256}),
-]
+# By name, for images of 32 px: two prefix tokens, rotary positions and registers, a head that pools,
+# nn.MultiheadAttention
+LIBRARIES: dict[str, Callable[[], nn.Module]] = {
+    "timm": lambda: library_models.vit("deit_small_distilled_patch16_224"),
+    "DINOv3": lambda: library_models.hugging_face("DINOv3ViTModel", num_register_tokens=4),
+    "SigLIP": lambda: library_models.hugging_face("SiglipVisionModel"),
+    "torchvision": library_models.torchvision_vit,
+}
 
 
 def pair(kind: str, **options: Any) -> tuple[nn.Module, nn.Module]:

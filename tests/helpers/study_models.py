@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from library_imports import import_library
+from library_models import hugging_face
 from torch import Tensor, nn
 
 from fastvit import ops, reference, zoo
@@ -53,13 +54,7 @@ def reference_vit(image_size: int = 32) -> nn.Module:
 
 def with_registers(image_size: int = 32) -> nn.Module:
     """Make a model of transformers with positions for CLS and patches, but not for registers."""
-    transformers = import_library("transformers")
-    config = transformers.Dinov2WithRegistersConfig(
-        image_size=image_size, patch_size=8, hidden_size=48, num_hidden_layers=2, num_attention_heads=3,
-        num_register_tokens=2, attn_implementation="sdpa",
-    )  # fmt: skip
-    model: nn.Module = transformers.Dinov2WithRegistersModel(config)
-    return model
+    return hugging_face("Dinov2WithRegistersModel", image_size=image_size, num_register_tokens=2)
 
 
 def relative_positions(image_size: int = 32) -> nn.Module:
