@@ -167,24 +167,24 @@ class Launch(NamedTuple):
     def __call__(self, *tensors: Tensor | None) -> None:
         if (recorder := record.current()) is not None:
             recorder.launch(self, tensors)
+        elif (unaligned := self.unaligned) is not None and not all(map(_is_aligned, tensors)):
+            unaligned(*tensors)
         else:
-            self._launch(*tensors)
+            launch(self.kernel, self.programs, tensors, self.numbers, self.constants)
 
     def directly(self, *tensors: Tensor | None) -> Any:
         """Launch. Return what the same launch may call on other tensors whose addresses are multiples of 16: a
         function, its arguments before the stream, a function that returns the stream, and arguments before and after
         the addresses. None where `launch` must not be left out."""
-        if (compiled := self._launch(*tensors)) is None:
+        if (unaligned := self.unaligned) is not None and not all(map(_is_aligned, tensors)):
+            unaligned.directly(*tensors)
+            return None
+        compiled = launch(self.kernel, self.programs, tensors, self.numbers, self.constants)
+        if compiled is None:
             return None
         run, stream, device, function, metadata, rest, _ = compiled
         before, after = (self.programs, 1, 1), (function, metadata, None, None, None)
         return run, before, functools.partial(stream, device), after, (*self.numbers, *rest)
-
-    def _launch(self, *tensors: Tensor | None) -> Compiled | None:
-        if self.unaligned is not None and not all(map(_is_aligned, tensors)):
-            self.unaligned._launch(*tensors)
-            return None
-        return launch(self.kernel, self.programs, tensors, self.numbers, self.constants)
 
 
 def _is_aligned(t: Tensor | None) -> bool:
