@@ -77,6 +77,21 @@ def scaled(node: Any) -> tuple[Node, float] | None:
     return (b, float(a)) if name == "mul" and is_number(a) and isinstance(b, Node) else None
 
 
+def operands(node: Any, name: str) -> list[tuple[Any, Any]]:
+    """Return the two arguments of a call of that name in both orders; for another call, or with keywords, nothing."""
+    if name_of(node) != name or node.kwargs or len(node.args) != 2:
+        return []
+    a, b = node.args
+    return [(a, b), (b, a)]
+
+
+def other_operand(node: Node, one: Node) -> Any:
+    """Return b of a call with the arguments (one, b) or (b, one) only, otherwise None."""
+    if node.kwargs or len(node.args) != 2:
+        return None
+    return node.args[1] if node.args[0] is one else node.args[0]
+
+
 def only_user(node: Node) -> Node:
     if len(node.users) != 1:
         raise CannotFuse(f"the output of its {words(node)} is used {len(node.users)} times")

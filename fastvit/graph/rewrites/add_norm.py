@@ -10,7 +10,7 @@ from torch.fx import Node
 
 from fastvit import ops
 from fastvit.blocks.submodules import CannotFuse
-from fastvit.graph.match.calls import first, name_of
+from fastvit.graph.match.calls import first, operands
 from fastvit.graph.match.layout import same_shape
 from fastvit.graph.match.rewriter import Emitter, GraphRewriter
 from fastvit.graph.match.values import fake, value_of
@@ -19,7 +19,7 @@ from fastvit.graph.rewrites.norm_linear import is_norm, norm_of, note_norm
 
 def rewrite(rewriter: GraphRewriter) -> None:
     for node in list(rewriter.graph.nodes):
-        if not is_norm(node) or name_of(total := first(node)) != "add" or total.kwargs or len(total.args) != 2:
+        if not is_norm(node) or not operands(total := first(node), "add"):
             continue
         with contextlib.suppress(CannotFuse):  # norm_linear has noted why the norm was left
             _rewrite(rewriter, node, total)

@@ -23,7 +23,7 @@ from fastvit.graph.match.calls import arguments, first, is_number, name_of, scal
 from fastvit.graph.match.layout import known_equal, same_shape
 from fastvit.graph.match.rewriter import Emitter, GraphRewriter
 from fastvit.graph.match.values import fake
-from fastvit.graph.match.views import COPIES, RESHAPES, is_view
+from fastvit.graph.match.views import COPIES, RESHAPES, strip_views
 from fastvit.graph.rewrites.groups import repeated
 from fastvit.graph.rewrites.masks import Term, attn_mask, term_of, without_filled_rows
 
@@ -108,7 +108,7 @@ def _rewrite_products(rewriter: GraphRewriter, root: Node, softmax: Node) -> Non
         else:
             break
     if name_of(at) not in ("matmul", "einsum"):
-        raise CannotFuse(_reason_between(at))
+        raise CannotFuse(f"{words(strip_views(at)[0])} between scores and softmax")
     if not all(same_shape(fake(t).shape, fake(at).shape) for t in probabilities):  # or all reshapes together do nothing
         raise CannotFuse("a reshape of scores or probabilities")
     matched.add(at)
@@ -121,13 +121,6 @@ def _rewrite_products(rewriter: GraphRewriter, root: Node, softmax: Node) -> Non
 def _check_precision(node: Node, dtype: torch.dtype) -> None:
     if fake(node).dtype not in (dtype, torch.float32, torch.float64):
         raise CannotFuse(f"scores or probabilities in {fake(node).dtype}")
-
-
-def _reason_between(scores: Node) -> str:
-    """Return the reason for an unknown call between the product and the softmax."""
-    while is_view(scores):
-        scores = first(scores)
-    return f"{words(scores)} between scores and softmax"
 
 
 def dropout_of(node: Node) -> float:

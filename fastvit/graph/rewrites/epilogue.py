@@ -19,7 +19,7 @@ from torch.fx import Node
 
 from fastvit import ops
 from fastvit.blocks.submodules import CannotFuse
-from fastvit.graph.match.calls import name_of, scaled
+from fastvit.graph.match.calls import name_of, other_operand, scaled
 from fastvit.graph.match.layout import known_equal, same_shape
 from fastvit.graph.match.rewriter import Emitter, GraphRewriter
 from fastvit.graph.match.values import fake, value_of
@@ -70,9 +70,9 @@ def _longer(e: Epilogue) -> Epilogue | None:
     taken = replace(e, root=user, matched=e.matched | {at})
     if (factor := scaled(user)) is not None:
         return replace(taken, factor=e.factor * factor[1])
-    if name not in ("mul", "mul_", "add") or len(user.args) != 2 or user.kwargs or user.args[0] is user.args[1]:
+    other = other_operand(user, at)
+    if name not in ("mul", "mul_", "add") or other is at:
         return None
-    other = user.args[1] if user.args[0] is at else user.args[0]
     if not isinstance(other, Node) or value_of(other) is None or (name == "mul_" and user.args[0] is not at):
         return None
     shape, of = fake(at).shape, fake(other)

@@ -17,7 +17,7 @@ from torch.fx import Node
 
 from fastvit import ops
 from fastvit.blocks.submodules import CannotFuse
-from fastvit.graph.match.calls import arguments, first, name_of, only_user, scaled, words
+from fastvit.graph.match.calls import arguments, first, name_of, only_user, operands, scaled, words
 from fastvit.graph.match.layout import Layout, dense_strides
 from fastvit.graph.match.rewriter import Emitter, GraphRewriter
 from fastvit.graph.match.values import fake
@@ -41,7 +41,7 @@ def rewrite(rewriter: GraphRewriter) -> None:
     for node in list(rewriter.graph.nodes):
         try:
             act = _activation(node)
-            if act is None or not _is_linear(strip_views(act.x)[0]):
+            if act is None or name_of(strip_views(act.x)[0]) != "linear":
                 continue
         except CannotFuse:  # an activation with unknown arguments
             continue
@@ -49,10 +49,6 @@ def rewrite(rewriter: GraphRewriter) -> None:
             _rewrite(rewriter, act, node)
         except CannotFuse as reason:
             rewriter.note(node, "MLP", False, str(reason))
-
-
-def _is_linear(node: Node) -> bool:
-    return name_of(node) == "linear"
 
 
 def _activation(node: Node) -> _Act | None:
@@ -83,27 +79,19 @@ def _tanh_gelu(tanh: Node) -> _Act | None:
     inner = scaled(first(tanh))
     if inner is None or name_of(first(tanh)).endswith("_") or not math.isclose(inner[1], math.sqrt(2.0 / math.pi)):
         return None
-    for x, term in _operands(inner[0], "add"):
+    for x, term in operands(inner[0], "add"):
         cube = scaled(term)
-        if cube is not None and cube[1] == 0.044715 and _operands(cube[0], "pow")[:1] == [(x, 3.0)]:
+        if cube is not None and cube[1] == 0.044715 and operands(cube[0], "pow")[:1] == [(x, 3.0)]:
             break
     else:
         return None
     for plus_one in tanh.users:
         for root in plus_one.users:
-            halves = [half for one, half in _operands(root, "mul") if one is plus_one and scaled(half) == (x, 0.5)]
-            if halves and (tanh, 1.0) in _operands(plus_one, "add"):
+            halves = [half for one, half in operands(root, "mul") if one is plus_one and scaled(half) == (x, 0.5)]
+            if halves and (tanh, 1.0) in operands(plus_one, "add"):
                 matched = {tanh, first(tanh), inner[0], term, cube[0], plus_one, root, *halves}
                 return _Act("gelu_tanh", x, root, matched)
     return None
-
-
-def _operands(node: Any, name: str) -> list[tuple[Any, Any]]:
-    """Return the two arguments of a call of that name in both orders; for another call an empty list."""
-    if name_of(node) != name or node.kwargs or len(node.args) != 2:
-        return []
-    a, b = node.args
-    return [(a, b), (b, a)]
 
 
 def _rewrite(rewriter: GraphRewriter, act: _Act, site: Node) -> None:
@@ -122,7 +110,7 @@ def _rewrite(rewriter: GraphRewriter, act: _Act, site: Node) -> None:
         inner = hidden = only_user(hidden)
         matched.add(inner)
     end = only_user(hidden)
-    if not _is_linear(end) or first(end) is not hidden:
+    if name_of(end) != "linear" or first(end) is not hidden:
         raise CannotFuse(f"{words(end)} after its activation")
     fc2 = linear_of(end)
     matched.add(end)
@@ -174,7 +162,7 @@ def _gated(act: _Act, product: Node) -> tuple[str, list[LinearCall], bool | None
     if not isinstance(value, Node):
         raise CannotFuse("an activation times a number")
     (gate_layer, gate_views), (value_layer, value_views) = strip_views(act.x), strip_views(value)
-    if not _is_linear(value_layer):
+    if name_of(value_layer) != "linear":
         raise CannotFuse(f"a gate for {words(value_layer)}")
     gate, value_linear = linear_of(gate_layer), linear_of(value_layer)
     if gate_layer is not value_layer:

@@ -100,11 +100,9 @@ def rewrite(rewriter: GraphRewriter) -> None:
         if not is_norm(node):
             continue
         try:
-            op = _rewrite(rewriter, node)
+            note_norm(rewriter, node, True, _rewrite(rewriter, node))
         except CannotFuse as reason:
             note_norm(rewriter, node, False, str(reason))
-        else:
-            note_norm(rewriter, node, True, op)
 
 
 def _rewrite(rewriter: GraphRewriter, node: Node) -> str:

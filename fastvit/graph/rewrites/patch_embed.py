@@ -17,7 +17,7 @@ from torch.fx import Node
 
 from fastvit import ops
 from fastvit.blocks.submodules import CannotFuse
-from fastvit.graph.match.calls import arguments, first, name_of
+from fastvit.graph.match.calls import arguments, first, name_of, other_operand
 from fastvit.graph.match.layout import Layout, known_equal
 from fastvit.graph.match.rewriter import Emitter, GraphRewriter
 from fastvit.graph.match.values import fake, value_of
@@ -95,8 +95,8 @@ def _longer(tokens: _Tokens) -> Iterator[_Tokens]:
             return
         (user,) = tokens.root.users
         grown = replace(tokens, root=user, matched=tokens.matched | {tokens.root})
-        if name_of(user) == "add" and len(user.args) == 2 and not user.kwargs and tokens.positions is None:
-            other = user.args[1] if user.args[0] is tokens.root else user.args[0]
+        if name_of(user) == "add" and tokens.positions is None:
+            other = other_operand(user, tokens.root)
             if not isinstance(other, Node) or not _is_one_sample(other, tokens.root):
                 return
             tokens = replace(grown, positions=other, positions_cover_prefix=bool(tokens.prefix))

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch.fx import Node
 
 from fastvit.blocks.submodules import CannotFuse
-from fastvit.graph.match.calls import arguments, first, is_number, name_of, only_user, words
+from fastvit.graph.match.calls import arguments, first, is_number, name_of, only_user, other_operand, words
 from fastvit.graph.match.layout import known_equal, same_shape
 from fastvit.graph.match.rewriter import Emitter, GraphRewriter
 from fastvit.graph.match.values import CASTS, fake, value_of
@@ -61,12 +61,12 @@ def _mean_square(total: Any) -> tuple[Node, set[Node], float] | None:
     if not means:
         return None
     mean = means[0]
-    eps = total.args[1] if total.args[0] is mean else total.args[0]
+    eps = other_operand(total, mean)
     square, x = first(mean), _squared(first(mean))
     assert x is not None
     if isinstance(eps, Node) and isinstance(value_of(eps), torch.SymFloat):
         eps = float(value_of(eps))  # of a dynamic graph, which is then for this value only, as with torch's norms
-    if not is_number(eps) or total.kwargs:
+    if not is_number(eps):
         raise CannotFuse("an RMSNorm whose eps is a tensor")
     _, dim, keepdim, _ = arguments(mean, input=None, dim=None, keepdim=False, dtype=None)
     dims = list(dim) if isinstance(dim, tuple | list) else [dim]
@@ -96,7 +96,7 @@ def _rewrite(
         matched.add(at)
     if name_of(user) != operation or at not in user.args[operation == "div" :] or len(user.args) != 2 or user.kwargs:
         raise CannotFuse(f"{words(user)} after the root of a mean of squares")
-    of_product = _with_cast_inputs(user.args[0] if user.args[1] is at else user.args[1])
+    of_product = _with_cast_inputs(other_operand(user, at))
     of_square = _with_cast_inputs(squared)
     inputs = [node for node in of_product if node in of_square]
     if not inputs:
@@ -139,8 +139,8 @@ def _weighted(normalized: Node, matched: frozenset[Node]) -> list[tuple[Node, No
         if len(at.users) != 1:
             return found
         (user,) = at.users
-        if name_of(user) == "mul" and weight is None and len(user.args) == 2 and not user.kwargs:
-            weight = user.args[1] if user.args[0] is at else user.args[0]
+        if name_of(user) == "mul" and weight is None:
+            weight = other_operand(user, at)
             if not isinstance(weight, Node) or value_of(weight) is None or fake(weight).dim() != 1:
                 return found
         elif name_of(user) not in CASTS or first(user) is not at:

@@ -14,7 +14,7 @@ from typing import Any
 from torch.fx import Node
 
 from fastvit.blocks.submodules import CannotFuse
-from fastvit.graph.match.calls import arguments, first, name_of
+from fastvit.graph.match.calls import arguments, first, name_of, operands
 from fastvit.graph.match.layout import Layout, known_equal, same_shape
 from fastvit.graph.match.values import VIEWS, fake
 from fastvit.graph.match.views import follow, is_view, strip_views
@@ -39,12 +39,8 @@ def rotation_of(node: Node) -> Rotation | None:
     tensors, dim = arguments(node, tensors=None, dim=0)
     if len(tensors) != 2 or dim not in (2, -2) or fake(node).dim() != 4:
         return None
-    prefix, at = tensors
-    casts: set[Node] = set()
-    while is_view(at):
-        casts.add(at)
-        at = first(at)
-    inner = _rotated(at) if name_of(at) == "add" else None
+    prefix, (at, casts) = tensors[0], strip_views(tensors[1])
+    inner = _rotated(at)
     if inner is None:
         return None
     P = fake(prefix).shape[2]
@@ -56,18 +52,15 @@ def rotation_of(node: Node) -> Rotation | None:
         raise CannotFuse("tokens before the rotated ones that are not those before them")
     if not slices[1].is_same(tokens.narrow(2, P, rest)):
         raise CannotFuse("rotated tokens that are not the last")
-    views = {*_between(prefix, whole), *_between(inner.x, whole)}
-    return Rotation(whole, inner.rotary._replace(num_prefix_tokens=P), inner.matched | casts | views | {node})
+    views = _between(prefix, whole) + _between(inner.x, whole)
+    return Rotation(whole, inner.rotary._replace(num_prefix_tokens=P), inner.matched.union(casts, views, (node,)))
 
 
 def _rotated(add: Node) -> Rotation | None:
     """x * cos + turned(x) * sin"""
-    terms: Any = add.args
-    if len(terms) != 2 or add.kwargs or any(name_of(term) != "mul" or term.kwargs for term in terms):
-        return None
-    for by_cos, by_sin in (terms, terms[::-1]):
-        for turned, sin in (by_sin.args, by_sin.args[::-1]):
-            for x, cos in (by_cos.args, by_cos.args[::-1]):
+    for by_cos, by_sin in operands(add, "add"):
+        for turned, sin in operands(by_sin, "mul"):
+            for x, cos in operands(by_cos, "mul"):
                 if not all(isinstance(t, Node) for t in (turned, sin, x, cos)) or fake(x).dim() != 4:
                     continue
                 if (found := _turned(turned, x)) is not None:
