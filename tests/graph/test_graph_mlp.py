@@ -41,6 +41,7 @@ MLPS = {
     "quick_gelu": (activated(lambda h: h * torch.sigmoid(1.702 * h)), MLP),
     "relu in place": (activated(lambda h: F.relu(h, inplace=True)), MLP),
     "value first": (between(lambda m, y: m.value(y) * F.silu(m.gate(y))), MLP),
+    "value by keyword": (between(lambda m, y: torch.mul(F.silu(m.gate(y)), other=m.value(y))), MLP),
     "gate in the first half": (between(lambda m, y: (lambda gate, value: F.silu(gate) * value)(*halves(m, y))), MLP),
     "gate in the last half": (
         between(lambda m, y: (lambda value, gate: F.gelu(gate) * value)(*m.fc1(y).split(HIDDEN, -1))), MLP,

@@ -158,7 +158,8 @@ def _gated(act: _Act, product: Node) -> tuple[str, list[LinearCall], bool | None
     names = {plain: gated for gated, plain in GATED.items()}
     if act.name not in names:
         raise CannotFuse(f"a gate with {act.name}")
-    value = product.args[1] if product.args[0] is act.root else product.args[0]
+    a, b = arguments(product, input=None, other=None)
+    value = b if a is act.root else a
     if not isinstance(value, Node):
         raise CannotFuse("an activation times a number")
     (gate_layer, gate_views), (value_layer, value_views) = strip_views(act.x), strip_views(value)
