@@ -90,7 +90,7 @@ MESSAGES: list[tuple[Callable[..., nn.Module], type[Exception], str, dict[str, A
       for dim in (16, 40, 528)),
     (Block, TypeError, "qkv_bais is not an argument of Block: use qkv_bias", {"qkv_bais": True}),
     (partial(layers.GluMlp, 24), ValueError, "hidden_features must be even", {"hidden_features": 41}),
-    (Eva, TypeError, "Eva takes no qk_norm: EVA's blocks fix it", {"qk_norm": True}),
+    (Eva, TypeError, "Eva takes no block_fn: its blocks are EvaBlocks", {"block_fn": "postnorm"}),
     (RotaryEmbeddingCat, ValueError, "dim must be a multiple of 4, got 6", {"dim": 6}),
     (create, TypeError, "weights must be a path, a repository of the Hugging Face Hub or a state_dict", {"weights": 5}),
     (create, TypeError, "pretrained is not an argument of VisionTransformer: its arguments are", {"pretrained": True}),
