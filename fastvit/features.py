@@ -159,7 +159,7 @@ class Backbone(nn.Module):
         masks = mask_arguments(attn_mask, is_causal)
         _, patches, prefix, _ = self._intermediates(x, taken, norm, True, reshape, masks)
         if return_class_token:
-            return tuple((y, _each(_first_token, t)) for y, t in zip(patches, prefix, strict=True))
+            return tuple((y, _each(lambda t: t[..., 0, :], t)) for y, t in zip(patches, prefix, strict=True))
         if return_prefix_tokens and prefix:
             return tuple(zip(patches, prefix, strict=True))
         return tuple(patches)
@@ -250,11 +250,6 @@ class Backbone(nn.Module):
 def _each(function: Callable[..., Tensor], y: Any, *others: Any) -> Any:
     """Call a function with a tensor and others, or with the elements of lists of them."""
     return function(y, *others) if isinstance(y, Tensor) else list(map(function, y, *others))
-
-
-def _first_token(tokens: Tensor) -> Tensor:
-    """(..., N, D) -> (..., D)"""
-    return tokens[..., 0, :]
 
 
 def _as_image(patches: Tensor, grid: tuple[int, int]) -> Tensor:

@@ -14,12 +14,10 @@ from fastvit.modules.arguments import (
     Device,
     Dtype,
     by_name,
-    check_factory,
     check_heads,
     check_hidden,
     check_init_values,
     check_number,
-    check_rates,
     with_known_arguments,
 )
 from fastvit.modules.attention import Attention
@@ -81,17 +79,16 @@ class Block(nn.Module):
         check_heads("dim", dim, num_heads)
         check_hidden("dim", dim, mlp_ratio)
         check_init_values(init_values)
-        check_rates(proj_drop=proj_drop, attn_drop=attn_drop)
         check_number("drop_path", drop_path, lambda p: 0.0 <= p <= 1.0, "in [0, 1]")
-        check_factory(device, dtype)
         act_layer = by_name("act_layer", act_layer, ACT_LAYERS)
         norm = by_name("norm_layer", norm_layer, NORM_LAYERS)
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.norm1 = norm(dim, **factory)
-        self.attn = attn_layer(
+        attn = attn_layer(  # checks the other arguments before it makes the first parameter
             dim, num_heads, qkv_bias=qkv_bias, proj_bias=proj_bias, attn_drop=attn_drop, proj_drop=proj_drop,
             qk_norm=qk_norm, norm_layer=norm, **factory,
         )  # fmt: skip
+        self.norm1 = norm(dim, **factory)
+        self.attn = attn
         self._add_layer_scale(1, dim, init_values, factory)
         self.drop_path1 = DropPath(drop_path) if drop_path else nn.Identity()
         self.norm2 = norm(dim, **factory)

@@ -23,19 +23,9 @@ from fastvit.weights.names_hf import HUGGING_FACE
 from fastvit.weights.source import Source, bilinear, ignored, plain, with_offset
 
 _TIMM = (
-    "cls_token",
-    "reg_token",
-    "dist_token",
-    "pos_embed",
-    "patch_embed",
-    "norm_pre",
-    "rope",
-    "norm",
-    "fc_norm",
-    "head",
-    "head_dist",
-    "attn_pool",
-)
+    "cls_token", "reg_token", "dist_token", "pos_embed", "patch_embed", "norm_pre", "rope", "norm", "fc_norm", "head",
+    "head_dist", "attn_pool",
+)  # fmt: skip
 _TIMM_IN_MODEL = {name: name for name in _TIMM}
 _TIMM_IN_BLOCK = {"gamma_1": "ls1.gamma", "gamma_2": "ls2.gamma"}  # DeiT-III's own files
 _HEADS_OF_TRAINING = ignored("dino_head", "ibot_head")
