@@ -93,7 +93,6 @@ SOURCES = (
         prefixes=("",),
         block=r"blocks\.([0-9]+)\.(.+)",
         in_model={**_TIMM_IN_MODEL, "mask_token": "", **_MAE_DECODER},
-        in_block={},
         resize=plain,
     ),
     Source(
@@ -119,7 +118,6 @@ SOURCES = (
         prefixes=("", "backbone."),
         block=r"blocks\.(?:[0-9]+\.)?([0-9]+)\.(.+)",  # with block_chunks > 0 the chunk's number comes first
         in_model={**_TIMM_IN_MODEL, "mask_token": "", "register_tokens": "register_tokens"},
-        in_block={},
         elsewhere=_HEADS_OF_TRAINING,
         resize=with_offset,
     ),
