@@ -7,28 +7,16 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fastvit.eva_layers import EvaBlock
 from fastvit.modules.arguments import Pair, by_name, check_choice, check_flags, check_integers, with_known_arguments
 from fastvit.modules.eva import ATTENTION
 from fastvit.modules.norms import NORM_LAYERS, NormLayer
-from fastvit.modules.packing import Images, Packed
-from fastvit.modules.parts import LayerFactory
 from fastvit.rope import RotaryEmbeddingCat, RotaryEmbeddingDinoV3
-from fastvit.vit import VisionTransformer
+from fastvit.vit import VisionTransformer, init_linear
 
 __all__ = ["Eva"]
-
-# arguments of `VisionTransformer` whose value EVA's blocks fix
-_FIXED = ("proj_bias", "mlp_layer", "qk_norm", "block_fn")
-
-
-def _block(
-    dim: int, num_heads: int, *, proj_bias: bool, mlp_layer: LayerFactory, qk_norm: bool, **options: Any
-) -> EvaBlock:
-    """Make a block, without the arguments of `VisionTransformer` whose value EVA's blocks fix."""
-    return EvaBlock(dim, num_heads, **options)
 
 
 @with_known_arguments
@@ -52,8 +40,8 @@ class Eva(VisionTransformer):
         use_fc_norm: a norm after the pooling; None for one if patches are averaged.
         use_post_transformer_norm: a norm after the blocks; None for one if there is none after the pooling.
         options: further arguments of `VisionTransformer`: class_token, no_embed_class, attn_pool_num_heads,
-            attn_pool_mlp_ratio, dynamic_img_size, dropout rates, drop_path_rate, act_layer, patch_init, mean, std,
-            device, dtype.
+            attn_pool_mlp_ratio, dynamic_img_size, dropout rates, drop_path_rate, act_layer, mlp_layer (without
+            swiglu_mlp), proj_bias, qk_norm, patch_init, mean, std, device, dtype.
 
     Raises:
         TypeError, ValueError: naming the argument, its value and what is allowed, before a parameter is made.
@@ -70,8 +58,8 @@ class Eva(VisionTransformer):
         rope_rotate_half: bool = False, ref_feat_shape: Pair | None = None, use_pre_transformer_norm: bool = False,
         use_fc_norm: bool | None = None, use_post_transformer_norm: bool | None = None, **options: Any,
     ) -> None:  # fmt: skip
-        if fixed := [name for name in _FIXED if name in options]:
-            raise TypeError(f"Eva takes no {fixed[0]}: EVA's blocks fix it")
+        if "block_fn" in options:
+            raise TypeError("Eva takes no block_fn: its blocks are EvaBlocks")
         check_integers(0, num_reg_tokens=num_reg_tokens, swiglu_align_to=swiglu_align_to)
         check_choice("attn_type", attn_type, tuple(ATTENTION))
         check_choice("rope_type", rope_type, ("cat", "dinov3"))
@@ -85,7 +73,7 @@ class Eva(VisionTransformer):
         fc_norm = global_pool == "avg" if use_fc_norm is None else use_fc_norm
         final_norm = not fc_norm if use_post_transformer_norm is None else use_post_transformer_norm
         block = partial(
-            _block, qkv_fused=qkv_fused, swiglu_mlp=swiglu_mlp, swiglu_align_to=swiglu_align_to, scale_mlp=scale_mlp,
+            EvaBlock, qkv_fused=qkv_fused, swiglu_mlp=swiglu_mlp, swiglu_align_to=swiglu_align_to, scale_mlp=scale_mlp,
             attn_type=attn_type, rotate_half=rope_rotate_half, num_prefix_tokens=int(class_token) + num_reg_tokens,
         )  # fmt: skip
         super().__init__(
@@ -98,18 +86,12 @@ class Eva(VisionTransformer):
         factory = {name: options.get(name) for name in ("device", "dtype")}
         if fc_norm and final_norm:
             self.norm = by_name("norm_layer", norm_layer, NORM_LAYERS)(embed_dim, **factory)
-        self.rope: RotaryEmbeddingCat | RotaryEmbeddingDinoV3 | None = None
         if use_rot_pos_emb:
-            rotary = embed_dim // num_heads, rope_temperature
-            grid: dict[str, Any] = {
-                "grid_offset": rope_grid_offset,
-                "grid_indexing": rope_grid_indexing,
-                "rotate_half": rope_rotate_half,
-            }
+            options = {"grid_offset": rope_grid_offset, "grid_indexing": rope_grid_indexing}
             if rope_type == "cat":
-                self.rope = RotaryEmbeddingCat(*rotary, ref_feat_shape=ref_feat_shape, **grid)
-            else:
-                self.rope = RotaryEmbeddingDinoV3(*rotary, **grid)
+                options["ref_feat_shape"] = ref_feat_shape
+            kind = RotaryEmbeddingCat if rope_type == "cat" else RotaryEmbeddingDinoV3
+            self.rope = kind(embed_dim // num_heads, rope_temperature, rotate_half=rope_rotate_half, **options)
 
     @torch.no_grad()
     def init_weights(self, mode: str = "", needs_reset: bool = True) -> None:
@@ -122,9 +104,7 @@ class Eva(VisionTransformer):
                 mlp: Any = block.mlp
                 for layer in mlp.children():  # a gate begins like any other layer, unlike a plain ViT's
                     if isinstance(layer, nn.Linear) and layer is not mlp.fc2:
-                        nn.init.trunc_normal_(layer.weight, std=0.02)
-                        if layer.bias is not None:
-                            nn.init.zeros_(layer.bias)
+                        init_linear(layer)
         for token in (self.cls_token, self.reg_token):
             if token is not None:
                 nn.init.trunc_normal_(token, std=0.02)
@@ -133,15 +113,3 @@ class Eva(VisionTransformer):
 
     def _pools_prefix(self) -> bool:
         return self.global_pool == "map"
-
-    def _embedded(self, x: Tensor) -> tuple[Any, ...]:
-        rope = None if self.rope is None else self.rope.get_embed(self._grid_of(x), x.device)
-        return *super()._embedded(x), rope
-
-    def _embedded_list(self, images: Images) -> tuple[Packed, tuple[Any, ...]]:
-        packed, _ = super()._embedded_list(images)
-        rope, P, device = self.rope, self.num_prefix_tokens, packed.tokens.device
-        if rope is None:
-            return packed, (None,)
-        tables = [rope.of_image(entry.grid, P, device) for entry in packed.entries for _ in range(entry.batch or 1)]
-        return packed, (torch.cat(tables),)

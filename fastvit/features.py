@@ -32,10 +32,10 @@ class Backbone(nn.Module):
     fc_norm: nn.Module
     num_prefix_tokens: int
     has_class_token: bool
-    # Methods of the subclasses. The first two return the first block's tokens, (B, P + n, D) of an image, and further
-    # arguments that all blocks take; the third returns the patch grid of an image, (h, w)
-    _embedded: Callable[[Tensor], tuple[Any, ...]]
-    _embedded_list: Callable[[Images], tuple[Packed, tuple[Any, ...]]]
+    rope: Any  # rotary positions of `fastvit.rope`, or None
+    # Methods of the subclasses: the first block's tokens, (B, P + n, D) of an image, and the patch grid (h, w)
+    _embedded: Callable[[Tensor], Tensor]
+    _embedded_list: Callable[[Images], Packed]
     _grid_of: Callable[[Tensor], tuple[int, int]]
     reset_classifier: Callable[..., None]
 
@@ -62,13 +62,15 @@ class Backbone(nn.Module):
         """
         if isinstance(x, (list, tuple)):
             check_unmasked(attn_mask, is_causal, of="a list of images")
-            packed, rest = self._embedded_list(x)
-            return packed.split(self._blocks_packed(packed.tokens, packed.cu_seqlens, packed.max_seqlen, *rest))
-        tokens, *others = self._embedded(x)
-        masks = mask_arguments(attn_mask, is_causal)
-        if others or masks or (self.grad_checkpointing and torch.is_grad_enabled()):
+            packed = self._embedded_list(x)
+            return packed.split(self._blocks_packed(*packed[:4]))
+        tokens = self._embedded(x)
+        options = mask_arguments(attn_mask, is_causal)
+        if self.rope is not None:
+            options["rope"] = self.rope.get_embed(self._grid_of(x), x.device)
+        if options or (self.grad_checkpointing and torch.is_grad_enabled()):
             for i in range(len(self.blocks)):
-                tokens = self._run_block(i, tokens, *others, **masks)
+                tokens = self._run_block(i, tokens, **options)
         else:
             tokens = self.blocks(tokens)
         return self.norm(tokens)
@@ -157,7 +159,7 @@ class Backbone(nn.Module):
         masks = mask_arguments(attn_mask, is_causal)
         _, patches, prefix, _ = self._intermediates(x, taken, norm, True, reshape, masks)
         if return_class_token:
-            return tuple((y, _each(_first_token, t)) for y, t in zip(patches, prefix, strict=True))
+            return tuple((y, _each(lambda t: t[..., 0, :], t)) for y, t in zip(patches, prefix, strict=True))
         if return_prefix_tokens and prefix:
             return tuple(zip(patches, prefix, strict=True))
         return tuple(patches)
@@ -201,38 +203,40 @@ class Backbone(nn.Module):
 
     # ---- internal ----
 
-    def _run_block(self, i: int, x: Tensor, *rest: Any, **masks: Any) -> Tensor:
+    def _run_block(self, i: int, x: Tensor, **options: Any) -> Tensor:
         block = self.blocks[i]
         if self.grad_checkpointing and torch.is_grad_enabled():
-            return checkpoint(block, x, *rest, use_reentrant=False, **masks)
-        return block(x, *rest, **masks)
+            return checkpoint(block, x, use_reentrant=False, **options)
+        return block(x, **options)
 
-    def _blocks_packed(self, x: Tensor, cu_seqlens: Tensor, max_seqlen: int, *rest: Any) -> Tensor:
+    def _blocks_packed(self, x: Tensor, cu_seqlens: Tensor, max_seqlen: int, rope: Tensor | None = None) -> Tensor:
         """Run all blocks and `norm` on the tokens (T, D) of a list of images."""
+        options = mask_arguments(None, False, cu_seqlens, max_seqlen, rope)
         for i in range(len(self.blocks)):
-            x = self._run_block(i, x, *rest, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
+            x = self._run_block(i, x, **options)
         return self.norm(x)
 
     def _intermediates(
         self, images: Any, taken: Collection[int], norm: bool, stop_early: bool, reshape: bool,
-        masks: dict[str, Any],
+        options: dict[str, Any],
     ) -> tuple[Tensor, list[Any], list[Any], Callable[[Tensor], Any]]:  # fmt: skip
         """Return the tokens after the last block that ran, the patches and prefix tokens after the taken blocks, and a
         function that returns the tokens of a list by entry, or an image's as they are."""
         by_entry: Callable[[Tensor], Any] = lambda y: y  # noqa: E731
         grids: Any
         if isinstance(images, (list, tuple)):
-            check_unmasked(**masks, of="a list of images")
-            packed, rest = self._embedded_list(images)
+            check_unmasked(**options, of="a list of images")
+            packed = self._embedded_list(images)
             x, by_entry, grids = packed.tokens, packed.split, [entry.grid for entry in packed.entries]
-            masks = {"cu_seqlens": packed.cu_seqlens, "max_seqlen": packed.max_seqlen}
+            options = mask_arguments(None, False, packed.cu_seqlens, packed.max_seqlen, packed.rope)
         else:
-            grids = self._grid_of(images)
-            x, *rest = self._embedded(images)  # type: ignore[assignment]
+            x, grids = self._embedded(images), self._grid_of(images)
+            if self.rope is not None:
+                options["rope"] = self.rope.get_embed(grids, x.device)
         last = max(taken) if stop_early else len(self.blocks) - 1
         kept = []
         for i in range(last + 1):
-            x = self._run_block(i, x, *rest, **masks)
+            x = self._run_block(i, x, **options)
             if i in taken:
                 kept.append(self.norm(x) if norm else x)
         P, outputs = self.num_prefix_tokens, [by_entry(y) for y in kept]
@@ -246,11 +250,6 @@ class Backbone(nn.Module):
 def _each(function: Callable[..., Tensor], y: Any, *others: Any) -> Any:
     """Call a function with a tensor and others, or with the elements of lists of them."""
     return function(y, *others) if isinstance(y, Tensor) else list(map(function, y, *others))
-
-
-def _first_token(tokens: Tensor) -> Tensor:
-    """(..., N, D) -> (..., D)"""
-    return tokens[..., 0, :]
 
 
 def _as_image(patches: Tensor, grid: tuple[int, int]) -> Tensor:

@@ -156,6 +156,7 @@ class VisionTransformer(Head):
         self._make_tokens(pos_embed, factory)
         self.pos_drop = nn.Dropout(pos_drop_rate)
         self.norm_pre = norm(embed_dim) if pre_norm else nn.Identity()
+        self.rope = None
         options = {
             "mlp_ratio": mlp_ratio, "qkv_bias": qkv_bias, "proj_bias": proj_bias, "proj_drop": proj_drop_rate,
             "attn_drop": attn_drop_rate, "init_values": init_values, "act_layer": act, "norm_layer": norm,
@@ -219,9 +220,7 @@ class VisionTransformer(Head):
                 nn.init.normal_(token, std=1e-6)
         for module in reversed(list(self.modules())[1:]):  # children first: a module's own values replace its layers'
             if mode == "" and isinstance(module, nn.Linear):
-                nn.init.trunc_normal_(module.weight, std=0.02)
-                if module.bias is not None:
-                    nn.init.zeros_(module.bias)
+                init_linear(module)
             elif mode == "" and callable(own := getattr(module, "init_weights", None)):
                 own()
             elif needs_reset and callable(reset := getattr(module, "reset_parameters", None)):
@@ -233,12 +232,12 @@ class VisionTransformer(Head):
 
     # ---- tokens ----
 
-    def _embedded(self, x: Tensor) -> tuple[Any, ...]:
-        return (self.norm_pre(self.pos_drop(self._tokens(x))),)
+    def _embedded(self, x: Tensor) -> Tensor:
+        return self.norm_pre(self.pos_drop(self._tokens(x)))
 
-    def _embedded_list(self, images: Images) -> tuple[Packed, tuple[Any, ...]]:
+    def _embedded_list(self, images: Images) -> Packed:
         packed = embed_images(self, images)
-        return packed._replace(tokens=self.norm_pre(self.pos_drop(packed.tokens))), ()
+        return packed._replace(tokens=self.norm_pre(self.pos_drop(packed.tokens)))
 
     def _grid_of(self, x: Tensor, any_size: bool = False) -> tuple[int, int]:
         embed = self.patch_embed
@@ -326,3 +325,9 @@ class VisionTransformer(Head):
         """Return how timm's optimizers group the parameters by depth, for layer-wise learning rates (`layer_decay`)."""
         stem = r"^(?:cls_token|reg_token|dist_token|pos_embed|patch_embed|norm_pre)\b"
         return {"stem": stem, "blocks": [(r"^blocks\.(\d+)", None), (r"^norm\.", (99999,))]}
+
+
+def init_linear(layer: nn.Linear) -> None:
+    nn.init.trunc_normal_(layer.weight, std=0.02)
+    if layer.bias is not None:
+        nn.init.zeros_(layer.bias)

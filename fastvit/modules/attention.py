@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fastvit import ops
-from fastvit.blocks import read, read_timm, run
-from fastvit.blocks.submodules import read_or_none, submodules
+from fastvit.blocks import read_eva, read_timm, run
 from fastvit.blocks.unchanged import read_once_or_none
 from fastvit.modules.arguments import (
     Device,
@@ -35,12 +34,16 @@ class Attention(nn.Module):
     Args:
         dim: D.
         num_heads: H, a divisor of D; D / H is a multiple of 8 from 16 to 256.
-        qkv_bias, proj_bias: whether `qkv` and `proj` have one.
+        qkv_bias, proj_bias: whether q, k and v have a bias, and whether `proj` has.
         attn_drop, proj_drop: dropout of the probabilities, and after the projection; in [0, 1).
         device, dtype: of the parameters.
         qk_norm: norm_layer(D / H) as `q_norm` and `k_norm`, which normalise every head of q and k (Dehghani et al.
             2023, arXiv:2302.05442).
         norm_layer: for qk_norm: a class (or partial), "layernorm" or "rmsnorm".
+        qkv_fused: one layer `qkv`, or the layers `q_proj`, `k_proj` and `v_proj`.
+        k_bias: whether k has a bias if q and v have; without it the biases of `qkv` are parameters `q_bias`, `v_bias`.
+        num_prefix_tokens, rotate_half: for rotary positions: the tokens before the patches, which have none, and
+            whether heads are rotated by halves, as in DINOv3, or by neighbours.
     """
 
     __module__ = "fastvit.layers"
@@ -48,27 +51,45 @@ class Attention(nn.Module):
     def __init__(
         self, dim: int, num_heads: int = 8, qkv_bias: bool = False, proj_bias: bool = True,
         attn_drop: float = 0.0, proj_drop: float = 0.0, device: Device = None, dtype: Dtype = None,
-        *, qk_norm: bool = False, norm_layer: str | NormLayer | None = None,
+        *, qk_norm: bool = False, norm_layer: str | NormLayer | None = None, qkv_fused: bool = True,
+        k_bias: bool = True, num_prefix_tokens: int = 0, rotate_half: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
         check_heads("dim", dim, num_heads)
+        check_integers(0, num_prefix_tokens=num_prefix_tokens)
         check_rates(attn_drop=attn_drop, proj_drop=proj_drop)
         norm = checked_norm_layer(norm_layer, qk_norm=qk_norm)
         check_factory(device, dtype)
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.num_heads = num_heads
         self.head_dim = dim // num_heads
         self.scale = self.head_dim**-0.5
-        self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias, device=device, dtype=dtype)
+        self.num_prefix_tokens = num_prefix_tokens
+        self.rotate_half = rotate_half
+        if not qkv_fused:
+            self.q_proj = nn.Linear(dim, dim, bias=qkv_bias, **factory)
+            self.k_proj = nn.Linear(dim, dim, bias=qkv_bias and k_bias, **factory)
+            self.v_proj = nn.Linear(dim, dim, bias=qkv_bias, **factory)
+        else:
+            self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias and k_bias, **factory)
+            if qkv_bias and not k_bias:
+                self.q_bias = nn.Parameter(torch.zeros(dim, **factory))
+                self.v_bias = nn.Parameter(torch.zeros(dim, **factory))
         if qk_norm:
-            self.q_norm = norm(self.head_dim, device=device, dtype=dtype)
-            self.k_norm = norm(self.head_dim, device=device, dtype=dtype)
+            self.q_norm = norm(self.head_dim, **factory)
+            self.k_norm = norm(self.head_dim, **factory)
         self.attn_drop = nn.Dropout(attn_drop)
-        self.proj = nn.Linear(dim, dim, bias=proj_bias, device=device, dtype=dtype)
+        self.proj = nn.Linear(dim, dim, bias=proj_bias, **factory)
         self.proj_drop = nn.Dropout(proj_drop)
+
+    def reset_parameters(self) -> None:
+        for bias in self._parameters.values():  # q_bias and v_bias
+            if bias is not None:
+                nn.init.zeros_(bias)
 
     def forward(
         self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False,
-        *, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None,
+        *, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None, rope: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Attend.
 
@@ -80,23 +101,28 @@ class Attention(nn.Module):
             is_causal: token i sees tokens 0 to i, and of these the ones that attn_mask allows.
             cu_seqlens, max_seqlen: x has the tokens of several sequences one after the other, and attention stays
                 within each, as in `fastvit.ops.attention_varlen`. They take neither a mask nor is_causal.
+            rope: sin and cos side by side, (N - num_prefix_tokens, 2 * D / H), as `fastvit.rope` makes them. With
+                cu_seqlens (T, 2 * D / H); prefix tokens have sines of 0 and cosines of 1.
         """
+        rotary = None if rope is None else read_eva.rotary(self, x, rope, cu_seqlens)
         attention = read_once_or_none(read_timm.read_attention, self)
         if cu_seqlens is not None or max_seqlen is not None:
             attention = for_call(attention, x, cu_seqlens, max_seqlen, attn_mask, is_causal)
         if attention is not None:
-            return run.run_attention(x, attention, None, attn_mask, is_causal)
-        qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, self.head_dim))
-        if "q_norm" in self._modules:
-            q, k, v = qkv.unbind(-3)
-            qkv = torch.stack((self.q_norm(q), self.k_norm(k), v), -3)
-        is_one_op = read_or_none(submodules, self, attn_drop=read.DROPOUT)
-        if is_one_op and cu_seqlens is None:
-            p = self.attn_drop.p if self.attn_drop.training else 0.0
-            out = ops.attention_qkvpacked(qkv, attn_mask=attn_mask, is_causal=is_causal, scale=self.scale, dropout_p=p)
+            return run.run_attention(x, attention, rotary, attn_mask, is_causal)
+        if "q_proj" in self._modules:
+            three = [layer(x) for layer in (self.q_proj, self.k_proj, self.v_proj)]
         else:
-            q, k, v = qkv.unbind(-3)
-            out = attend(self, q, k, v, **mask_arguments(attn_mask, is_causal, cu_seqlens, max_seqlen))
+            qkv, q_bias = self.qkv(x), getattr(self, "q_bias", None)
+            if q_bias is not None:
+                qkv = qkv + torch.cat((q_bias, torch.zeros_like(q_bias), self.v_bias))
+            three = qkv.chunk(3, dim=-1)
+        q, k, v = (t.unflatten(-1, (self.num_heads, self.head_dim)) for t in three)
+        if "q_norm" in self._modules:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if rotary is not None:
+            q, k = (ops.rotary(t if cu_seqlens is None else t[None], rotary).view(t.shape) for t in (q, k))
+        out = attend(self, q, k, v, **mask_arguments(attn_mask, is_causal, cu_seqlens, max_seqlen))
         return self.proj_drop(self.proj(out.flatten(-2)))
 
 

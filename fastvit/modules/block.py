@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from fastvit.blocks import read_timm, run
+from fastvit.blocks import read_eva, read_timm, run
 from fastvit.blocks.recompute import DEFAULT
 from fastvit.blocks.unchanged import read_once
 from fastvit.modules.arguments import (
     Device,
     Dtype,
     by_name,
-    check_factory,
     check_heads,
     check_hidden,
     check_init_values,
     check_number,
-    check_rates,
     with_known_arguments,
 )
 from fastvit.modules.attention import Attention
@@ -58,62 +57,73 @@ class Block(nn.Module):
             that the ops do not know, that half of the block runs its submodules one by one.
         device, dtype: of the parameters.
         qk_norm: norms of q and k, as in `Attention`.
+        attn_layer: a class (or partial) with the arguments of `Attention`.
     """
 
     __module__ = "fastvit.layers"
     fastvit_recompute = DEFAULT
     """Says what the backward pass computes again. `fastvit.fit` gives an instance its own."""
+    _read_halves = staticmethod(read_timm.read_halves)
+    if TYPE_CHECKING:  # modules here, methods in EvaBlock
+        ls1: Callable[[Tensor], Tensor]
+        ls2: Callable[[Tensor], Tensor]
 
     def __init__(
         self, dim: int, num_heads: int, mlp_ratio: float = 4.0, qkv_bias: bool = False, proj_bias: bool = True,
         proj_drop: float = 0.0, attn_drop: float = 0.0, init_values: float | None = None, drop_path: float = 0.0,
         act_layer: str | ActLayer = "gelu", norm_layer: str | NormLayer = LayerNorm,
         device: Device = None, dtype: Dtype = None, *, mlp_layer: str | LayerFactory = Mlp, qk_norm: bool = False,
+        attn_layer: LayerFactory = Attention,
     ) -> None:  # fmt: skip
         super().__init__()
         mlp = by_name("mlp_layer", mlp_layer, MLP_LAYERS)
         check_heads("dim", dim, num_heads)
         check_hidden("dim", dim, mlp_ratio)
         check_init_values(init_values)
-        check_rates(proj_drop=proj_drop, attn_drop=attn_drop)
         check_number("drop_path", drop_path, lambda p: 0.0 <= p <= 1.0, "in [0, 1]")
-        check_factory(device, dtype)
         act_layer = by_name("act_layer", act_layer, ACT_LAYERS)
         norm = by_name("norm_layer", norm_layer, NORM_LAYERS)
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        attn = attn_layer(  # checks the other arguments before it makes the first parameter
+            dim, num_heads, qkv_bias=qkv_bias, proj_bias=proj_bias, attn_drop=attn_drop, proj_drop=proj_drop,
+            qk_norm=qk_norm, norm_layer=norm, **factory,
+        )  # fmt: skip
         self.norm1 = norm(dim, **factory)
-        self.attn = Attention(
-            dim, num_heads, qkv_bias, proj_bias, attn_drop, proj_drop, qk_norm=qk_norm, norm_layer=norm, **factory
-        )
-        self.ls1 = LayerScale(dim, init_values, device, dtype) if init_values else nn.Identity()
+        self.attn = attn
+        self._add_layer_scale(1, dim, init_values, factory)
         self.drop_path1 = DropPath(drop_path) if drop_path else nn.Identity()
         self.norm2 = norm(dim, **factory)
         self.mlp = mlp(
             in_features=dim, hidden_features=int(dim * mlp_ratio), act_layer=act_layer, bias=proj_bias, drop=proj_drop,
             **factory,
         )  # fmt: skip
-        self.ls2 = LayerScale(dim, init_values, device, dtype) if init_values else nn.Identity()
+        self._add_layer_scale(2, dim, init_values, factory)
         self.drop_path2 = DropPath(drop_path) if drop_path else nn.Identity()
+
+    def _add_layer_scale(self, half: int, dim: int, init_values: float | None, factory: dict[str, Any]) -> None:
+        self.add_module(f"ls{half}", LayerScale(dim, init_values, **factory) if init_values else nn.Identity())
 
     def forward(
         self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False,
-        *, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None,
+        *, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None, rope: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Run the block: (B, N, D) -> (B, N, D), or with cu_seqlens (T, D) -> (T, D).
 
         Args:
-            attn_mask, is_causal, cu_seqlens, max_seqlen: as in `Attention`. Stochastic depth is drawn once a sequence.
+            attn_mask, is_causal, cu_seqlens, max_seqlen, rope: as in `Attention`. Stochastic depth is drawn once a
+                sequence.
         """
         recompute = self.fastvit_recompute
-        attention, mlp = read_once(read_timm.read_halves, self)
+        attention, mlp = read_once(self._read_halves, self)
         if cu_seqlens is not None or max_seqlen is not None:
             attention = for_call(attention, x, cu_seqlens, max_seqlen, attn_mask, is_causal)
         if attention is not None:
-            x = run.run_attention_half(x, attention, None, attn_mask, is_causal, recompute.attention)
+            rotary = None if rope is None else read_eva.rotary(self, x, rope, cu_seqlens)
+            x = run.run_attention_half(x, attention, rotary, attn_mask, is_causal, recompute.attention)
         else:
-            attended = self.attn(self.norm1(x), **mask_arguments(attn_mask, is_causal, cu_seqlens, max_seqlen))
+            attended = self.attn(self.norm1(x), **mask_arguments(attn_mask, is_causal, cu_seqlens, max_seqlen, rope))
             x = x + dropped(self.drop_path1, self.ls1(attended), cu_seqlens)
-            _, mlp = read_once(read_timm.read_halves, self)  # hooks may have changed it
+            _, mlp = read_once(self._read_halves, self)  # hooks may have changed it
         if cu_seqlens is not None:
             mlp = for_call(mlp, x, cu_seqlens, max_seqlen)
         if mlp is not None:
@@ -132,12 +142,12 @@ class PostNormBlock(Block):
 
     Args:
         dim, num_heads, mlp_ratio, qkv_bias, proj_bias, proj_drop, attn_drop, init_values, drop_path, act_layer,
-            norm_layer, mlp_layer, device, dtype, qk_norm: as in `Block`.
+            norm_layer, mlp_layer, device, dtype, qk_norm, attn_layer: as in `Block`.
     """
 
     __module__ = "fastvit.layers"
 
-    def forward(
+    def forward(  # type: ignore[override]  # no rope
         self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False,
         *, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None,
     ) -> Tensor:  # fmt: skip

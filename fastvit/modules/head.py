@@ -99,10 +99,10 @@ class Head(Backbone):
         state.pop("_compiled_lists", None)
         return state
 
-    def _forward_packed(self, tokens: Tensor, cu_seqlens: Tensor, max_seqlen: int, *rest: Any) -> Any:
+    def _forward_packed(self, tokens: Tensor, cu_seqlens: Tensor, max_seqlen: int, rope: Tensor | None = None) -> Any:
         """Map the embedded images of a list to logits: (T, D) -> (B, num_classes), for global_pool="" (T, num_classes).
         It is the same for all sizes of images, unlike the embedding before it."""
-        x = self._blocks_packed(tokens, cu_seqlens, max_seqlen, *rest)
+        x = self._blocks_packed(tokens, cu_seqlens, max_seqlen, rope)
         return self._classify_packed(x, cu_seqlens, max_seqlen)
 
     def _classify_packed(self, x: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Any:
@@ -114,9 +114,9 @@ class Head(Backbone):
         if isinstance(x, (list, tuple)):
             check_unmasked(attn_mask, is_causal, of="a list of images")
             self._check_takes_lists()
-            packed, rest = self._embedded_list(x)
+            packed = self._embedded_list(x)
             run = self._compiled_lists or type(self)._forward_packed
-            out = run(self, packed.tokens, packed.cu_seqlens, packed.max_seqlen, *rest)
+            out = run(self, *packed[:4])
             return packed.split(out) if self.global_pool == "" else out
         return self.forward_head(self.forward_features(x, **mask_arguments(attn_mask, is_causal)))
 

@@ -41,8 +41,38 @@ def _checked(
     return hidden_features, out_features, act, norm
 
 
+GATES: dict[str, Callable[[], nn.Module]] = {"gelu": nn.GELU, "sigmoid": nn.Sigmoid, "silu": nn.SiLU}
+
+
+class _Mlp(nn.Module):
+    """Base class of all MLPs: everything after fc1."""
+
+    def _add_rest(
+        self, hidden: int, out_features: int, act: Callable[[], nn.Module], norm: NormLayer | None,
+        bias: bool, drop: float, device: Device, dtype: Dtype,
+    ) -> None:  # fmt: skip
+        self.act = act()
+        self.drop1 = nn.Dropout(drop)
+        if norm is not None:
+            self.norm = norm(hidden, device=device, dtype=dtype)
+        self.fc2 = nn.Linear(hidden, out_features, bias=bias, device=device, dtype=dtype)
+        self.drop2 = nn.Dropout(drop)
+
+    def _activated(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        mlp = read_once_or_none(read_mlp, self)
+        if mlp is not None:
+            return run.run_mlp(x, mlp)
+        hidden = self.drop1(self._activated(x))
+        if "norm" in self._modules:
+            hidden = self.norm(hidden)
+        return self.drop2(self.fc2(hidden))
+
+
 @with_known_arguments
-class Mlp(nn.Module):
+class Mlp(_Mlp):
     """fc1, activation, fc2, (..., in_features) -> (..., out_features), by `fastvit.ops.mlp`.
 
     Args:
@@ -67,52 +97,15 @@ class Mlp(nn.Module):
             in_features, hidden_features, out_features, act_layer, norm_layer, drop, device, dtype, ACT_LAYERS
         )
         self.fc1 = nn.Linear(in_features, hidden_features, bias=bias, device=device, dtype=dtype)
-        self.act = act()
-        self.drop1 = nn.Dropout(drop)
-        if norm is not None:
-            self.norm = norm(hidden_features, device=device, dtype=dtype)
-        self.fc2 = nn.Linear(hidden_features, out_features, bias=bias, device=device, dtype=dtype)
-        self.drop2 = nn.Dropout(drop)
+        self._add_rest(hidden_features, out_features, act, norm, bias, drop, device, dtype)
 
-    def forward(self, x: Tensor) -> Tensor:
-        mlp = read_once_or_none(read_mlp, self)
-        if mlp is not None:
-            return run.run_mlp(x, mlp)
-        hidden = self.drop1(self.act(self.fc1(x)))
-        if "norm" in self._modules:
-            hidden = self.norm(hidden)
-        return self.drop2(self.fc2(hidden))
-
-
-GATES: dict[str, Callable[[], nn.Module]] = {"gelu": nn.GELU, "sigmoid": nn.Sigmoid, "silu": nn.SiLU}
-
-
-class _GatedMlp(nn.Module):
-    """Base class of `SwiGLU` and `GluMlp`: everything after fc1."""
-
-    def _add_rest(
-        self, hidden: int, out_features: int, act: Callable[[], nn.Module], norm: NormLayer | None,
-        bias: bool, drop: float, device: Device, dtype: Dtype,
-    ) -> None:  # fmt: skip
-        self.act = act()
-        self.drop1 = nn.Dropout(drop)
-        self.norm = nn.Identity() if norm is None else norm(hidden, device=device, dtype=dtype)
-        self.fc2 = nn.Linear(hidden, out_features, bias=bias, device=device, dtype=dtype)
-        self.drop2 = nn.Dropout(drop)
-
-    def gate_and_value(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        raise NotImplementedError
-
-    def forward(self, x: Tensor) -> Tensor:
-        mlp = read_once_or_none(read_mlp, self)
-        if mlp is not None:
-            return run.run_mlp(x, mlp)
-        gate, value = self.gate_and_value(x)
-        return self.drop2(self.fc2(self.norm(self.drop1(self.act(gate) * value))))
+    def _activated(self, x: Tensor) -> Tensor:
+        activated: Tensor = self.act(self.fc1(x))
+        return activated
 
 
 @with_known_arguments
-class SwiGLU(_GatedMlp):
+class SwiGLU(_Mlp):
     """fc2(norm(act(fc1_g(x)) * fc1_x(x))), (..., in_features) -> (..., out_features), by `fastvit.ops.mlp` (Shazeer
     2020, arXiv:2002.05202).
 
@@ -141,18 +134,19 @@ class SwiGLU(_GatedMlp):
         hidden += -hidden % align_to if align_to else 0
         self.fc1_g = nn.Linear(in_features, hidden, bias=bias, device=device, dtype=dtype)
         self.fc1_x = nn.Linear(in_features, hidden, bias=bias, device=device, dtype=dtype)
-        self._add_rest(hidden, out_features, act, norm, bias, drop, device, dtype)
+        self._add_rest(hidden, out_features, act, norm or nn.Identity, bias, drop, device, dtype)
 
     def init_weights(self) -> None:
         """Initialise as timm does: the gate is nearly act(1) everywhere."""
         _open(self.fc1_g.weight, self.fc1_g.bias)
 
-    def gate_and_value(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return self.fc1_g(x), self.fc1_x(x)
+    def _activated(self, x: Tensor) -> Tensor:
+        gate: Tensor = self.act(self.fc1_g(x))
+        return gate * self.fc1_x(x)
 
 
 @with_known_arguments
-class GluMlp(_GatedMlp):
+class GluMlp(_Mlp):
     """fc2(norm(act(gate) * value)), (..., in_features) -> (..., out_features), by `fastvit.ops.mlp`; gate and value are
     the halves of fc1's output (Shazeer 2020, arXiv:2002.05202).
 
@@ -183,16 +177,17 @@ class GluMlp(_GatedMlp):
             raise ValueError(f"hidden_features must be even, of gate and value together, got {both}")
         self.gate_last = gate_last
         self.fc1 = nn.Linear(in_features, both, bias=bias, device=device, dtype=dtype)
-        self._add_rest(both // 2, out_features, act, norm, bias, drop, device, dtype)
+        self._add_rest(both // 2, out_features, act, norm or nn.Identity, bias, drop, device, dtype)
 
     def init_weights(self) -> None:
         """Initialise as timm does: the second half of fc1's output is nearly 1 everywhere."""
         bias = self.fc1.bias
         _open(self.fc1.weight.chunk(2)[1], None if bias is None else bias.chunk(2)[1])
 
-    def gate_and_value(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def _activated(self, x: Tensor) -> Tensor:
         first, second = self.fc1(x).chunk(2, dim=-1)
-        return (second, first) if self.gate_last else (first, second)
+        activated: Tensor = first * self.act(second) if self.gate_last else self.act(first) * second
+        return activated
 
 
 @torch.no_grad()

@@ -37,12 +37,14 @@ class Packed(NamedTuple):
     tokens: (T, D).
     cu_seqlens: (B + 1,) int32: where the B images begin and end.
     max_seqlen: the tokens of the largest image.
+    rope: rotary positions of all tokens, (T, 2 * D / H), or None.
     entries: of the list.
     """
 
     tokens: Tensor
     cu_seqlens: Tensor
     max_seqlen: int
+    rope: Tensor | None
     entries: tuple[Entry, ...]
 
     def split(self, x: Tensor) -> list[Tensor]:
@@ -74,7 +76,11 @@ def embed_images(model: Any, images: Images) -> Packed:
         Entry(None if image.dim() == 3 else len(image), count, grid)
         for image, count, grid in zip(images, counts, grids, strict=True)
     )
-    return Packed(tokens, _bounds(entries, tokens.device), max(counts), entries)
+    rope, device, P = None, tokens.device, model.num_prefix_tokens
+    if model.rope is not None:
+        every = (entry.grid for entry in entries for _ in range(entry.batch or 1))
+        rope = torch.cat([model.rope.of_image(grid, P, device) for grid in every])
+    return Packed(tokens, _bounds(entries, device), max(counts), rope, entries)
 
 
 def _checked(model: Any, images: Images) -> tuple[list[Tensor], list[tuple[int, int]]]:

@@ -112,13 +112,17 @@ class DropPath(nn.Module):
 
 
 def mask_arguments(
-    attn_mask: Tensor | None, is_causal: bool, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None
-) -> dict[str, Any]:
+    attn_mask: Tensor | None, is_causal: bool, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None,
+    rope: Tensor | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """Return the arguments for a submodule: only those that are used, because a module in its place need not take the
     others."""
+    used: dict[str, Any] = {} if rope is None else {"rope": rope}
     if cu_seqlens is not None:
-        return {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
-    return {} if attn_mask is None and not is_causal else {"attn_mask": attn_mask, "is_causal": is_causal}
+        used |= {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
+    elif attn_mask is not None or is_causal:
+        used |= {"attn_mask": attn_mask, "is_causal": is_causal}
+    return used
 
 
 def for_call(

@@ -23,19 +23,9 @@ from fastvit.weights.names_hf import HUGGING_FACE
 from fastvit.weights.source import Source, bilinear, ignored, plain, with_offset
 
 _TIMM = (
-    "cls_token",
-    "reg_token",
-    "dist_token",
-    "pos_embed",
-    "patch_embed",
-    "norm_pre",
-    "rope",
-    "norm",
-    "fc_norm",
-    "head",
-    "head_dist",
-    "attn_pool",
-)
+    "cls_token", "reg_token", "dist_token", "pos_embed", "patch_embed", "norm_pre", "rope", "norm", "fc_norm", "head",
+    "head_dist", "attn_pool",
+)  # fmt: skip
 _TIMM_IN_MODEL = {name: name for name in _TIMM}
 _TIMM_IN_BLOCK = {"gamma_1": "ls1.gamma", "gamma_2": "ls2.gamma"}  # DeiT-III's own files
 _HEADS_OF_TRAINING = ignored("dino_head", "ibot_head")
@@ -103,7 +93,6 @@ SOURCES = (
         prefixes=("",),
         block=r"blocks\.([0-9]+)\.(.+)",
         in_model={**_TIMM_IN_MODEL, "mask_token": "", **_MAE_DECODER},
-        in_block={},
         resize=plain,
     ),
     Source(
@@ -129,7 +118,6 @@ SOURCES = (
         prefixes=("", "backbone."),
         block=r"blocks\.(?:[0-9]+\.)?([0-9]+)\.(.+)",  # with block_chunks > 0 the chunk's number comes first
         in_model={**_TIMM_IN_MODEL, "mask_token": "", "register_tokens": "register_tokens"},
-        in_block={},
         elsewhere=_HEADS_OF_TRAINING,
         resize=with_offset,
     ),

@@ -37,8 +37,8 @@ class Source:
     marker: str  # a key, after the prefix, that only this source has
     prefixes: tuple[str, ...]
     block: str  # regular expression with two groups: the block's number, and the name in the block
-    in_block: Mapping[str, str]
-    in_model: Mapping[str, str]  # the vision model's other names
+    in_model: Mapping[str, str]  # the names in the vision model outside of blocks
+    in_block: Mapping[str, str] = field(default_factory=dict)
     elsewhere: Mapping[str, str] = field(default_factory=dict)  # names without the prefix
     resize: Resize = antialiased
     square: bool = True  # whether positions always belong to a square grid

@@ -9,128 +9,72 @@ ROPE-ViT  Heo et al. 2024, arXiv:2403.13298; those with registers are timm's
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
+from fastvit.zoo.vit import EPS_5, Config, named
 
-from fastvit.layers import LayerNorm
-from fastvit.zoo.vit import Config
-
-_EPS_5 = partial(LayerNorm, eps=1e-5)
-
-
-def _size(embed_dim: int, depth: int, num_heads: int) -> Config:
-    return {"embed_dim": embed_dim, "depth": depth, "num_heads": num_heads}
-
-
-_TINY, _SMALL, _BASE, _LARGE = _size(192, 12, 3), _size(384, 12, 6), _size(768, 12, 12), _size(1024, 24, 16)
 _SWIGLU: Config = {"swiglu_mlp": True, "swiglu_align_to": 8}
-
-
-def _dinov3(size: Config, **more: Any) -> Config:
-    return {
-        "img_size": 256, "num_classes": 0, "dynamic_img_size": True, **size, "init_values": 1e-5, "num_reg_tokens": 4,
-        "use_abs_pos_emb": False, "use_rot_pos_emb": True, "rope_type": "dinov3", "rope_temperature": 100.0,
-        "rope_rotate_half": True, "use_fc_norm": False, "norm_layer": _EPS_5, **more,
-    }  # fmt: skip
-
-
-def _eva02(size: Config, img_size: int, num_classes: int, **more: Any) -> Config:
-    return {
-        "img_size": img_size, "patch_size": 14, "num_classes": num_classes, **size, "mlp_ratio": 4 * 2 / 3,
-        "swiglu_mlp": True, "use_rot_pos_emb": True, "ref_feat_shape": 16, **more,
-    }  # fmt: skip
-
-
-def _eva02_large(size: Config, img_size: int, num_classes: int, **more: Any) -> Config:
-    return _eva02(size, img_size, num_classes, qkv_fused=False, scale_mlp=True, **more)
-
-
-def _pe(size: Config, patch_size: int, img_size: int, **more: Any) -> Config:
-    return {
-        "img_size": img_size, "patch_size": patch_size, "num_classes": 0, "attn_type": "rope",
-        "use_pre_transformer_norm": True, "use_post_transformer_norm": False, "use_fc_norm": False,
-        "use_rot_pos_emb": True, "ref_feat_shape": 32, "rope_grid_offset": 1.0, "rope_grid_indexing": "xy",
-        "norm_layer": _EPS_5, **size, **more,
-    }  # fmt: skip
-
-
-def _pe_core(size: Config, patch_size: int, img_size: int, num_classes: int, ref_feat_shape: int) -> Config:
-    return _pe(
-        size, patch_size, img_size, num_classes=num_classes, ref_feat_shape=ref_feat_shape, global_pool="map",
-        attn_pool_num_heads=8, attn_pool_mlp_ratio=4.0, use_post_transformer_norm=None, use_fc_norm=None,
-    )  # fmt: skip
-
-
-def _rope(size: Config, **more: Any) -> Config:
-    return {
-        **size, "attn_type": "rope", "init_values": 1e-5, "global_pool": "token", "use_abs_pos_emb": False,
-        "use_rot_pos_emb": True, "rope_grid_indexing": "xy", "rope_temperature": 100.0, **more,
-    }  # fmt: skip
-
-
-def _rope_gap(size: Config, num_reg_tokens: int, **more: Any) -> Config:
-    return {
-        "img_size": 256, **size, "init_values": 1e-5, "class_token": False, "num_reg_tokens": num_reg_tokens,
-        "use_rot_pos_emb": True, "use_abs_pos_emb": False, "ref_feat_shape": 16, **more,
-    }  # fmt: skip
-
-
-_DINOV3: dict[str, tuple[Config, Config]] = {
-    "small": (_SMALL, {}),
-    "small_plus": (_SMALL, _SWIGLU),
-    "base": (_BASE, {}),
-    "large": (_LARGE, {}),
-    "huge_plus": (_size(1280, 32, 20), _SWIGLU),
-}
-_GIANT: Config = {"patch_size": 14, **_size(1408, 40, 16), "mlp_ratio": 6144 / 1408}
-_PE_GIANT: Config = {**_size(1536, 50, 16), "mlp_ratio": 8960 / 1536, "class_token": False, "rope_grid_offset": 0.0}
+_DINOV3: Config = {
+    "img_size": 256, "num_classes": 0, "dynamic_img_size": True, "init_values": 1e-5, "num_reg_tokens": 4,
+    "use_abs_pos_emb": False, "use_rot_pos_emb": True, "rope_type": "dinov3", "rope_temperature": 100.0,
+    "rope_rotate_half": True, "use_fc_norm": False, "norm_layer": EPS_5,
+}  # fmt: skip
+_LINGBOT: Config = {**_DINOV3, "img_size": 512, "global_pool": "token"}
+_EVA02: Config = {
+    "patch_size": 14, "mlp_ratio": 4 * 2 / 3, "swiglu_mlp": True, "use_rot_pos_emb": True, "ref_feat_shape": 16,
+}  # fmt: skip
+_PE: Config = {
+    "attn_type": "rope", "use_pre_transformer_norm": True, "use_rot_pos_emb": True, "rope_grid_offset": 1.0,
+    "rope_grid_indexing": "xy", "norm_layer": EPS_5,
+}  # fmt: skip
+_PE_CORE: Config = {**_PE, "global_pool": "map", "attn_pool_num_heads": 8, "attn_pool_mlp_ratio": 4.0}
+_PE_DENSE: Config = {
+    **_PE, "num_classes": 0, "ref_feat_shape": 32, "use_post_transformer_norm": False, "use_fc_norm": False,
+}  # fmt: skip
+_GIGANTIC: Config = {"patch_size": 14, "img_size": 448, "class_token": False, "rope_grid_offset": 0.0}
+_ROPE: Config = {
+    "attn_type": "rope", "init_values": 1e-5, "global_pool": "token", "use_abs_pos_emb": False,
+    "use_rot_pos_emb": True, "rope_grid_indexing": "xy", "rope_temperature": 100.0,
+}  # fmt: skip
+_ROPE_GAP: Config = {
+    "img_size": 256, "init_values": 1e-5, "class_token": False, "use_rot_pos_emb": True, "use_abs_pos_emb": False,
+    "ref_feat_shape": 16,
+}  # fmt: skip
+_CORES, _SPATIALS = (f"vit_pe_{kind}_{{size}}_patch{{patch_size}}_{{img_size}}" for kind in ("core", "spatial"))
 
 CONFIGS: dict[str, Config] = {
-    **{f"vit_{name}_patch16_dinov3": _dinov3(size, qkv_bias=False, **mlp) for name, (size, mlp) in _DINOV3.items()},
-    **{f"vit_{name}_patch16_dinov3_qkvb": _dinov3(size, **mlp) for name, (size, mlp) in _DINOV3.items()},
-    "vit_tiny_patch16_dinov3_qkvb": _dinov3(_TINY),
-    "vit_7b_patch16_dinov3": _dinov3(
-        _size(4096, 40, 32), qkv_bias=False, mlp_ratio=2.0, swiglu_mlp=True, swiglu_align_to=64
+    **named("vit_{size}_patch16_dinov3", "small base large", **_DINOV3, qkv_bias=False),
+    **named("vit_{size}_patch16_dinov3", "small_plus huge_plus", **_DINOV3, **_SWIGLU, qkv_bias=False),
+    **named("vit_{size}_patch16_dinov3_qkvb", "tiny small base large", **_DINOV3),
+    **named("vit_{size}_patch16_dinov3_qkvb", "small_plus huge_plus", **_DINOV3, **_SWIGLU),
+    **named("vit_{size}_patch16_dinov3", "7b", **_DINOV3, qkv_bias=False, swiglu_mlp=True, swiglu_align_to=64),
+    **named("vit_{size}_patch16_lingbot", "small base large", **_LINGBOT),
+    **named(
+        "vit_giant_patch16_lingbot", size="giantopt", **_LINGBOT, **_SWIGLU, num_heads=24, mlp_ratio=4 * 2 / 3,
+        qkv_bias=False,
     ),
-    **{
-        f"vit_{name}_patch16_lingbot": _dinov3(size, img_size=512, global_pool="token")
-        for name, size in (("small", _SMALL), ("base", _BASE), ("large", _LARGE))
-    },
-    "vit_giant_patch16_lingbot": _dinov3(
-        _size(1536, 40, 24), img_size=512, global_pool="token", qkv_bias=False, mlp_ratio=4 * 2 / 3, **_SWIGLU
+    **named("eva02_{size}_patch14_{img_size}", "tiny/224/0 tiny/336 small/224/0 small/336", **_EVA02),
+    **named(
+        "eva02_{size}_patch14_{img_size}", "base/224/0 base/448 large/224/0 large/448", **_EVA02, qkv_fused=False,
+        scale_mlp=True,
     ),
-    "eva02_tiny_patch14_224": _eva02(_TINY, 224, 0),
-    "eva02_tiny_patch14_336": _eva02(_TINY, 336, 1000),
-    "eva02_small_patch14_224": _eva02(_SMALL, 224, 0),
-    "eva02_small_patch14_336": _eva02(_SMALL, 336, 1000),
-    "eva02_base_patch14_224": _eva02_large(_BASE, 224, 0),
-    "eva02_base_patch14_448": _eva02_large(_BASE, 448, 1000),
-    "eva02_large_patch14_224": _eva02_large(_LARGE, 224, 0),
-    "eva02_large_patch14_448": _eva02_large(_LARGE, 448, 1000),
-    **{f"eva_giant_patch14_{px}": {"img_size": px, **_GIANT} for px in (224, 336, 560)},
-    "eva_giant_patch14_clip_224": {"num_classes": 1024, "global_pool": "token", **_GIANT},
-    "vit_pe_core_tiny_patch16_384": _pe_core(_TINY, 16, 384, 512, 24),
-    "vit_pe_core_small_patch16_384": _pe_core(_SMALL, 16, 384, 512, 24),
-    "vit_pe_core_base_patch16_224": _pe_core(_BASE, 16, 224, 1024, 14),
-    "vit_pe_core_large_patch14_336": _pe_core(_LARGE, 14, 336, 1024, 24),
-    "vit_pe_core_gigantic_patch14_448": _pe_core(_PE_GIANT, 14, 448, 1280, 32),
-    "vit_pe_spatial_tiny_patch16_512": _pe(_TINY, 16, 512),
-    "vit_pe_spatial_small_patch16_512": _pe(_SMALL, 16, 512),
-    "vit_pe_spatial_base_patch16_512": _pe(_BASE, 16, 512),
-    "vit_pe_spatial_large_patch14_448": _pe(_LARGE, 14, 448),
-    "vit_pe_spatial_gigantic_patch14_448": _pe(_PE_GIANT, 14, 448, init_values=0.1),
-    "vit_pe_lang_large_patch14_448": _pe(_size(1024, 23, 16), 14, 448, init_values=0.1),
-    "vit_pe_lang_gigantic_patch14_448": _pe({**_PE_GIANT, "depth": 47}, 14, 448, init_values=0.1),
-    **{
-        f"vit_{name}_patch16_rope_224": _rope(size, **more)
-        for name, size, more in (("small", _SMALL, {}), ("base", _BASE, {"use_fc_norm": False}), ("large", _LARGE, {}))
-    },
-    **{
-        f"vit_{name}_patch16_rope_ape_224": _rope(size, no_embed_class=True, use_abs_pos_emb=True)
-        for name, size in (("small", _SMALL), ("base", _BASE), ("large", _LARGE))
-    },
-    "vit_medium_patch16_rope_reg1_gap_256": _rope_gap(_size(512, 12, 8), 1),
-    "vit_mediumd_patch16_rope_reg1_gap_256": _rope_gap(_size(512, 20, 8), 1, qkv_bias=False),
-    "vit_betwixt_patch16_rope_reg4_gap_256": _rope_gap(_size(640, 12, 10), 4),
-    "vit_base_patch16_rope_reg1_gap_256": _rope_gap(_BASE, 1),
-}
+    **named("eva_{size}_patch{patch_size}_{img_size}", "giant/14/224 giant/14/336 giant/14/560"),
+    **named("eva_{size}_patch{patch_size}_clip_{img_size}", "giant/14/224/1024", global_pool="token"),
+    **named(_CORES, "tiny/16/384/512 small/16/384/512 large/14/336/1024", **_PE_CORE, ref_feat_shape=24),
+    **named(_CORES, "base/16/224/1024", **_PE_CORE, ref_feat_shape=14),
+    **named(
+        "vit_pe_core_gigantic_patch14_448", size="pe_gigantic", **_PE_CORE | _GIGANTIC, num_classes=1280,
+        ref_feat_shape=32,
+    ),
+    **named(_SPATIALS, "tiny/16/512 small/16/512 base/16/512 large/14/448", **_PE_DENSE),
+    **named("vit_pe_spatial_gigantic_patch14_448", size="pe_gigantic", **_PE_DENSE | _GIGANTIC, init_values=0.1),
+    **named("vit_pe_lang_{size}_patch{patch_size}_{img_size}", "large/14/448", **_PE_DENSE, depth=23, init_values=0.1),
+    **named(
+        "vit_pe_lang_gigantic_patch14_448", size="pe_gigantic", **_PE_DENSE | _GIGANTIC, depth=47, init_values=0.1
+    ),
+    **named("vit_{size}_patch16_rope_224", "small large", **_ROPE),
+    **named("vit_{size}_patch16_rope_224", "base", **_ROPE, use_fc_norm=False),
+    **named(
+        "vit_{size}_patch16_rope_ape_224", "small base large", **_ROPE | {"use_abs_pos_emb": True}, no_embed_class=True
+    ),
+    **named("vit_{size}_patch16_rope_reg{num_reg_tokens}_gap_256", "medium/1 betwixt/4 base/1", **_ROPE_GAP),
+    **named("vit_{size}_patch16_rope_reg{num_reg_tokens}_gap_256", "mediumd/1", **_ROPE_GAP, qkv_bias=False),
+}  # fmt: skip

@@ -20,7 +20,7 @@ test_vit* timm's for tests, a million parameters and less
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
 from functools import partial
 from typing import Any
 
@@ -28,209 +28,151 @@ from fastvit.modules.norms import LayerNorm, RMSNorm
 
 Config = dict[str, Any]
 
-_SIZES: dict[str, Config] = {
-    "wee": {"embed_dim": 256, "depth": 14, "num_heads": 4, "mlp_ratio": 5},
-    "little": {"embed_dim": 320, "depth": 14, "num_heads": 5, "mlp_ratio": 5.6},
-    "tiny": {"embed_dim": 192, "depth": 12, "num_heads": 3},
-    "xsmall": {"embed_dim": 256, "depth": 10, "num_heads": 4},
-    "small": {"embed_dim": 384, "depth": 12, "num_heads": 6},
-    "medium": {"embed_dim": 512, "depth": 12, "num_heads": 8},
-    "mediumd": {"embed_dim": 512, "depth": 20, "num_heads": 8},
-    "betwixt": {"embed_dim": 640, "depth": 12, "num_heads": 10},
-    "base": {"embed_dim": 768, "depth": 12, "num_heads": 12},
-    "plus": {"embed_dim": 896, "depth": 12, "num_heads": 14},
-    "so150m": {"embed_dim": 896, "depth": 18, "num_heads": 14, "mlp_ratio": 2.572},
-    "so150m2": {"embed_dim": 832, "depth": 21, "num_heads": 13, "mlp_ratio": 34 / 13},
-    "large": {"embed_dim": 1024, "depth": 24, "num_heads": 16},
-    "so400m": {"embed_dim": 1152, "depth": 27, "num_heads": 16, "mlp_ratio": 3.7362},
-    "huge": {"embed_dim": 1280, "depth": 32, "num_heads": 16},
-    "giantopt": {"embed_dim": 1536, "depth": 40, "num_heads": 16},
-    "giant": {"embed_dim": 1408, "depth": 40, "num_heads": 16, "mlp_ratio": 48 / 11},
-    "gigantic": {"embed_dim": 1664, "depth": 48, "num_heads": 16, "mlp_ratio": 64 / 13},
-}
-_AIMV2_SIZES: dict[str, Config] = {  # heads of 128 channels
-    "large": {"embed_dim": 1024, "num_heads": 8, "mlp_ratio": 2.75},
-    "huge": {"embed_dim": 1536, "num_heads": 12, "mlp_ratio": 2.6667},
-    "1b": {"embed_dim": 2048, "num_heads": 16, "mlp_ratio": 2.75},
-    "3b": {"embed_dim": 3072, "num_heads": 24, "mlp_ratio": 2.6667},
-}
+_SIZE = "embed_dim", "depth", "num_heads", "mlp_ratio"  # the last if it is not 4
+_SIZES: dict[str, tuple[float, ...]] = {
+    "wee": (256, 14, 4, 5), "little": (320, 14, 5, 5.6), "tiny": (192, 12, 3), "xsmall": (256, 10, 4),
+    "small": (384, 12, 6), "small_plus": (384, 12, 6), "medium": (512, 12, 8), "mediumd": (512, 20, 8),
+    "betwixt": (640, 12, 10), "base": (768, 12, 12), "plus": (896, 12, 14), "so150m": (896, 18, 14, 2.572),
+    "so150m2": (832, 21, 13, 34 / 13), "large": (1024, 24, 16), "so400m": (1152, 27, 16, 3.7362),
+    "huge": (1280, 32, 16), "huge_plus": (1280, 32, 20), "giant": (1408, 40, 16, 48 / 11), "giantopt": (1536, 40, 16),
+    "gigantic": (1664, 48, 16, 64 / 13), "7b": (4096, 40, 32, 2.0),
+    # PE's gigantic, and AIMv2's with heads of 128 channels
+    "pe_gigantic": (1536, 50, 16, 8960 / 1536), "aimv2_large": (1024, 24, 8, 2.75),
+    "aimv2_huge": (1536, 24, 12, 2.6667), "aimv2_1b": (2048, 24, 16, 2.75), "aimv2_3b": (3072, 24, 24, 2.6667),
+    "vit_cifar_small": (192, 12, 3), "vit_cifar_base": (384, 12, 6), "vit_cifar_large": (512, 24, 8),
+    "test_vit": (64, 6, 2, 3), "test_vit2": (64, 8, 2, 3), "test_vit4": (96, 9, 3, 3),
+}  # fmt: skip
+
+
+def named(name: str, variants: str = "", size: str = "", **options: Any) -> dict[str, Config]:
+    """Return the constructor arguments of models of one kind, by their names.
+
+    Args:
+        name: of the models; what is in braces is "size", a key of _SIZES, or an argument that is an integer.
+        variants: a word for each model: the values in its name, and then its num_classes if it is not 1000.
+        size: of all models, if their names do not have it.
+        options: further arguments of all models.
+    """
+    fields, models = [*re.findall(r"{(\w+)}", name), "num_classes"], {}
+    for variant in variants.split() or [""]:
+        values = dict(zip(fields, variant.split("/") if variant else [], strict=False))
+        sizes = dict(zip(_SIZE, _SIZES[values.get("size", size)], strict=False))
+        integers = {field: int(value) for field, value in values.items() if field != "size"}
+        models[name.format(**values)] = {**integers, **sizes, **options}
+    return models
+
+
+EPS_5 = partial(LayerNorm, eps=1e-5)
+_RMS_NORM = partial(RMSNorm, eps=1e-5)
 _SWIGLU: Config = {  # DINOv2 giant's
-    "num_heads": 24,
-    "mlp_ratio": 2 * 4096 / 1536,
-    "act_layer": "silu",
-    "mlp_layer": "swiglupacked",
-}
-_TEST_GAP: Config = {"class_token": False, "reg_tokens": 1, "global_pool": "avg", "init_values": 1e-5}
+    "num_heads": 24, "mlp_ratio": 2 * 4096 / 1536, "act_layer": "silu", "mlp_layer": "swiglupacked",
+}  # fmt: skip
+_CLIP: Config = {"pre_norm": True, "norm_layer": EPS_5}
+_AVERAGED: Config = {"class_token": False, "global_pool": "avg"}
+_GAP: Config = {**_AVERAGED, "fc_norm": False}
+_SIGLIP: Config = {"class_token": False, "global_pool": "map", "num_classes": 0}
+_SIGLIP_GAP: Config = {**_GAP, "num_classes": 0}
+_DINOV2: Config = {"patch_size": 14, "img_size": 518, "num_classes": 0, "init_values": 1e-5}
+_REG4: Config = {"reg_tokens": 4, "no_embed_class": True}
+_TIPS: Config = {
+    "patch_size": 14, "img_size": 448, "num_classes": 0, "init_values": 1.0, "reg_tokens": 1, "no_embed_class": True,
+}  # fmt: skip
+_RADIO: Config = {"img_size": 512, "num_classes": 0, "no_embed_class": True, "final_norm": False}
+_AIMV2: Config = {
+    **_SIGLIP_GAP, "patch_size": 14, "qkv_bias": False, "proj_bias": False, "norm_layer": _RMS_NORM,
+    "embed_norm_layer": _RMS_NORM, "mlp_layer": "swiglu", "act_layer": "silu",
+}  # fmt: skip
+_CIFAR: Config = {
+    "img_size": 32, "patch_size": 4, "num_classes": 10, "patch_init": "kaiming",
+    **dict.fromkeys(("pos_drop_rate", "proj_drop_rate", "attn_drop_rate"), 0.1),
+}  # fmt: skip
+_TEST: Config = {"img_size": 160, "dynamic_img_size": True}
+_TEST_GAP: Config = {**_TEST, **_AVERAGED, "reg_tokens": 1, "init_values": 1e-5}
 
+_VIT, _GAPS = "vit_{size}_patch{patch_size}_{img_size}", "vit_{size}_patch{patch_size}_gap_{img_size}"
+_REGS = "vit_{size}_patch16_reg{reg_tokens}_gap_{img_size}"
+_SIGLIPS, _SIGLIP_GAPS = (f"vit_{{size}}_patch{{patch_size}}_{kind}_{{img_size}}" for kind in ("siglip", "siglip_gap"))
+_SIGLIP_1 = "base/16/224 base/16/256 base/16/384 base/16/512 large/16/256 large/16/384 so400m/14/224 so400m/14/378"
+_SIGLIP_2 = "base/32/256 large/16/512 so400m/16/256 so400m/16/384 so400m/16/512 giantopt/16/256 giantopt/16/384"
+_DEITS = "tiny/16/224 small/16/224 base/16/224 base/16/384"
 
-def _vit(size: str, patch_size: int, img_size: int, num_classes: int = 1000, **more: Any) -> Config:
-    return {"img_size": img_size, "patch_size": patch_size, "num_classes": num_classes, **_SIZES[size], **more}
-
-
-def _dinov2(size: str, **more: Any) -> Config:
-    return _vit(size, 14, 518, num_classes=0, init_values=1e-5, **more)
-
-
-def _clip(size: str, patch_size: int, img_size: int, num_classes: int = 1000, **more: Any) -> Config:
-    return _vit(size, patch_size, img_size, num_classes, pre_norm=True, norm_layer=partial(LayerNorm, eps=1e-5), **more)
-
-
-def _gap(size: str, patch_size: int, img_size: int, num_classes: int = 1000, **more: Any) -> Config:
-    return _vit(
-        size, patch_size, img_size, num_classes, class_token=False, global_pool="avg", **{"fc_norm": False, **more}
-    )
-
-
-def _map(size: str, patch_size: int, img_size: int, num_classes: int = 1000, **more: Any) -> Config:
-    return _vit(size, patch_size, img_size, num_classes, class_token=False, global_pool="map", **more)
-
-
-def _siglip_gap(size: str, patch_size: int, img_size: int, act_layer: str = "gelu") -> Config:
-    return _gap(size, patch_size, img_size, num_classes=0, act_layer=act_layer)
-
-
-def _reg_gap(size: str, reg_tokens: int, img_size: int, **more: Any) -> Config:
-    return _gap(size, 16, img_size, reg_tokens=reg_tokens, **more)
-
-
-def _tips(size: str, **more: Any) -> Config:
-    return _vit(size, 14, 448, num_classes=0, init_values=1.0, reg_tokens=1, no_embed_class=True, **more)
-
-
-def _radio(size: str, version: int, **more: Any) -> Config:
-    reg_tokens = {3: 7, 4: 9}[version]
-    return _vit(size, 16, 512, num_classes=0, reg_tokens=reg_tokens, no_embed_class=True, final_norm=False, **more)
-
-
-def _aimv2(size: str, img_size: int) -> Config:
-    norm = partial(RMSNorm, eps=1e-5)
-    return {
-        "img_size": img_size, "patch_size": 14, "num_classes": 0, "depth": 24, **_AIMV2_SIZES[size],
-        "class_token": False, "global_pool": "avg", "fc_norm": False, "qkv_bias": False, "proj_bias": False,
-        "norm_layer": norm, "embed_norm_layer": norm, "mlp_layer": "swiglu", "act_layer": "silu",
-    }  # fmt: skip
-
-
-def _cifar(embed_dim: int, depth: int, num_heads: int) -> Config:
-    size = {"embed_dim": embed_dim, "depth": depth, "num_heads": num_heads}
-    rates = dict.fromkeys(("pos_drop_rate", "proj_drop_rate", "attn_drop_rate"), 0.1)
-    return {"img_size": 32, "patch_size": 4, "num_classes": 10, **size, **rates, "patch_init": "kaiming"}
-
-
-def _test(embed_dim: int, depth: int, mlp_ratio: int, **more: Any) -> Config:
-    size = {"embed_dim": embed_dim, "depth": depth, "num_heads": embed_dim // 32, "mlp_ratio": mlp_ratio}
-    return {"img_size": 160, "patch_size": 16, "num_classes": 1000, **size, **more}
-
-
-def _named(name: str, make: Callable[..., Config], *variants: tuple[Any, ...], **more: Any) -> dict[str, Config]:
-    """Models of one kind: what fills the gaps of their name is what `make` takes."""
-    return {name.format(*variant): make(*variant, **more) for variant in variants}
-
-
-_DEITS = ("tiny", 16, 224), ("small", 16, 224), ("base", 16, 224), ("base", 16, 384)
-DISTILLED = _named("deit_{}_distilled_patch{}_{}", _vit, *_DEITS)  # of `VisionTransformerDistilled`
+DISTILLED = named("deit_{size}_distilled_patch{patch_size}_{img_size}", _DEITS)  # of `VisionTransformerDistilled`
 CONFIGS: dict[str, Config] = {
-    **_named(
-        "vit_{}_patch{}_{}", _vit,
-        ("tiny", 16, 224), ("tiny", 16, 384), ("small", 16, 224), ("small", 16, 384), ("small", 32, 224),
-        ("small", 32, 384), ("base", 8, 224), ("base", 16, 224), ("base", 16, 384), ("base", 32, 224),
-        ("base", 32, 384), ("large", 14, 224), ("large", 16, 224), ("large", 16, 384), ("large", 32, 384),
-        ("giant", 14, 224), ("gigantic", 14, 224),
+    **named(
+        _VIT,
+        "tiny/16/224 tiny/16/384 small/8/224/0 small/16/224 small/16/384 small/32/224 small/32/384 base/8/224 "
+        "base/16/224 base/16/384 base/32/224 base/32/384 large/14/224 large/16/224 large/16/384 large/32/224/0 "
+        "large/32/384 huge/14/224/0 giant/14/224 gigantic/14/224",
     ),
-    **_named("vit_{}_patch{}_{}", _vit, ("small", 8, 224), ("large", 32, 224), ("huge", 14, 224), num_classes=0),
-    "vit_base_patch16_224_miil": _vit("base", 16, 224, num_classes=11221, qkv_bias=False),
-    "vit_small_patch16_36x1_224": _vit("small", 16, 224, depth=36, init_values=1e-5),
-    "vit_base_patch16_plus_240": _vit("plus", 16, 240, init_values=1e-5),
-    "vit_base_patch32_plus_256": _vit("plus", 32, 256, init_values=1e-5),
-    "vit_intern300m_patch14_448": _vit(
-        "large", 14, 448, num_classes=0, init_values=0.1, final_norm=False, dynamic_img_size=True
+    **named(_VIT + "_miil", "base/16/224/11221", qkv_bias=False),
+    **named("vit_small_patch16_36x1_224", size="small", depth=36, init_values=1e-5),
+    **named("vit_base_patch{patch_size}_plus_{img_size}", "16/240 32/256", "plus", init_values=1e-5),
+    **named(
+        "vit_intern300m_patch{patch_size}_{img_size}", "14/448/0", "large", init_values=0.1, final_norm=False,
+        dynamic_img_size=True,
     ),
-    **_named(
-        "aimv2_{}_patch14_{}", _aimv2,
-        *((size, img_size) for size in _AIMV2_SIZES for img_size in (224, 336, 448)),
+    **named(
+        "{size}_patch14_{img_size}",
+        "aimv2_large/224 aimv2_large/336 aimv2_large/448 aimv2_huge/224 aimv2_huge/336 aimv2_huge/448 aimv2_1b/224 "
+        "aimv2_1b/336 aimv2_1b/448 aimv2_3b/224 aimv2_3b/336 aimv2_3b/448",
+        **_AIMV2,
     ),
-    **_named("eva_{}_patch{}_{}", _vit, ("large", 14, 196), ("large", 14, 336), global_pool="avg"),
-    **_named(
-        "flexivit_{}", partial(_vit, patch_size=16, img_size=240), ("small",), ("base",), ("large",),
-        no_embed_class=True,
-    ),
-    **_named("deit_{}_patch{}_{}", _vit, *_DEITS),
-    **_named(
-        "deit3_{}_patch{}_{}", _vit,
-        ("small", 16, 224), ("small", 16, 384), ("medium", 16, 224), ("base", 16, 224), ("base", 16, 384),
-        ("large", 16, 224), ("large", 16, 384), ("huge", 14, 224),
+    **named("eva_{size}_patch{patch_size}_{img_size}", "large/14/196 large/14/336", global_pool="avg"),
+    **named("flexivit_{size}", "small base large", img_size=240, no_embed_class=True),
+    **named("deit_{size}_patch{patch_size}_{img_size}", _DEITS),
+    **named(
+        "deit3_{size}_patch{patch_size}_{img_size}",
+        "small/16/224 small/16/384 medium/16/224 base/16/224 base/16/384 large/16/224 large/16/384 huge/14/224",
         no_embed_class=True, init_values=1e-6,
     ),
-    **_named(
-        "vit_{}_patch{}_gap_{}", _gap, ("medium", 16, 240, 11821), ("medium", 16, 256), ("medium", 16, 384),
-        ("betwixt", 16, 256),
-        qkv_bias=False, init_values=1e-6,
+    **named(
+        _GAPS, "medium/16/240/11821 medium/16/256 medium/16/384 betwixt/16/256", **_GAP, qkv_bias=False,
+        init_values=1e-6,
     ),
-    "vit_base_patch16_gap_224": _gap("base", 16, 224, num_heads=16),
-    **_named("vit_{}_patch{}_gap_{}", _gap, ("huge", 14, 224, 0), ("huge", 16, 448, 0), ("giant", 16, 224, 0)),
-    **_named(
-        "vit_{}_patch16_reg{}_gap_{}", _reg_gap,
-        ("wee", 1, 256), ("little", 1, 256), ("little", 4, 256), ("medium", 1, 256), ("medium", 4, 256),
-        ("mediumd", 4, 256), ("mediumd", 4, 384), ("betwixt", 1, 256), ("betwixt", 4, 256), ("betwixt", 4, 384),
-        no_embed_class=True, init_values=1e-5, fc_norm=None,
+    **named(_GAPS, "base/16/224", **_GAP, num_heads=16),
+    **named(_GAPS, "huge/14/224/0 huge/16/448/0 giant/16/224/0", **_GAP),
+    **named(
+        _REGS,
+        "wee/1/256 little/1/256 little/4/256 medium/1/256 medium/4/256 mediumd/4/256 mediumd/4/384 betwixt/1/256 "
+        "betwixt/4/256 betwixt/4/384",
+        **_AVERAGED, no_embed_class=True, init_values=1e-5,
     ),
-    "vit_base_patch16_reg4_gap_256": _reg_gap("base", 4, 256, no_embed_class=True, fc_norm=None),
-    **_named("vit_{}_patch16_reg{}_gap_{}", _reg_gap, ("so150m", 4, 256), ("so150m", 4, 384)),
-    **_named(
-        "vit_{}_patch16_reg{}_gap_{}", _reg_gap, ("so150m2", 1, 256), ("so150m2", 1, 384), ("so150m2", 1, 448),
-        qkv_bias=False, init_values=1e-5, fc_norm=None,
+    **named(_REGS, "base/4/256", **_AVERAGED, no_embed_class=True),
+    **named(_REGS, "so150m/4/256 so150m/4/384", **_GAP),
+    **named(_REGS, "so150m2/1/256 so150m2/1/384 so150m2/1/448", **_AVERAGED, qkv_bias=False, init_values=1e-5),
+    **named("vit_{size}_patch14_reg1_tipsv2", "base large so400m", **_TIPS),
+    **named("vit_giant_patch14_reg1_tipsv2", size="giantopt", **_TIPS | _SWIGLU),
+    **named("vit_{size}_patch16_radio_v3", "base large", **_RADIO, reg_tokens=7, init_values=1e-5),
+    **named("vit_huge_patch16_radio_v3", size="huge", **_RADIO, reg_tokens=7),
+    **named("vit_{size}_patch16_radio_v4", "huge so400m", **_RADIO, reg_tokens=9),
+    **named("vit_giant_patch16_radio_v3", size="giantopt", **_RADIO, reg_tokens=7, num_heads=24),
+    **named("vit_{size}_patch14_dinov2", "small base large", **_DINOV2),
+    **named("vit_{size}_patch14_reg4_dinov2", "small base large", **_DINOV2 | _REG4),
+    **named("vit_giant_patch14_dinov2", size="giantopt", **_DINOV2 | _SWIGLU),
+    **named("vit_giant_patch14_reg4_dinov2", size="giantopt", **_DINOV2 | _REG4 | _SWIGLU),
+    **named(
+        "vit_{size}_patch{patch_size}_clip_{img_size}",
+        "xsmall/16/224/512 medium/16/224/512 medium/32/224/512 betwixt/32/224/512 base/32/224 base/32/256/512 "
+        "base/32/384 base/32/448 base/16/224 base/16/384 large/14/224 large/14/336 huge/14/224 huge/14/336 "
+        "huge/14/378/1024 giant/14/224/1024 gigantic/14/224/1280 gigantic/14/378/1280",
+        **_CLIP,
     ),
-    **_named("vit_{}_patch14_reg1_tipsv2", _tips, ("base",), ("large",), ("so400m",)),
-    "vit_giant_patch14_reg1_tipsv2": _tips("giantopt", **_SWIGLU),
-    **_named("vit_{}_patch16_radio_v{}", _radio, ("base", 3), ("large", 3), init_values=1e-5),
-    **_named("vit_{}_patch16_radio_v{}", _radio, ("huge", 3), ("huge", 4), ("so400m", 4)),
-    "vit_giant_patch16_radio_v3": _radio("giantopt", 3, num_heads=24),
-    **_named("vit_{}_patch14_dinov2", _dinov2, ("small",), ("base",), ("large",)),
-    **_named(
-        "vit_{}_patch14_reg4_dinov2", _dinov2, ("small",), ("base",), ("large",), reg_tokens=4, no_embed_class=True
+    **named("vit_base_patch{patch_size}_plus_clip_{img_size}", "16/240/640", "plus", **_CLIP),
+    **named(
+        "vit_{size}_patch{patch_size}_clip_quickgelu_{img_size}",
+        "base/32/224/512 base/16/224/512 large/14/224/768 large/14/336/768 huge/14/224/1024 huge/14/378/1024 "
+        "gigantic/14/224/1280",
+        **_CLIP, act_layer="quick_gelu",
     ),
-    "vit_giant_patch14_dinov2": _dinov2("giantopt", **_SWIGLU),
-    "vit_giant_patch14_reg4_dinov2": _dinov2("giantopt", reg_tokens=4, no_embed_class=True, **_SWIGLU),
-    **_named(
-        "vit_{}_patch{}_clip_{}", _clip,
-        ("xsmall", 16, 224, 512), ("medium", 16, 224, 512), ("medium", 32, 224, 512), ("betwixt", 32, 224, 512),
-        ("base", 32, 224), ("base", 32, 256, 512), ("base", 32, 384), ("base", 32, 448), ("base", 16, 224),
-        ("base", 16, 384), ("large", 14, 224), ("large", 14, 336), ("huge", 14, 224), ("huge", 14, 336),
-        ("huge", 14, 378, 1024), ("giant", 14, 224, 1024), ("gigantic", 14, 224, 1280), ("gigantic", 14, 378, 1280),
+    **named(_SIGLIP_GAPS, f"{_SIGLIP_1} so400m/14/448 so400m/14/896", **_SIGLIP_GAP),
+    **named(_SIGLIP_GAPS, _SIGLIP_2, **_SIGLIP_GAP, act_layer="gelu_tanh"),
+    **named(_SIGLIPS, _SIGLIP_1, **_SIGLIP),
+    **named(_SIGLIPS, _SIGLIP_2, **_SIGLIP, act_layer="gelu_tanh"),
+    **named(
+        "vit_{size}_patch16_reg{reg_tokens}_map_{img_size}", "so150m/4/256", class_token=False, global_pool="map"
     ),
-    "vit_base_patch16_plus_clip_240": _clip("plus", 16, 240, num_classes=640),
-    **_named(
-        "vit_{}_patch{}_clip_quickgelu_{}", _clip,
-        ("base", 32, 224, 512), ("base", 16, 224, 512), ("large", 14, 224, 768), ("large", 14, 336, 768),
-        ("huge", 14, 224, 1024), ("huge", 14, 378, 1024), ("gigantic", 14, 224, 1280),
-        act_layer="quick_gelu",
-    ),
-    **_named(
-        "vit_{}_patch{}_siglip_gap_{}", _siglip_gap,
-        ("base", 16, 224), ("base", 16, 256), ("base", 16, 384), ("base", 16, 512), ("large", 16, 256),
-        ("large", 16, 384), ("so400m", 14, 224), ("so400m", 14, 378), ("so400m", 14, 448),
-        ("so400m", 14, 896),
-    ),
-    **_named(
-        "vit_{}_patch{}_siglip_gap_{}", _siglip_gap, ("base", 32, 256), ("large", 16, 512), ("so400m", 16, 256),
-        ("so400m", 16, 384), ("so400m", 16, 512), ("giantopt", 16, 256), ("giantopt", 16, 384),
-        act_layer="gelu_tanh",
-    ),
-    **_named(
-        "vit_{}_patch{}_siglip_{}", partial(_map, num_classes=0),
-        ("base", 16, 224), ("base", 16, 256), ("base", 16, 384), ("base", 16, 512), ("large", 16, 256),
-        ("large", 16, 384), ("so400m", 14, 224), ("so400m", 14, 378),
-    ),
-    **_named(
-        "vit_{}_patch{}_siglip_{}", partial(_map, num_classes=0), ("base", 32, 256), ("large", 16, 512),
-        ("so400m", 16, 256), ("so400m", 16, 384), ("so400m", 16, 512), ("giantopt", 16, 256), ("giantopt", 16, 384),
-        act_layer="gelu_tanh",
-    ),
-    "vit_so150m_patch16_reg4_map_256": _map("so150m", 16, 256, reg_tokens=4),
-    "test_vit": _test(64, 6, 3, dynamic_img_size=True),
-    "test_vit2": _test(64, 8, 3, dynamic_img_size=True, **_TEST_GAP),
-    "test_vit4": _test(96, 9, 3, dynamic_img_size=True, norm_layer="rmsnorm", **_TEST_GAP),
-    "vit_cifar_small": _cifar(192, 12, 3),
-    "vit_cifar_base": _cifar(384, 12, 6),
-    "vit_cifar_large": _cifar(512, 24, 8),
+    **named("{size}", "test_vit", **_TEST),
+    **named("{size}", "test_vit2", **_TEST_GAP),
+    **named("{size}", "test_vit4", **_TEST_GAP, norm_layer="rmsnorm"),
+    **named("{size}", "vit_cifar_small vit_cifar_base vit_cifar_large", **_CIFAR),
 }  # fmt: skip

@@ -52,20 +52,20 @@ FLAGS = (  # of models and MLPs
 )
 
 # checked by a part after other parts were made
-LATE = ("norm_layer", "num_prefix_tokens", "ref_feat_shape", "rope_temperature", "rope_grid_offset")
+LATE = ("norm_layer", "ref_feat_shape", "rope_temperature", "rope_grid_offset")
 
 
 @pytest.mark.parametrize("make", CONSTRUCTORS)
 def test_constructors_name_the_argument(make: Callable[..., nn.Module]) -> None:
     taken = inspect.signature(make).parameters
-    for value, names in WRONG if make is eva_layers.EvaBlock else [*WRONG, (2, FLAGS)]:
+    for value, names in [*WRONG, (2, FLAGS)]:
         for name in taken.keys() & set(names.split()):
             with (
                 Calls() as calls,
                 pytest.raises((TypeError, ValueError), match=f"^({name}|{name.removeprefix('rope_')}) "),
             ):
                 make(**{**CONSTRUCTORS[make], name: value})
-            assert not calls.names or make is eva_layers.EvaBlock or name in LATE, name
+            assert not calls.names or name in LATE, name
 
 
 STATISTICS = {"mean": (0.5, 0.4, 0.3), "std": (0.2, 0.3, 0.4)}
@@ -90,7 +90,7 @@ MESSAGES: list[tuple[Callable[..., nn.Module], type[Exception], str, dict[str, A
       for dim in (16, 40, 528)),
     (Block, TypeError, "qkv_bais is not an argument of Block: use qkv_bias", {"qkv_bais": True}),
     (partial(layers.GluMlp, 24), ValueError, "hidden_features must be even", {"hidden_features": 41}),
-    (Eva, TypeError, "Eva takes no qk_norm: EVA's blocks fix it", {"qk_norm": True}),
+    (Eva, TypeError, "Eva takes no block_fn: its blocks are EvaBlocks", {"block_fn": "postnorm"}),
     (RotaryEmbeddingCat, ValueError, "dim must be a multiple of 4, got 6", {"dim": 6}),
     (create, TypeError, "weights must be a path, a repository of the Hugging Face Hub or a state_dict", {"weights": 5}),
     (create, TypeError, "pretrained is not an argument of VisionTransformer: its arguments are", {"pretrained": True}),

@@ -128,7 +128,7 @@ def test_tables_are_made_once_and_positions_always():
     """Where sequences end, and rotary tables, depend on no parameter; learnt positions may change at any time."""
     eva, vit = model_of("eva"), model_of("token")
     several = [torch.randn(3, 16, 40), torch.randn(3, 8, 8)]
-    first, again = (eva._embedded_list(several)[0].cu_seqlens for _ in range(2))
+    first, again = (eva._embedded_list(several).cu_seqlens for _ in range(2))
     assert first is again
     assert first.tolist() == [0, 12, 15]
     tables = [eva.rope.of_image((2, 5), 2, torch.device("cpu")) for _ in range(2)]

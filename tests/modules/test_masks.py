@@ -28,6 +28,10 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], nn.Module]]] =
         lambda: AttentionRope(D, H, qkv_fused=False, rotate_half=True),
         lambda timm: timm.layers.AttentionRope(D, H, qkv_fused=False, rotate_half=True),
     ),
+    "AttentionRope, norms": (
+        lambda: AttentionRope(D, H, qk_norm=True, norm_layer=nn.LayerNorm),
+        lambda timm: timm.layers.AttentionRope(D, H, qk_norm=True, norm_layer=nn.LayerNorm),
+    ),
     "EvaBlock": (lambda: EvaBlock(D, H, **SCALE), lambda timm: timm.models.eva.EvaBlock(D, H, **SCALE)),
 }
 PAIRS = torch.rand(B, 1, N, N, generator=torch.Generator().manual_seed(5)) > 0.4

@@ -71,7 +71,7 @@ class Keyword(nn.Module):
         self.model = fastvit.create_model(TINY, img_size=96, depth=5)
 
     def forward(self, x):
-        (x,) = self.model._embedded(x)
+        x = self.model._embedded(x)
         for block in self.model.blocks:
             x = block(x=x)
         return self.model.forward_head(self.model.norm(x))
