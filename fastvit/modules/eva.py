@@ -143,10 +143,12 @@ class EvaBlock(Block):
                 nn.init.constant_(gamma, self.init_values)
 
     def ls1(self, x: Tensor) -> Tensor:
-        return x if (gamma := self._parameters["gamma_1"]) is None else gamma * x
+        gamma: Any = self.gamma_1
+        return x if gamma is None else gamma * x
 
     def ls2(self, x: Tensor) -> Tensor:
-        return x if (gamma := self._parameters["gamma_2"]) is None else gamma * x
+        gamma: Any = self.gamma_2
+        return x if gamma is None else gamma * x
 
     def forward(  # type: ignore[override]
         self, x: Tensor, rope: Tensor | None = None, attn_mask: Tensor | None = None, is_causal: bool = False,
