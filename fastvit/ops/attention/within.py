@@ -87,13 +87,12 @@ def _windows_of(grid: Sequence[int], window: Sequence[int]) -> int:
 
 
 Within = Sequences | Windows | None  # None: samples
-
-
 Heads = tuple[Tensor, Tensor, Tensor]  # q, k and v, or their gradients
 
 
 class Gradients(NamedTuple):
-    """The results of the registered backward op. None: what it was not asked for, or what q has with it."""
+    """The results of the registered backward op. k and v are None if q is the gradient of a packed tensor; the others
+    are None if the call has no such tensor, or did not ask for the mask's."""
 
     q: Tensor
     k: Tensor | None = None

@@ -210,7 +210,7 @@ def _heads(t: AttentionInputs, qkv: Tensor, path: Path) -> tuple[Tensor, Tensor 
 
 
 def _options(t: AttentionInputs, *wants_mask: bool) -> tuple[Any, ...]:
-    """Return the arguments of attention's ops after the tensors that all calls have."""
+    """Return the arguments of attention's ops from `seed` on. wants_mask: for the backward op only."""
     o = t.options
     sequences: tuple[Any, ...] = ()
     if o.max_seqlen is not None:
