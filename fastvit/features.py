@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -111,16 +111,36 @@ class Backbone(nn.Module):
         check_choice("output_fmt", output_fmt, ("NCHW", "NLC"))
         depth = len(self.blocks)
         taken = checked_indices("indices", depth if indices is None else indices, depth)
-        masks = mask_arguments(attn_mask, is_causal)
-        reshape = output_fmt == "NCHW"
-        last, patches, prefix, by_entry = self._intermediates(x, taken, norm, stop_early, reshape, masks)
+        by_entry: Callable[[Tensor], Any] = lambda y: y  # noqa: E731
+        grids: Any
+        if isinstance(x, (list, tuple)):
+            check_unmasked(attn_mask, is_causal, of="a list of images")
+            packed = self._embedded_list(x)
+            tokens, by_entry, grids = packed.tokens, packed.split, [entry.grid for entry in packed.entries]
+            options = mask_arguments(None, False, packed.cu_seqlens, packed.max_seqlen, packed.rope)
+        else:
+            tokens, grids = self._embedded(x), self._grid_of(x)
+            options = mask_arguments(attn_mask, is_causal)
+            if self.rope is not None:
+                options["rope"] = self.rope.get_embed(grids, x.device)
+        kept = []
+        for i in range(max(taken) + 1 if stop_early else depth):
+            tokens = self._run_block(i, tokens, **options)
+            if i in taken:
+                kept.append(by_entry(self.norm(tokens) if norm else tokens))
+        P = self.num_prefix_tokens
+        prefix = [_each(lambda t: t[..., :P, :], y) for y in kept] if P and return_prefix_tokens else []
+        patches = [_each(lambda t: t[..., P:, :], y) for y in kept]
+        if output_fmt == "NCHW":
+            patches = [_each(_as_image, y, grids) for y in patches]
+        last = None if intermediates_only else by_entry(self.norm(tokens))
         if output_dict:
-            found: dict[str, Any] = {"image_intermediates": patches}
-            if return_prefix_tokens and prefix:
+            found = {"image_intermediates": patches}
+            if prefix:
                 found["image_intermediates_prefix"] = prefix
-            return found if intermediates_only else {**found, "image_features": by_entry(self.norm(last))}
-        pairs = list(zip(patches, prefix, strict=True)) if return_prefix_tokens and prefix else patches
-        return pairs if intermediates_only else (by_entry(self.norm(last)), pairs)
+            return found if intermediates_only else {**found, "image_features": last}
+        pairs = list(zip(patches, prefix, strict=True)) if prefix else patches
+        return pairs if intermediates_only else (last, pairs)
 
     def get_intermediate_layers(
         self, x: Tensor, n: Indices = 1, reshape: bool = False, *, return_prefix_tokens: bool = False,
@@ -146,9 +166,7 @@ class Backbone(nn.Module):
         Raises:
             TypeError, ValueError: an unknown n; both kinds of pairs; CLS of a model without one.
         """
-        check_flags(
-            reshape=reshape, return_prefix_tokens=return_prefix_tokens, return_class_token=return_class_token, norm=norm
-        )
+        check_flags(reshape=reshape, return_class_token=return_class_token)
         if return_class_token and return_prefix_tokens:
             raise ValueError(
                 "return_class_token and return_prefix_tokens must not both be True: prefix tokens have CLS"
@@ -156,13 +174,13 @@ class Backbone(nn.Module):
         if return_class_token and not self.has_class_token:
             raise ValueError("return_class_token must be False for a model with class_token=False, got True")
         taken = checked_indices("n", n, len(self.blocks))
-        masks = mask_arguments(attn_mask, is_causal)
-        _, patches, prefix, _ = self._intermediates(x, taken, norm, True, reshape, masks)
+        pairs = self.forward_intermediates(
+            x, taken, return_class_token or return_prefix_tokens, norm, True, "NCHW" if reshape else "NLC", True,
+            attn_mask=attn_mask, is_causal=is_causal,
+        )  # fmt: skip
         if return_class_token:
-            return tuple((y, _each(lambda t: t[..., 0, :], t)) for y, t in zip(patches, prefix, strict=True))
-        if return_prefix_tokens and prefix:
-            return tuple(zip(patches, prefix, strict=True))
-        return tuple(patches)
+            return tuple((y, _each(lambda t: t[..., 0, :], prefix)) for y, prefix in pairs)
+        return tuple(pairs)
 
     def prune_intermediate_layers(
         self, indices: Indices = 1, prune_norm: bool = False, prune_head: bool = True
@@ -215,36 +233,6 @@ class Backbone(nn.Module):
         for i in range(len(self.blocks)):
             x = self._run_block(i, x, **options)
         return self.norm(x)
-
-    def _intermediates(
-        self, images: Any, taken: Collection[int], norm: bool, stop_early: bool, reshape: bool,
-        options: dict[str, Any],
-    ) -> tuple[Tensor, list[Any], list[Any], Callable[[Tensor], Any]]:  # fmt: skip
-        """Return the tokens after the last block that ran, the patches and prefix tokens after the taken blocks, and a
-        function that returns the tokens of a list by entry, or an image's as they are."""
-        by_entry: Callable[[Tensor], Any] = lambda y: y  # noqa: E731
-        grids: Any
-        if isinstance(images, (list, tuple)):
-            check_unmasked(**options, of="a list of images")
-            packed = self._embedded_list(images)
-            x, by_entry, grids = packed.tokens, packed.split, [entry.grid for entry in packed.entries]
-            options = mask_arguments(None, False, packed.cu_seqlens, packed.max_seqlen, packed.rope)
-        else:
-            x, grids = self._embedded(images), self._grid_of(images)
-            if self.rope is not None:
-                options["rope"] = self.rope.get_embed(grids, x.device)
-        last = max(taken) if stop_early else len(self.blocks) - 1
-        kept = []
-        for i in range(last + 1):
-            x = self._run_block(i, x, **options)
-            if i in taken:
-                kept.append(self.norm(x) if norm else x)
-        P, outputs = self.num_prefix_tokens, [by_entry(y) for y in kept]
-        prefix = [_each(lambda t: t[..., :P, :], y) for y in outputs] if P else []
-        patches = [_each(lambda t: t[..., P:, :], y) for y in outputs]
-        if reshape:
-            patches = [_each(_as_image, y, grids) for y in patches]
-        return x, patches, prefix, by_entry
 
 
 def _each(function: Callable[..., Tensor], y: Any, *others: Any) -> Any:

@@ -96,11 +96,10 @@ class RMSNorm(nn.Module):
 NORM_LAYERS: dict[str, NormLayer] = {"layernorm": LayerNorm, "rmsnorm": RMSNorm}  # timm's names
 
 
-def checked_norm_layer(norm_layer: Any, **wanted: bool) -> Any:
-    """Return the class that norm_layer is or names. None is allowed if none of `wanted`, which need a norm, is true."""
+def checked_norm_layer(norm_layer: Any, qk_norm: bool = False) -> Any:
+    """Return the class that norm_layer is or names, or None, which qk_norm does not allow."""
     if norm_layer is not None:
         return by_name("norm_layer", norm_layer, NORM_LAYERS)
-    for name, on in wanted.items():
-        if on:
-            raise ValueError(f"{name}=True needs norm_layer, got None")
+    if qk_norm:
+        raise ValueError("qk_norm=True needs norm_layer, got None")
     return None

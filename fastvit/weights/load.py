@@ -53,14 +53,12 @@ def load(model: VisionTransformer, weights: Weights, *, drop_head: bool = False)
     Warns:
         UserWarning: the model now has values that are NaN or infinite.
     """
-    if not isinstance(weights, Mapping):
-        weights = locate(weights)
     if any(tensor.is_meta for tensor in model.state_dict().values()):
         raise ValueError("device must not be 'meta' for a model that weights are loaded into")
-    if isinstance(weights, Mapping):
-        where, content = "weights", weights
-    else:
-        where, content = str(weights), read(weights)
+    where, content = "weights", weights
+    if not isinstance(weights, Mapping):
+        path = locate(weights)
+        where, content = str(path), read(path)
     content, expression = unwrapped(content, where)
     state_dict = one_state_dict(content, where)
     names = recognised(state_dict, where)

@@ -158,11 +158,13 @@ CALLS: list[tuple[type[Exception], str, Callable[[], Any]]] = [
      lambda: with_another_embedding().set_input_size(patch_size=8)),
     (ValueError, "fixed_table needs a model with pos_embed='sincos' or", lambda: model().fixed_table((2, 2))),
     (ValueError, "mode must be one of ('', 'skip', 'reset'), got 'jax'", lambda: model().init_weights("jax")),
+    (ValueError, "device must not be 'meta'", lambda: create(weights=model().state_dict(), device="meta", **TINY)),
     # features
     (ValueError, f"indices must be {BLOCKS}, got 5", lambda: model().forward_intermediates(IMAGE, 5)),
     (ValueError, f"indices must be {BLOCKS}, got []", lambda: model().forward_intermediates(IMAGE, [])),
     (ValueError, "output_fmt must be one of", lambda: model().forward_intermediates(IMAGE, output_fmt="NHWC")),
     (ValueError, f"indices must be {BLOCKS}, got 9", lambda: model().prune_intermediate_layers(9)),
+    (TypeError, "reshape must be True or False", lambda: model().get_intermediate_layers(IMAGE, reshape=2)),
     (ValueError, "return_class_token and return_prefix_tokens must not both be True",
      lambda: model().get_intermediate_layers(IMAGE, return_class_token=True, return_prefix_tokens=True)),
     (ValueError, "return_class_token must be False for a model with class_token=False",
