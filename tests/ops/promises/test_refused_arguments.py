@@ -209,6 +209,8 @@ BAD: dict[str, Refused] = {
         (TypeError, "max_seqlen must be an integer or None", {"max_seqlen": 5.0}),
         (ValueError, "attn_mask must be broadcastable to (1, H, max_seqlen, max_seqlen) = (1, 2, 5, 5), got",
          {"max_seqlen": 5, "attn_mask": ones(2, 1, 5, 5)}),
+        (ValueError, "attn_mask must be broadcastable to (1, H, max_seqlen, max_seqlen_k) = (1, 2, 5, 3), got",
+         {"max_seqlen": 5, "cu_seqlens_k": ENDS, "max_seqlen_k": 3, "attn_mask": ones(5, 5)}),
         (ValueError, "max_seqlen must be at least 1", {"max_seqlen": 0}),
         (ValueError, "max_seqlen_k must be None without cu_seqlens_k, got 5", {"max_seqlen_k": 5}),
         (ValueError, "cu_seqlens_k must have cu_seqlens' shape (4,), got (3,)", {"cu_seqlens_k": ENDS[[0, 1, 3]]}),
