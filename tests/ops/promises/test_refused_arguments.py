@@ -45,12 +45,13 @@ def argument_of(name: str, key: str) -> str:
 
 def wrong_tensors(name: str, key: str, t: Tensor) -> Iterator[tuple[type[Exception], Tensor]]:
     """Yield tensors that differ from t in one way, and what they raise. A row_scale is cast, and so is the layer_scale
-    of a sum. Tokens have any number of dimensions, dropout takes any shape, a single tensor may be on any device."""
+    of a sum. Tokens have any number of dimensions, an op of x alone takes any shape, and a single tensor may be on any
+    device."""
     if key != "row_scale" and (name, key) != ("add_layer_norm", "layer_scale"):
         yield TypeError, t.to(torch.float32 if "seqlens" in key else torch.long)
     if len(ROWS[name].tensors) > 1:
         yield ValueError, t.to("meta")
-    if name != "dropout":
+    if ROWS[name].tensors.keys() != {"x"}:
         yield ValueError, torch.cat([t, t[..., :1]], -1)
     if key not in ("x", "residual", "branch") and (name, key) != ("qk_norm", "qkv"):
         yield ValueError, t[None].repeat(3, *[1] * t.dim())
@@ -166,6 +167,7 @@ BAD: dict[str, Refused] = {
          {"qk_norm": (ops.Norm(ones(D)), ops.Norm(ones(D), kind="rms"))}),
     ],
     "mlp gelu": [(ValueError, "residual must have shape (..., out)", {"residual": ones(B, 1, D)})],
+    "layer_norm_mlp gelu": [(ValueError, "residual must have shape (..., out)", {"residual": ones(B, 1, D)})],
     "mlp swiglu": [
         (ValueError, "fc1_weight must have 2 * hidden rows, of the gate and of the value, got 41",
          {"fc1_weight": ones(41, D), "fc1_bias": None}),
@@ -266,6 +268,15 @@ BAD: dict[str, Refused] = {
         (ValueError, "std must be one number in (0, 1]", {"std": (0.2, 0.0, 0.2)}),
     ],
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("op", dict.fromkeys(row.op for row in ROWS.values()))
+def test_a_wrong_value_is_known_for_every_argument(op: str) -> None:
+    """By the rows, `OPTIONS` or `BAD`; except dropout's `training`, which is only looked at."""
+    of_op = {name: row for name, row in ROWS.items() if row.op == op}
+    known = {argument_of(name, key) for name, row in of_op.items() for key in row.tensors} | OPTIONS.keys()
+    known |= {argument for name in of_op for *_, wrong in BAD.get(name, ()) for argument in wrong}
+    assert inspect.signature(getattr(ops, op)).parameters.keys() <= known | {"training"}
 
 
 @pytest.mark.parametrize("name", BAD)
