@@ -15,7 +15,7 @@ from fastvit.study.memory import growth, search
 from fastvit.study.memory.allocations import Allocations, as_on
 from fastvit.study.memory.plan import plan, trace_step
 from fastvit.study.memory.scaled_step import ScaledStep
-from fastvit.study.memory.search import _largest
+from fastvit.study.memory.search import largest_that_fits
 from fastvit.study.memory.step import Setting, StepSpec
 from fastvit.study.sources import find
 
@@ -198,7 +198,7 @@ def test_the_largest_that_fits(power, step):
             assert n <= most + 1
             return start + slope * int((n // step * step + 1) ** power)
 
-        largest = _largest(peak, budget, most, expected)
+        largest = largest_that_fits(peak, budget, most, expected)
         assert largest <= most
         assert not largest or peak(largest) <= budget
         assert largest == most or peak(largest + 1) > budget

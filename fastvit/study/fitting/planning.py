@@ -11,6 +11,7 @@ from fastvit.study.fitting.costs import Trace, costs_of
 from fastvit.study.fitting.report import Fit, FitPoint, in_words
 from fastvit.study.fitting.search import StepCosts
 from fastvit.study.memory.growth import Progress, check_batch, checked_budget, checked_device, silent
+from fastvit.study.memory.search import largest_that_fits
 from fastvit.study.memory.step import Setting, StepSpec
 from fastvit.study.sources.find import find
 
@@ -101,24 +102,19 @@ class _Plan(NamedTuple):
 
 def _plan(step: StepSpec, costs: StepCosts, budget: int, progress: Progress) -> _Plan:
     """Plan a step with these costs, or one of fewer images."""
-    largest, accumulation = step.batch, 1
+    whole, at_once, accumulation = step, step.batch, 1
     if costs.least_peak() > budget:
         progress("the largest batch")
-        whole, largest = step, _largest_batch(step, costs, budget)
-        most = 0
-        if largest:
+        at_once, accumulation = _largest_batch(whole, budget), 0
+        step = whole._replace(batch=max(at_once, 1))
+        if at_once:
             progress("gradient accumulation")
-            step = whole._replace(accumulates=True)
-            most = _largest_batch(step, costs_of(step), budget)
-        if most:
-            accumulation = -(-whole.batch // most)
-            step = step._replace(batch=-(-whole.batch // accumulation))
-        else:
-            accumulation = 0
-            step = whole._replace(batch=max(largest, 1))
+            if most := _largest_batch(whole._replace(accumulates=True), budget):
+                accumulation = -(-whole.batch // most)
+                step = whole._replace(batch=-(-whole.batch // accumulation), accumulates=True)
         costs = costs_of(step)
     progress("the cheapest choice")
-    return _Plan(step, costs, _cheapest(costs, max(budget, costs.least_peak())), largest, accumulation)
+    return _Plan(step, costs, _cheapest(costs, max(budget, costs.least_peak())), at_once, accumulation)
 
 
 def _cheapest(costs: StepCosts, budget: int) -> tuple[Choice, ...]:
@@ -138,20 +134,8 @@ def _frontier(costs: StepCosts) -> list[FitPoint]:
     return [found[peak] for peak in sorted(found)]
 
 
-def _largest_batch(step: StepSpec, costs: StepCosts, budget: int) -> int:
-    """Return the largest batch below the step's that fits; 0 for none.
-
-    Bytes grow with the batch on a straight line, which two batches give; the result is traced. A batch of one has a
-    trace of its own, because a sum over one image is a view."""
-    if step.batch > 2:
-        two = costs_of(step._replace(batch=2))
-        low, high = 1, step.batch
-        while high - low > 1:
-            middle = (low + high) // 2
-            fits = two.towards(costs, (middle - 2) / (step.batch - 2)).least_peak() <= budget
-            low, high = (middle, high) if fits else (low, middle)
-        while low > 1:
-            if costs_of(step._replace(batch=low)).least_peak() <= budget:
-                return low
-            low -= -(-low // 16)
-    return int(step.batch > 1 and costs_of(step._replace(batch=1)).least_peak() <= budget)
+def _largest_batch(step: StepSpec, budget: int) -> int:
+    """Return the largest batch below the step's that fits; 0 for none."""
+    if step.batch == 1:
+        return 0
+    return largest_that_fits(lambda batch: costs_of(step._replace(batch=batch)).least_peak(), budget, step.batch - 1)

@@ -38,7 +38,7 @@ def largest_batch(
     def peak(batch: int) -> int:
         return plan(spec._replace(batch=batch)).planned.peak
 
-    return _largest(peak, checked_budget(budget), MOST_IMAGES)
+    return largest_that_fits(peak, checked_budget(budget), MOST_IMAGES)
 
 
 def largest_image(
@@ -65,10 +65,10 @@ def largest_image(
     def peak(patches: int) -> int:
         return plan(spec._replace(image_size=(patches * side, patches * side))).planned.peak
 
-    return side * _largest(peak, checked_budget(budget), MOST_PIXELS // side, power=2)
+    return side * largest_that_fits(peak, checked_budget(budget), MOST_PIXELS // side, power=2)
 
 
-def _largest(peak: Callable[[int], int], budget: int, most: int, power: int = 1) -> int:
+def largest_that_fits(peak: Callable[[int], int], budget: int, most: int, power: int = 1) -> int:
     """Return the largest n from 1 to `most` with peak(n) <= budget, or 0. peak must not decrease; if it is nearly
     linear in n**power, few n are tried."""
     known = {1: peak(1)}
