@@ -178,8 +178,8 @@ def test_a_measured_peak_is_the_planned_one(monkeypatch):
     assert report.fits
     assert report.recomputed == report.least_recomputed > 0
 
-    def make(provider, image_size):
-        model = fastvit.create_model(TINY, img_size=image_size)
+    def make(provider, img_size):
+        model = fastvit.create_model(TINY, img_size=img_size)
         for block, choice in zip(blocks_of(model).values(), report.choices, strict=True):
             put_on(block, choice)
         return model

@@ -134,7 +134,7 @@ def trace_step(
     name, gpu = spec.source.name, spec.gpu
     model = spec.source.on_meta(spec.provider, spec.image_size, spec.patch_size).to("meta", DTYPES[spec.setting.dtype])
     fakes = FakeTensorMode(allow_non_fake_inputs=True)
-    without_data(model, fakes)
+    _as_fake(model, fakes)
     with fakes, one_line_errors(name):
         images = spec.images(model)
     step = Step(model, images, spec.setting, gpu)
@@ -171,7 +171,7 @@ def trace_step(
     return StepTrace(seen, begin, list(ends.values())[-1][0], kept, groups)
 
 
-def without_data(model: nn.Module, fakes: FakeTensorMode) -> None:
+def _as_fake(model: nn.Module, fakes: FakeTensorMode) -> None:
     """Replace the meta tensors of a model, in place, by fake CPU tensors: parameters, buffers and other attributes of
     modules."""
     made: dict[Tensor, Tensor] = {}
