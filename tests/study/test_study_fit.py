@@ -123,14 +123,6 @@ def test_planned_costs_are_those_of_a_trace(make, gpu, exact):
         assert trace.flops > nothing.flops
 
 
-def test_blocks_that_do_not_run_once_each():
-    model = fastvit.create_model(TINY, img_size=32, depth=3)
-    model.blocks.append(model.blocks[0])
-    step = StepSpec(from_module(model), (32, 32), 2, PLAIN, gpu=False)
-    with pytest.raises(ValueError, match=r"does not run blocks\.0 to blocks\.2 once each, in order"):
-        costs_of(step)
-
-
 def test_a_plan_whose_peaks_are_too_low_gives_way(monkeypatch):
     """The search runs again for a lower budget until the traced peak fits, or says that there is no plan."""
     source = from_module(fastvit.create_model(TINY, img_size=64, depth=4))

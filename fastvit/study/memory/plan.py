@@ -18,8 +18,6 @@ from fastvit.study.memory.allocations import Allocations, as_on
 from fastvit.study.memory.step import DTYPES, Step, StepSpec
 from fastvit.study.sources.model_source import one_line_errors
 
-_CPU = torch.device("cpu")
-
 
 @dataclass(frozen=True)
 class Parts:
@@ -180,7 +178,7 @@ def _as_fake(model: nn.Module, fakes: FakeTensorMode) -> None:
             for name, t in tensors.items():
                 if isinstance(t, Tensor):
                     if t not in made:
-                        fake = FakeTensor(fakes, t.detach().to("meta"), _CPU)
+                        fake = FakeTensor(fakes, t.detach().to("meta"), torch.device("cpu"))
                         made[t] = nn.Parameter(fake, t.requires_grad) if isinstance(t, nn.Parameter) else fake
                     tensors[name] = made[t]  # type: ignore[assignment]
 

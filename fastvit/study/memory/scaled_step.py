@@ -31,10 +31,6 @@ from fastvit.study.sources.model_source import ModelSource
 _SIDES, _BATCHES = (29, 46), (16, 37)  # of the two traces: no two products grow by the same factor
 
 
-# A fused op, its arguments in both traces as in `OpTrace`, and how they are nested
-_Arguments = tuple[Any, tuple[Any, ...], tuple[Any, ...], TreeSpec]
-
-
 def _products(batch: int, side: int, prefix: int, patch: int) -> list[int]:
     """Return what bytes are proportional to, the simplest first, in a step of square images and patches. An extent is
     the side, the patches, patches + 1 (positions of CLS and patches where registers have none), all tokens, or the
@@ -83,7 +79,8 @@ class ScaledStep:
         self.pairs, self.seen = [*zip(*products, strict=True)], seen
         self.term = functools.cache(self._term)
         self.scratch_of_run = functools.cache(_scratch_of_run)  # only here: it depends on settings, such as threads
-        self.again: dict[_Arguments, list[int]] = {}  # ops with different arguments; the model's blocks share them
+        # {op, its arguments in both traces, how they are nested: storages}: the model's blocks share most
+        self.again: dict[tuple[Any, tuple[Any, ...], tuple[Any, ...], TreeSpec], list[int]] = {}
         for n, op in first.ops.items():
             key = op.op, op.leaves, second.ops[n].leaves, op.nested
             self.again.setdefault(key, []).append(n)
