@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from fastvit import ops
-from fastvit.blocks import read_eva, read_timm, run
-from fastvit.blocks.unchanged import read_once_or_none
+from fastvit.blocks import read_timm, run
+from fastvit.blocks.submodules import read_or_none
+from fastvit.blocks.unchanged import read_once
 from fastvit.modules.arguments import (
     Device,
     Dtype,
@@ -104,8 +105,8 @@ class Attention(nn.Module):
             rope: sin and cos side by side, (N - num_prefix_tokens, 2 * D / H), as `fastvit.rope` makes them. With
                 cu_seqlens (T, 2 * D / H); prefix tokens have sines of 0 and cosines of 1.
         """
-        rotary = None if rope is None else read_eva.rotary(self, x, rope, cu_seqlens)
-        attention = read_once_or_none(read_timm.read_attention, self)
+        rotary = None if rope is None else read_timm.rotary(self, x, rope, cu_seqlens)
+        attention = read_or_none(read_once, read_timm.read_attention, self)
         if cu_seqlens is not None or max_seqlen is not None:
             attention = for_call(attention, x, cu_seqlens, max_seqlen, attn_mask, is_causal)
         if attention is not None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from fastvit.blocks import read_eva, read_timm, run
+from fastvit.blocks import read_timm, run
 from fastvit.blocks.recompute import DEFAULT
 from fastvit.blocks.unchanged import read_once
 from fastvit.modules.arguments import (
@@ -118,7 +118,7 @@ class Block(nn.Module):
         if cu_seqlens is not None or max_seqlen is not None:
             attention = for_call(attention, x, cu_seqlens, max_seqlen, attn_mask, is_causal)
         if attention is not None:
-            rotary = None if rope is None else read_eva.rotary(self, x, rope, cu_seqlens)
+            rotary = None if rope is None else read_timm.rotary(self, x, rope, cu_seqlens)
             x = run.run_attention_half(x, attention, rotary, attn_mask, is_causal, recompute.attention)
         else:
             attended = self.attn(self.norm1(x), **mask_arguments(attn_mask, is_causal, cu_seqlens, max_seqlen, rope))

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastvit.blocks import read_eva
+from fastvit.blocks import read_timm
 from fastvit.modules.arguments import (
     Device,
     Dtype,
@@ -97,7 +97,7 @@ class EvaBlock(Block):
     """
 
     __module__ = "fastvit.eva_layers"
-    _read_halves = staticmethod(read_eva.read_halves)
+    _read_halves = staticmethod(read_timm.read_eva_halves)
 
     def __init__(
         self, dim: int, num_heads: int, qkv_bias: bool = True, qkv_fused: bool = True, mlp_ratio: float = 4.0,

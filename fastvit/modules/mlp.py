@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from fastvit.blocks import run
 from fastvit.blocks.read_mlp import read_mlp
-from fastvit.blocks.unchanged import read_once_or_none
+from fastvit.blocks.submodules import read_or_none
+from fastvit.blocks.unchanged import read_once
 from fastvit.modules.arguments import (
     Device,
     Dtype,
@@ -62,7 +63,7 @@ class _Mlp(nn.Module):
         raise NotImplementedError
 
     def forward(self, x: Tensor) -> Tensor:
-        mlp = read_once_or_none(read_mlp, self)
+        mlp = read_or_none(read_once, read_mlp, self)
         if mlp is not None:
             return run.run_mlp(x, mlp)
         hidden = self.drop1(self._activated(x))

@@ -12,8 +12,8 @@ from fastvit import ops
 from fastvit.blocks import read, run, spec
 from fastvit.blocks.read_mlp import read_mlp
 from fastvit.blocks.spec import HalfSpec
-from fastvit.blocks.submodules import submodules
-from fastvit.blocks.unchanged import read_once_or_none
+from fastvit.blocks.submodules import read_or_none, submodules
+from fastvit.blocks.unchanged import read_once
 from fastvit.modules.arguments import Device, Dtype, by_name, check_choice, check_factory, check_hidden, check_integers
 from fastvit.modules.attention import cross_attend
 from fastvit.modules.mlp import Mlp
@@ -135,7 +135,7 @@ class AttentionPoolLatent(nn.Module):
             k, v = self.kv(x).unflatten(-1, (2, self.num_heads, -1)).unbind(1)
             ends, bounds = patch_bounds(cu_seqlens, num_prefix_tokens)
             y = self.proj(attend(self, q, k, v, None, False, ends, 1, bounds, max_seqlen).flatten(1))
-        mlp = read_once_or_none(_read_mlp_half, self)
+        mlp = read_or_none(read_once, _read_mlp_half, self)
         return run.run_mlp_half(y, mlp) if mlp is not None else y + self.mlp(self.norm(y))
 
 

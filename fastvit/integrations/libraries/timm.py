@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fastvit.blocks import grid, read, read_eva, read_parallel, read_timm, run, windows
+from fastvit.blocks import grid, read, read_parallel, read_timm, run, windows
 from fastvit.blocks.grid import GridAttention, GridBlock, Positions
 from fastvit.blocks.read import DROP_PATH, LAYER_SCALE, MLP, NORM
 from fastvit.blocks.read_mlp import read_mlp
@@ -28,18 +28,15 @@ _SWIN_HALF: dict[str, Classes] = {"attn": {f"{_SWIN}.WindowAttention"}, "norm1":
 _SHIFT_BIAS = -100.0  # as `SwinTransformerBlock.get_attn_mask` has it
 
 
-def check_call(module: nn.Module, x: Any, attn_mask: Any = None, is_causal: bool = False) -> Any:
-    if is_causal and attn_mask is not None:  # timm's own forward raises or ignores the mask
-        raise CannotFuse("a mask and is_causal")
+def tokens(module: nn.Module, x: Any, *_: Any, **__: Any) -> Any:
+    """Return the input of a call whose other arguments `masks` checks."""
     return x
 
 
 def masks(module: nn.Module, x: Any, attn_mask: Any = None, is_causal: bool = False) -> dict[str, Any]:
+    if is_causal and attn_mask is not None:  # timm's own forward raises or ignores the mask
+        raise CannotFuse("a mask and is_causal")
     return {"attn_mask": checked_mask(attn_mask, x.shape[1]), "is_causal": bool(is_causal)}
-
-
-def check_eva_call(module: nn.Module, x: Any, rope: Any = None, attn_mask: Any = None, is_causal: bool = False) -> Any:
-    return check_call(module, x, attn_mask, is_causal)
 
 
 def eva_masks(
@@ -49,7 +46,7 @@ def eva_masks(
 
 
 def eva_rotary(module: Any, x: Tensor, rope: Tensor | None = None, *_: Any, **__: Any) -> Rotary | None:
-    positions = read_eva.rotary(module, x, rope)
+    positions = read_timm.rotary(module, x, rope)
     if positions is not None and x.shape[1] != positions.num_prefix_tokens + positions.sin.shape[-2]:
         raise CannotFuse(f"rotary positions for {positions.sin.shape[-2]} of {x.shape[1]} tokens")
     return positions
@@ -95,22 +92,18 @@ def check_swin_call(block: Any, x: Tensor) -> Tensor:
     return x
 
 
-_EVA_ATTENTION = ClassHandler(
-    read_eva.read_attention, run.run_attention, check_eva_call, rotary=eva_rotary, options=eva_masks
-)
+_EVA_ATTENTION = ClassHandler(read_timm.read_attention, run.run_attention, tokens, rotary=eva_rotary, options=eva_masks)
 _EVA_BLOCK = ClassHandler(
-    read_eva.read_block, run.run_block, check_eva_call, rotary=eva_rotary, options=eva_masks, takes_recompute=True
+    read_timm.read_eva_block, run.run_block, tokens, rotary=eva_rotary, options=eva_masks, takes_recompute=True
 )
 HANDLERS = {
     "timm.models.vision_transformer.Block": ClassHandler(
-        read_timm.read_block, run.run_block, check_call, options=masks, takes_recompute=True
+        read_timm.read_block, run.run_block, tokens, options=masks, takes_recompute=True
     ),
     "timm.models.vision_transformer.ParallelScalingBlock": ClassHandler(
-        read_parallel.read_block, read_parallel.run_block, check_call, options=masks
+        read_parallel.read_block, read_parallel.run_block, tokens, options=masks
     ),
-    **dict.fromkeys(
-        read.ATTENTION, ClassHandler(read_timm.read_attention, run.run_attention, check_call, options=masks)
-    ),
+    **dict.fromkeys(read.ATTENTION, ClassHandler(read_timm.read_attention, run.run_attention, tokens, options=masks)),
     **dict.fromkeys(MLP, ClassHandler(read_mlp, run.run_mlp, ndim=None)),
     "timm.models.eva.EvaBlock": _EVA_BLOCK,
     "timm.models.deepseek_vit.DeepseekVitBlock": _EVA_BLOCK,
