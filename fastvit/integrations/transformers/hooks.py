@@ -15,6 +15,8 @@ from fastvit.blocks.submodules import CannotFuse, Classes, has_own_forward, qual
 SAME_ATTENTION = (None, "eager", "sdpa", "flex_attention", "fastvit")
 # Those that return weights or their sums next to the output, for callers and hooks of the attention
 _WITH_WEIGHTS = ("eager", "flex_attention")
+# Arguments about a model's results or its loss
+_HARMLESS = ("output_hidden_states", "return_dict", "use_cache", "num_items_in_batch")
 
 Block = TypeVar("Block")
 
@@ -53,6 +55,13 @@ def attention_of(layer: Any, name: str, kinds: Classes) -> Any:
     elif not has_own_forward(type(attn), type(attn).forward):
         raise CannotFuse(f"{name} is {kind}, whose forward was replaced")
     return attn
+
+
+def check_others(arguments: dict[str, Any]) -> None:
+    """Check the arguments of a call that no op has: they are None or False, or change nothing inside a layer."""
+    for name, value in arguments.items():
+        if name not in _HARMLESS and value is not None and value is not False:
+            raise CannotFuse(f"the argument {name}")
 
 
 def check_version() -> None:

@@ -21,7 +21,7 @@ from fastvit.blocks.read_mlp import describe_mlp, read_mlp
 from fastvit.blocks.recompute import DEFAULT, Recompute
 from fastvit.blocks.spec import AttentionSpec, BlockSpec, HalfSpec, MlpSpec
 from fastvit.blocks.submodules import CannotFuse, submodules
-from fastvit.integrations.forward import ClassHandler, checked_mask
+from fastvit.integrations.forward import Call, ClassHandler, checked_mask
 from fastvit.integrations.transformers import hooks, vjepa2
 from fastvit.integrations.transformers.classes import (
     ATTENTIONS,
@@ -39,8 +39,6 @@ from fastvit.ops.runtime.checks import takes_head_dim
 __all__ = ["register_attention"]
 
 _NORM = read.NORM | RMS_NORM
-# Arguments about a model's results or its loss, which change nothing inside a layer
-_HARMLESS = ("output_hidden_states", "return_dict", "use_cache", "num_items_in_batch")
 
 
 class WithoutWeights(NamedTuple):
@@ -161,46 +159,29 @@ def _made_for_export(mask: Any) -> bool:
     return mask.dtype is torch.bool and mask.stride(-1) == 0
 
 
-def check_call(module: Any, hidden_states: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
-    for name, value in kwargs.items():
-        if name not in _HARMLESS and value is not None and value is not False:
-            raise CannotFuse(f"the argument {name}")
-    return hidden_states
-
-
-def check_positioned_call(module: Any, hidden_states: Any, position_mask: Any = None, **kwargs: Any) -> Any:
-    return check_call(module, hidden_states, **kwargs)
-
-
-def masks(module: Any, hidden_states: Tensor, attention_mask: Any = None, *_: Any, **__: Any) -> dict[str, Any]:
-    """Return the mask of a call. attention_mask: (B, 1 or H, 1 or N, N). Padding for flash attention, (B, N), cannot be
+def read_call(module: Any, hidden_states: Tensor, attention_mask: Any = None, **kwargs: Any) -> Call:
+    """Read a call with a mask. attention_mask: (B, 1 or H, 1 or N, N). Padding for flash attention, (B, N), cannot be
     fused."""
+    hooks.check_others(kwargs)
     if attention_mask is None or _made_for_export(attention_mask):
-        return {}
+        return hidden_states, {}
     if isinstance(attention_mask, Tensor) and attention_mask.dim() != 4:
         raise CannotFuse(f"an attention mask of shape {tuple(attention_mask.shape)}")
-    return {"attn_mask": checked_mask(attention_mask, hidden_states.shape[1])}
+    return hidden_states, {"attn_mask": checked_mask(attention_mask, hidden_states.shape[1])}
 
 
-def check_rotary_call(module: Any, hidden_states: Any, attention_mask: Any = None, *_: Any, **kwargs: Any) -> Any:
-    kwargs.pop("position_embeddings", None)
+def read_rotary_call(
+    module: Any, hidden_states: Tensor, attention_mask: Any = None,
+    position_embeddings: tuple[Tensor, Tensor] | None = None, **kwargs: Any,
+) -> Call:  # fmt: skip
+    """Read a call with rotary positions. position_embeddings: cos and sin, (N - P, d) each."""
     if attention_mask is not None:  # without a mask, flash attention separates the images by them
         kwargs.pop("position_ids", None)
-    return check_call(module, hidden_states, attention_mask, **kwargs)
-
-
-def rotary(
-    module: Any,
-    hidden_states: Tensor,
-    attention_mask: Any = None,
-    position_embeddings: tuple[Tensor, Tensor] | None = None,
-    **_: Any,
-) -> Rotary:
-    """Return a call's rotary positions. position_embeddings: cos and sin, (N - P, d) each."""
+    _, options = read_call(module, hidden_states, attention_mask, **kwargs)
     if position_embeddings is None:
         raise CannotFuse("no rotary positions")
     cos, sin = position_embeddings
-    return Rotary(sin, cos, hidden_states.shape[1] - sin.shape[-2])
+    return hidden_states, {**options, "rotary": Rotary(sin, cos, hidden_states.shape[1] - sin.shape[-2])}
 
 
 def run_layer(
@@ -231,18 +212,15 @@ HANDLERS: dict[type | str, ClassHandler] = {
 for _prefix, _names in FAMILIES.items():
     if _names.on_grid:  # sam.py and swin.py
         continue
-    _call: dict[str, Any] = {"check_call": check_call, "options": masks}
-    if _names.rotates:
-        _call |= {"check_call": check_rotary_call, "rotary": rotary}
+    _read_call: Callable[..., Call] = read_rotary_call if _names.rotates else read_call
     _layer: tuple[Any, Any] = read_layer, run_layer
     if _prefix == "VJEPA2":
-        _call = {"check_call": check_positioned_call, "rotary": vjepa2.rotary}
-        _layer = read_layer_of_pair, run_layer_of_pair
+        _read_call, _layer = vjepa2.read_call, (read_layer_of_pair, run_layer_of_pair)
     HANDLERS[class_of(_prefix, _names.layer)] = ClassHandler(
-        partial(_layer[0], _prefix), _layer[1], takes_recompute=True, **_call
+        partial(_layer[0], _prefix), _layer[1], _read_call, takes_recompute=True
     )
     HANDLERS[class_of(_prefix, _names.attentions[0])] = ClassHandler(
-        partial(read_attention_alone, _prefix), run_attention, **_call
+        partial(read_attention_alone, _prefix), run_attention, _read_call
     )
 
 

@@ -12,7 +12,7 @@ from fastvit.blocks.grid import GridAttention, GridBlock, Positions
 from fastvit.blocks.read import LINEAR
 from fastvit.blocks.recompute import DEFAULT, Recompute
 from fastvit.blocks.submodules import CannotFuse, submodules
-from fastvit.integrations.forward import ClassHandler
+from fastvit.integrations.forward import Call, ClassHandler
 from fastvit.integrations.transformers import hooks
 from fastvit.integrations.transformers.classes import SAM, class_of
 from fastvit.integrations.transformers.hooks import LayerSpec
@@ -42,14 +42,14 @@ def read_layer(prefix: str, layer: Any) -> LayerSpec[GridBlock]:
     return LayerSpec(grid.describe_block(*halves, layer.window_size), hooks.checkpoint_of(layer))
 
 
-def check_call(module: Any, hidden_states: Any, output_attentions: Any = None) -> Any:
+def read_call(module: Any, hidden_states: Any, output_attentions: Any = None) -> Call:
     if output_attentions:
         raise CannotFuse("the argument output_attentions")
-    return hidden_states
+    return hidden_states, {}
 
 
-def check_vitdet_call(module: Any, hidden_state: Any, output_attentions: Any = None) -> Any:
-    return check_call(module, hidden_state, output_attentions)
+def read_vitdet_call(module: Any, hidden_state: Any, output_attentions: Any = None) -> Call:
+    return read_call(module, hidden_state, output_attentions)
 
 
 def run_layer(x: Tensor, layer: LayerSpec[GridBlock], recompute: Recompute = DEFAULT) -> Tensor:
@@ -71,15 +71,15 @@ def run_vitdet_attention(x: Tensor, attn: GridAttention) -> tuple[Tensor]:
 
 HANDLERS: dict[type | str, ClassHandler] = {
     class_of("VitDet", "Layer"): ClassHandler(
-        partial(read_layer, "VitDet"), run_vitdet_layer, check_call, ndim=4, takes_recompute=True
+        partial(read_layer, "VitDet"), run_vitdet_layer, read_call, ndim=4, takes_recompute=True
     ),
-    class_of("VitDet", "Attention"): ClassHandler(read_attention, run_vitdet_attention, check_vitdet_call, ndim=4),
+    class_of("VitDet", "Attention"): ClassHandler(read_attention, run_vitdet_attention, read_vitdet_call, ndim=4),
 }
 for _prefix in SAM:
     HANDLERS[class_of(_prefix, "VisionLayer")] = ClassHandler(
-        partial(read_layer, _prefix), run_layer, check_call, ndim=4, takes_recompute=True
+        partial(read_layer, _prefix), run_layer, read_call, ndim=4, takes_recompute=True
     )
     # the other attention returns its weights as well
     HANDLERS[class_of(_prefix, "VisionSdpaAttention")] = ClassHandler(
-        read_attention, run_sdpa_attention, check_call, ndim=4
+        read_attention, run_sdpa_attention, read_call, ndim=4
     )

@@ -11,7 +11,7 @@ from fastvit.blocks import windows
 from fastvit.blocks.recompute import DEFAULT, Recompute
 from fastvit.blocks.submodules import CannotFuse, Classes, submodules
 from fastvit.blocks.windows import WindowBlock
-from fastvit.integrations.forward import ClassHandler
+from fastvit.integrations.forward import Call, ClassHandler
 from fastvit.integrations.transformers import hooks
 from fastvit.integrations.transformers.classes import class_of
 from fastvit.integrations.transformers.hooks import LayerSpec
@@ -36,19 +36,15 @@ def read_layer(layer: Any) -> LayerSpec[WindowBlock]:
     return LayerSpec(WindowBlock(first, second, bias, window, shift, _SHIFT_BIAS), hooks.checkpoint_of(layer))
 
 
-def check_call(
+def read_call(
     layer: Any, hidden_states: Tensor, input_dimensions: Any, always_partition: bool = False, **kwargs: Any
-) -> Tensor:
+) -> Call:
     if hooks.captures_attentions():
         raise CannotFuse("attention weights are collected")
     if not always_partition:  # for good, as in the layer's own forward
         layer.set_shift_and_window_size(input_dimensions)
-    return hidden_states
-
-
-def grid_of(layer: Any, hidden_states: Tensor, input_dimensions: Any, *_: Any, **__: Any) -> dict[str, Any]:
     height, width = input_dimensions
-    return {"grid": (height, width)}
+    return hidden_states, {"grid": (height, width)}
 
 
 def run_layer(
@@ -61,5 +57,5 @@ def run_layer(
 
 
 HANDLERS: dict[type | str, ClassHandler] = {
-    class_of("Swin", "Layer"): ClassHandler(read_layer, run_layer, check_call, options=grid_of, takes_recompute=True)
+    class_of("Swin", "Layer"): ClassHandler(read_layer, run_layer, read_call, takes_recompute=True)
 }
