@@ -117,16 +117,6 @@ def rope(tokens: int, device: torch.device, dtype: torch.dtype = torch.float32) 
     return angles.sin().to(device, dtype), angles.cos().to(device, dtype)
 
 
-@pytest.mark.parametrize("kind", [NestedTensorBlock, SelfAttentionBlock])
-def test_stochastic_depth_in_training_falls_back(kind: type[nn.Module], device: torch.device, x: Tensor) -> None:
-    """The repositories leave samples out of the batch, to save work."""
-    block = kind(64, 4, drop_path=0.4).to(device).train()
-    fastvit.accelerate(block)
-    with pytest.warns(UserWarning, match="leaves samples out"):
-        block(x)
-    assert close(type(block).forward(block.eval(), x), block(x))
-
-
 def test_attention_of_old_and_new_versions(block2: nn.Module, x: Tensor) -> None:
     """attn_drop was a module first, then a number; xformers' attention has no dropout."""
     want = block2(x)
