@@ -45,6 +45,8 @@ class ClassHandler:
         takes_lists: whether the input, and with it the rotary positions, may be a list.
         takes_recompute: whether the module is a block that can compute again what its backward pass needs, as
             `blocks/recompute.py` describes.
+        checkpoint: function (module) that returns the function with which the module's own forward checkpoints its
+            activations in this call, or None if it does not; None if it never does.
         op: names of the ops for the report, if the description does not determine them.
     """
 
@@ -55,6 +57,7 @@ class ClassHandler:
     takes_pixels: bool = False
     takes_lists: bool = False
     takes_recompute: bool = False
+    checkpoint: Callable[[Any], Callable[..., Any] | None] | None = None
     op: str = ""
 
 
@@ -97,9 +100,12 @@ def fused_forward(
             check_input(one, description, handler)
         if handler.takes_recompute:
             options["recompute"] = recompute_of(module)
+        checkpoint = None if handler.checkpoint is None else handler.checkpoint(module)
     except Exception as error:
         _warn(name, type(module).__name__, reason_of(error))
         return type(module).forward(module, *args, **kwargs)
+    if checkpoint is not None:
+        return checkpoint(lambda x: handler.run(x, description, **options), x)
     return handler.run(x, description, **options)
 
 

@@ -18,7 +18,7 @@ from fastvit import ops
 from fastvit.blocks import read, run
 from fastvit.blocks.read import LINEAR
 from fastvit.blocks.read_mlp import describe_mlp, read_mlp
-from fastvit.blocks.recompute import DEFAULT, Recompute
+from fastvit.blocks.recompute import Recompute
 from fastvit.blocks.spec import AttentionSpec, BlockSpec, HalfSpec, MlpSpec
 from fastvit.blocks.submodules import CannotFuse, submodules
 from fastvit.integrations.forward import Call, ClassHandler, checked_mask
@@ -32,7 +32,6 @@ from fastvit.integrations.transformers.classes import (
     RMS_NORM,
     class_of,
 )
-from fastvit.integrations.transformers.hooks import LayerSpec
 from fastvit.ops import Norm, Rotary
 from fastvit.ops.runtime.checks import takes_head_dim
 
@@ -115,7 +114,7 @@ def run_rms_norm(x: Tensor, norm: Norm) -> Tensor:
     return run.run_norm(x, norm).to(torch.promote_types(x.dtype, norm.weight.dtype))
 
 
-def read_halves(prefix: str, layer: Any, attention_reader: Callable[..., Any] = read_attention) -> BlockSpec:
+def read_layer(prefix: str, layer: Any, attention_reader: Callable[..., Any] = read_attention) -> BlockSpec:
     """Read both halves of a layer. attention_reader: function (prefix, attention, dropout)."""
     hooks.check_version()
     names = FAMILIES[prefix]
@@ -141,11 +140,7 @@ def read_halves(prefix: str, layer: Any, attention_reader: Callable[..., Any] = 
     return HalfSpec(attention, read_norm(norm1), gammas[0], p), HalfSpec(mlp, read_norm(norm2), gammas[1], p)
 
 
-def read_layer(prefix: str, layer: Any) -> LayerSpec[BlockSpec]:
-    return LayerSpec(read_halves(prefix, layer), hooks.checkpoint_of(layer))
-
-
-def read_layer_of_pair(prefix: str, layer: Any) -> LayerSpec[BlockSpec]:
+def read_layer_of_pair(prefix: str, layer: Any) -> BlockSpec:
     """Read a layer that returns its attention's weights too."""
     hooks.check_no_weights(layer._modules[FAMILIES[prefix].attention])
     return read_layer(prefix, layer)
@@ -184,17 +179,8 @@ def read_rotary_call(
     return hidden_states, {**options, "rotary": Rotary(sin, cos, hidden_states.shape[1] - sin.shape[-2])}
 
 
-def run_layer(
-    x: Tensor, layer: LayerSpec[BlockSpec], rotary: Rotary | None = None, attn_mask: Tensor | None = None,
-    recompute: Recompute = DEFAULT,
-) -> Tensor:  # fmt: skip
-    return hooks.run_checkpointed(run.run_block, x, layer, rotary=rotary, attn_mask=attn_mask, recompute=recompute)
-
-
-def run_layer_of_pair(
-    x: Tensor, layer: LayerSpec[BlockSpec], rotary: Rotary, recompute: Recompute
-) -> tuple[Tensor, None]:
-    return run_layer(x, layer, rotary, recompute=recompute), None
+def run_layer_of_pair(x: Tensor, layer: BlockSpec, rotary: Rotary, recompute: Recompute) -> tuple[Tensor, None]:
+    return run.run_block(x, layer, rotary, recompute=recompute), None
 
 
 def run_attention(
@@ -205,6 +191,7 @@ def run_attention(
     return run.run_attention(x, attn, rotary, attn_mask), None
 
 
+LayerHandler = partial(ClassHandler, takes_recompute=True, checkpoint=hooks.checkpoint_of)
 HANDLERS: dict[type | str, ClassHandler] = {
     **dict.fromkeys(MLPS, ClassHandler(read_mlp, run.run_mlp, ndim=None)),
     **dict.fromkeys(RMS_NORM, ClassHandler(read_norm, run_rms_norm, ndim=None)),
@@ -213,12 +200,10 @@ for _prefix, _names in FAMILIES.items():
     if _names.on_grid:  # sam.py and swin.py
         continue
     _read_call: Callable[..., Call] = read_rotary_call if _names.rotates else read_call
-    _layer: tuple[Any, Any] = read_layer, run_layer
+    _layer: tuple[Any, Any] = read_layer, run.run_block
     if _prefix == "VJEPA2":
         _read_call, _layer = vjepa2.read_call, (read_layer_of_pair, run_layer_of_pair)
-    HANDLERS[class_of(_prefix, _names.layer)] = ClassHandler(
-        partial(_layer[0], _prefix), _layer[1], _read_call, takes_recompute=True
-    )
+    HANDLERS[class_of(_prefix, _names.layer)] = LayerHandler(partial(_layer[0], _prefix), _layer[1], _read_call)
     HANDLERS[class_of(_prefix, _names.attentions[0])] = ClassHandler(
         partial(read_attention_alone, _prefix), run_attention, _read_call
     )

@@ -10,13 +10,12 @@ from torch import Tensor
 from fastvit.blocks import grid, read
 from fastvit.blocks.grid import GridAttention, GridBlock, Positions
 from fastvit.blocks.read import LINEAR
-from fastvit.blocks.recompute import DEFAULT, Recompute
+from fastvit.blocks.recompute import Recompute
 from fastvit.blocks.submodules import CannotFuse, submodules
 from fastvit.integrations.forward import Call, ClassHandler
 from fastvit.integrations.transformers import hooks
 from fastvit.integrations.transformers.classes import SAM, class_of
-from fastvit.integrations.transformers.hooks import LayerSpec
-from fastvit.integrations.transformers.layers import read_halves
+from fastvit.integrations.transformers.layers import LayerHandler, read_layer
 
 
 def read_attention(attn: Any) -> GridAttention:
@@ -35,11 +34,11 @@ def read_attention(attn: Any) -> GridAttention:
     return GridAttention(attention, Positions((attn.rel_pos_h, attn.rel_pos_w)))
 
 
-def read_layer(prefix: str, layer: Any) -> LayerSpec[GridBlock]:
+def read_grid_layer(prefix: str, layer: Any) -> GridBlock:
     if prefix == "VitDet" and layer.use_residual_block:
         raise CannotFuse("convolutions after its MLP")
-    halves = read_halves(prefix, layer, lambda _, attn, dropout: read_attention(attn))
-    return LayerSpec(grid.describe_block(*halves, layer.window_size), hooks.checkpoint_of(layer))
+    halves = read_layer(prefix, layer, lambda _, attn, dropout: read_attention(attn))
+    return grid.describe_block(*halves, layer.window_size)
 
 
 def read_call(module: Any, hidden_states: Any, output_attentions: Any = None) -> Call:
@@ -52,13 +51,9 @@ def read_vitdet_call(module: Any, hidden_state: Any, output_attentions: Any = No
     return read_call(module, hidden_state, output_attentions)
 
 
-def run_layer(x: Tensor, layer: LayerSpec[GridBlock], recompute: Recompute = DEFAULT) -> Tensor:
-    return hooks.run_checkpointed(grid.run_block, x, layer, recompute=recompute)
-
-
-def run_vitdet_layer(x: Tensor, layer: LayerSpec[GridBlock], recompute: Recompute = DEFAULT) -> tuple[Tensor]:
+def run_vitdet_layer(x: Tensor, layer: GridBlock, recompute: Recompute) -> tuple[Tensor]:
     """Run a layer of (B, D, H, W)."""
-    return (run_layer(x.permute(0, 2, 3, 1), layer, recompute).permute(0, 3, 1, 2),)
+    return (grid.run_block(x.permute(0, 2, 3, 1), layer, recompute).permute(0, 3, 1, 2),)
 
 
 def run_sdpa_attention(x: Tensor, attn: GridAttention) -> tuple[Tensor, None]:
@@ -70,14 +65,12 @@ def run_vitdet_attention(x: Tensor, attn: GridAttention) -> tuple[Tensor]:
 
 
 HANDLERS: dict[type | str, ClassHandler] = {
-    class_of("VitDet", "Layer"): ClassHandler(
-        partial(read_layer, "VitDet"), run_vitdet_layer, read_call, ndim=4, takes_recompute=True
-    ),
+    class_of("VitDet", "Layer"): LayerHandler(partial(read_grid_layer, "VitDet"), run_vitdet_layer, read_call, ndim=4),
     class_of("VitDet", "Attention"): ClassHandler(read_attention, run_vitdet_attention, read_vitdet_call, ndim=4),
 }
 for _prefix in SAM:
-    HANDLERS[class_of(_prefix, "VisionLayer")] = ClassHandler(
-        partial(read_layer, _prefix), run_layer, read_call, ndim=4, takes_recompute=True
+    HANDLERS[class_of(_prefix, "VisionLayer")] = LayerHandler(
+        partial(read_grid_layer, _prefix), grid.run_block, read_call, ndim=4
     )
     # the other attention returns its weights as well
     HANDLERS[class_of(_prefix, "VisionSdpaAttention")] = ClassHandler(

@@ -8,21 +8,20 @@ from typing import Any
 from torch import Tensor
 
 from fastvit.blocks import windows
-from fastvit.blocks.recompute import DEFAULT, Recompute
+from fastvit.blocks.recompute import Recompute
 from fastvit.blocks.submodules import CannotFuse, Classes, submodules
 from fastvit.blocks.windows import WindowBlock
 from fastvit.integrations.forward import Call, ClassHandler
 from fastvit.integrations.transformers import hooks
 from fastvit.integrations.transformers.classes import class_of
-from fastvit.integrations.transformers.hooks import LayerSpec
-from fastvit.integrations.transformers.layers import read_halves
+from fastvit.integrations.transformers.layers import LayerHandler, read_layer
 
 _BIAS: dict[str, Classes] = {"relative_position_bias": {class_of("Swin", "RelativePositionBias")}}
 _SHIFT_BIAS = -100.0  # as `SwinLayer.get_attn_mask` has it
 
 
-def read_layer(layer: Any) -> LayerSpec[WindowBlock]:
-    first, second = read_halves("Swin", layer)
+def read_window_layer(layer: Any) -> WindowBlock:
+    first, second = read_layer("Swin", layer)
     if first.branch.kv_heads:
         raise CannotFuse("heads that share keys, in windows")
     attn = layer._modules["attention"]
@@ -33,7 +32,7 @@ def read_layer(layer: Any) -> LayerSpec[WindowBlock]:
         raise CannotFuse(f"a relative position bias of {n} tokens, for windows of {side} x {side}")
     bias = windows.bias_of(positions.relative_position_bias_table, positions.relative_position_index.view(n, n))
     window, shift, second = (side, side), (layer.shift_size, layer.shift_size), second._replace(drop_path=0.0)
-    return LayerSpec(WindowBlock(first, second, bias, window, shift, _SHIFT_BIAS), hooks.checkpoint_of(layer))
+    return WindowBlock(first, second, bias, window, shift, _SHIFT_BIAS)
 
 
 def read_call(
@@ -47,15 +46,11 @@ def read_call(
     return hidden_states, {"grid": (height, width)}
 
 
-def run_layer(
-    x: Tensor, layer: LayerSpec[WindowBlock], grid: tuple[int, int], recompute: Recompute = DEFAULT
-) -> tuple[Tensor, None]:
+def run_layer(x: Tensor, layer: WindowBlock, grid: tuple[int, int], recompute: Recompute) -> tuple[Tensor, None]:
     """Run a layer. The second result stands for the weights of attention."""
-    return hooks.run_checkpointed(windows.run_block, x.unflatten(1, grid), layer, recompute=recompute).flatten(
-        1, 2
-    ), None
+    return windows.run_block(x.unflatten(1, grid), layer, recompute).flatten(1, 2), None
 
 
 HANDLERS: dict[type | str, ClassHandler] = {
-    class_of("Swin", "Layer"): ClassHandler(read_layer, run_layer, read_call, takes_recompute=True)
+    class_of("Swin", "Layer"): LayerHandler(read_window_layer, run_layer, read_call)
 }
