@@ -15,7 +15,7 @@ from models import accelerate_as_it_was, close, randomised
 from torch import Tensor, nn
 
 import fastvit
-from fastvit.integrations.transformers import swin
+from fastvit.integrations.transformers import grids
 
 SAM = {"window_size": 3, "use_rel_pos": True}
 
@@ -47,7 +47,7 @@ def test_stochastic_depth_drops_as_timm_does(name: str, device: torch.device) ->
 def test_stochastic_depth_of_transformers() -> None:
     """Swin draws it otherwise, and for attention only."""
     layer = swin_of_transformers(drop_path_rate=0.6).train().swin.encoder.layers[-1].blocks[-1]
-    block = swin.read_window_layer(layer)
+    block = grids.read_swin_layer(layer)
     assert (block.attention.drop_path, block.mlp.drop_path) == (0.6, 0.0)
 
 

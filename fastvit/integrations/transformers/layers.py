@@ -1,6 +1,6 @@
 """Hugging Face transformers, versions 5.0 to 5.24: the layers of ViT, DeiT, Dinov2, Dinov2WithRegisters, DINOv3,
 Sapiens2, VideoMAE, V-JEPA 2, and of the vision towers of CLIP, SigLIP, SigLIP 2, AIMv2, Ovis2, InternVL and Pixtral,
-with and without a mask; layers over a grid (sam.py, swin.py); attention (varlen.py), RMSNorm and MLPs of Qwen's and
+with and without a mask; layers over a grid (grids.py); attention (varlen.py), RMSNorm and MLPs of Qwen's and
 GLM's towers; and an attention implementation for other models: `register_attention`.
 """
 
@@ -197,7 +197,7 @@ HANDLERS: dict[type | str, ClassHandler] = {
     **dict.fromkeys(RMS_NORM, ClassHandler(read_norm, run_rms_norm, ndim=None)),
 }
 for _prefix, _names in FAMILIES.items():
-    if _names.on_grid:  # sam.py and swin.py
+    if _names.on_grid:  # grids.py
         continue
     _read_call: Callable[..., Call] = read_rotary_call if _names.rotates else read_call
     _layer: tuple[Any, Any] = read_layer, run.run_block
