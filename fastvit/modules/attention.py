@@ -12,15 +12,7 @@ from fastvit import ops
 from fastvit.blocks import read_timm, run
 from fastvit.blocks.submodules import read_or_none
 from fastvit.blocks.unchanged import read_once
-from fastvit.modules.arguments import (
-    Device,
-    Dtype,
-    check_factory,
-    check_heads,
-    check_integers,
-    check_rates,
-    with_known_arguments,
-)
+from fastvit.modules.arguments import Device, Dtype, check_heads, check_integers, with_known_arguments
 from fastvit.modules.norms import NormLayer, checked_norm_layer
 from fastvit.modules.parts import attend, for_call, mask_arguments
 from fastvit.ops.runtime.checks import check_float
@@ -57,10 +49,7 @@ class Attention(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         check_heads("dim", dim, num_heads)
-        check_integers(0, num_prefix_tokens=num_prefix_tokens)
-        check_rates(attn_drop=attn_drop, proj_drop=proj_drop)
         norm = checked_norm_layer(norm_layer, qk_norm=qk_norm)
-        check_factory(device, dtype)
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.num_heads = num_heads
         self.head_dim = dim // num_heads
@@ -158,9 +147,7 @@ class CrossAttention(nn.Module):
         kv_dim = dim if kv_dim is None else kv_dim
         check_heads("dim", dim, num_heads)
         check_integers(1, kv_dim=kv_dim)
-        check_rates(attn_drop=attn_drop, proj_drop=proj_drop)
         norm = checked_norm_layer(norm_layer, qk_norm=qk_norm)
-        check_factory(device, dtype)
         self.num_heads = num_heads
         self.head_dim = dim // num_heads
         self.scale = self.head_dim**-0.5

@@ -10,16 +10,7 @@ from torch import Tensor, nn
 from fastvit.blocks import read_timm, run
 from fastvit.blocks.recompute import DEFAULT
 from fastvit.blocks.unchanged import read_once
-from fastvit.modules.arguments import (
-    Device,
-    Dtype,
-    by_name,
-    check_heads,
-    check_hidden,
-    check_init_values,
-    check_number,
-    with_known_arguments,
-)
+from fastvit.modules.arguments import Device, Dtype, by_name, check_heads, check_hidden, with_known_arguments
 from fastvit.modules.attention import Attention
 from fastvit.modules.mlp import GluMlp, Mlp, SwiGLU, SwiGLUPacked
 from fastvit.modules.norms import NORM_LAYERS, LayerNorm, NormLayer
@@ -79,8 +70,6 @@ class Block(nn.Module):
         mlp = by_name("mlp_layer", mlp_layer, MLP_LAYERS)
         check_heads("dim", dim, num_heads)
         check_hidden("dim", dim, mlp_ratio)
-        check_init_values(init_values)
-        check_number("drop_path", drop_path, lambda p: 0.0 <= p <= 1.0, "in [0, 1]")
         act_layer = by_name("act_layer", act_layer, ACT_LAYERS)
         norm = by_name("norm_layer", norm_layer, NORM_LAYERS)
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
