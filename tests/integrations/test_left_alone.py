@@ -147,7 +147,7 @@ FALLBACKS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
         lambda: changed(dinov2(), sample_drop_ratio=0.4).train(), lambda block: block(draw(4, 17, 64)),
     ),
     "leaves samples out": (
-        lambda: SelfAttentionBlock(64, 4, drop_path=0.4), lambda block: block(draw(4, 17, 64)),
+        lambda: changed(SelfAttentionBlock(64, 4), sample_drop_ratio=0.4), lambda block: block(draw(4, 17, 64)),
     ),
     "an attention bias": (lambda: dinov2().attn, lambda attn: attn(draw(4, 17, 64), draw(17, 17))),
     "an attention bias, by name": (
