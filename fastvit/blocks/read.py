@@ -175,11 +175,13 @@ def read_drop_path(module: Any) -> tuple[float, bool]:
     return module.drop_prob, getattr(module, "scale_by_keep", True)
 
 
-def read_half(read_branch: Callable[[Any], Any], parts: Mapping[str, Classes], block: Any) -> HalfSpec[Any]:
+def read_half(
+    read_branch: Callable[[Any], Any], parts: Mapping[str, Classes], block: Any, gamma: str = ""
+) -> HalfSpec[Any]:
     """Read half a pre-norm block. parts: names and classes of the branch and its norm, and of LayerScale and stochastic
-    depth, as far as the block has them."""
+    depth, as far as the block has them. gamma: the name of LayerScale if it is a parameter of the block, or None."""
     branch, norm, *others = submodules(block, parts)
-    layer_scale, drop_path = None, (0.0, True)
+    layer_scale, drop_path = getattr(block, gamma, None) if gamma else None, (0.0, True)
     for module in others:
         if "drop_prob" in module.__dict__:
             drop_path = read_drop_path(module)

@@ -1,4 +1,5 @@
-"""Read modules of timm's shape, ours included, as the descriptions of `spec.py`."""
+"""Read modules of timm's shape, ours included, as the descriptions of `spec.py`: blocks of ViT, and those of EVA,
+DINOv3 and the Perception Encoder, whose calls have rotary positions."""
 
 from __future__ import annotations
 
@@ -7,15 +8,22 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fastvit.blocks import read
 from fastvit.blocks.read import ATTENTION, DROP_PATH, DROPOUT, LAYER_SCALE, LINEAR, MLP, NORM
 from fastvit.blocks.read_mlp import read_mlp
 from fastvit.blocks.spec import AttentionSpec, BlockSpec, HalfSpec, LinearSpec, MlpSpec, PlainLinear
-from fastvit.blocks.submodules import CannotFuse, read_or_none, submodules
-from fastvit.ops import Norm
+from fastvit.blocks.submodules import CannotFuse, Classes, read_or_none, submodules
+from fastvit.ops import Norm, Rotary
 
+EVA_ATTENTION: Classes = {
+    "fastvit.layers.Attention",
+    "fastvit.eva_layers.AttentionRope",
+    "fastvit.eva_layers.EvaAttention",
+    "timm.layers.attention.AttentionRope",
+    "timm.models.eva.EvaAttention",
+}
 _AFTER_QKV = {"proj": LINEAR, "attn_drop": DROPOUT, "proj_drop": DROPOUT}
 _PACKED_PARTS = {"qkv": LINEAR, **_AFTER_QKV}
 _SEPARATE_PARTS = {"q_proj": LINEAR, "k_proj": LINEAR, "v_proj": LINEAR, **_AFTER_QKV}
@@ -72,6 +80,13 @@ read_mlp_half: Callable[[Any], HalfSpec[MlpSpec]] = partial(
     read.read_half, read_mlp, {"mlp": MLP, "norm2": NORM, "ls2": LAYER_SCALE, "drop_path2": DROP_PATH}
 )
 
+_read_eva_attention_half: Callable[[Any], HalfSpec[AttentionSpec]] = partial(
+    read.read_half, read_attention, {"attn": EVA_ATTENTION, "norm1": NORM, "drop_path1": DROP_PATH}, gamma="gamma_1"
+)
+_read_eva_mlp_half: Callable[[Any], HalfSpec[MlpSpec]] = partial(
+    read.read_half, read_mlp, {"mlp": MLP, "norm2": NORM, "drop_path2": DROP_PATH}, gamma="gamma_2"
+)
+
 
 def read_halves(block: Any) -> tuple[HalfSpec[AttentionSpec] | None, HalfSpec[MlpSpec] | None]:
     """Read both halves of a block; None for one that cannot be fused."""
@@ -80,3 +95,21 @@ def read_halves(block: Any) -> tuple[HalfSpec[AttentionSpec] | None, HalfSpec[Ml
 
 def read_block(block: Any) -> BlockSpec:
     return read_attention_half(block), read_mlp_half(block)
+
+
+def read_eva_halves(block: Any) -> tuple[HalfSpec[AttentionSpec] | None, HalfSpec[MlpSpec] | None]:
+    return read_or_none(_read_eva_attention_half, block), read_or_none(_read_eva_mlp_half, block)
+
+
+def read_eva_block(block: Any) -> BlockSpec:
+    return _read_eva_attention_half(block), _read_eva_mlp_half(block)
+
+
+def rotary(module: Any, x: Tensor, rope: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Rotary | None:
+    """Describe the rotary tables of a call. rope: sin and cos side by side, (..., N - P, 2 * d); with cu_seqlens
+    (T, 2 * d)."""
+    if rope is None:
+        return None
+    attn = module._modules.get("attn", module)
+    sin, cos = rope.chunk(2, dim=-1)
+    return Rotary(sin, cos, attn.num_prefix_tokens if cu_seqlens is None else 0, interleaved=not attn.rotate_half)

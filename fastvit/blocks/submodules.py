@@ -17,10 +17,10 @@ class CannotFuse(Exception):
     """No fused op replaces this module or this call: the module's own forward has to run. The message says why."""
 
 
-def read_or_none(read: Callable[..., T], module: nn.Module, **classes: Collection[type | str]) -> T | None:
-    """Return read(module, **classes), or None if it raises CannotFuse."""
+def read_or_none(read: Callable[..., T], *args: Any, **classes: Collection[type | str]) -> T | None:
+    """Return read(*args, **classes), or None if it raises CannotFuse."""
     try:
-        return read(module, **classes)
+        return read(*args, **classes)
     except CannotFuse:
         return None
 

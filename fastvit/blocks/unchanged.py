@@ -28,7 +28,6 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
 
 from fastvit.blocks.spec import AdaptedLinear, AttentionSpec, HalfSpec, MlpSpec, PlainLinear
-from fastvit.blocks.submodules import CannotFuse
 from fastvit.ops import Norm
 from fastvit.ops.runtime import native
 
@@ -60,14 +59,6 @@ def read_once(read: Callable[[Any], T], module: nn.Module) -> T:
     if description is None:
         return _read_and_keep(read, module)
     return description or read(module)
-
-
-def read_once_or_none(read: Callable[[Any], T], module: nn.Module) -> T | None:
-    """Return read_once(read, module), or None if reading raises CannotFuse."""
-    try:
-        return read_once(read, module)
-    except CannotFuse:
-        return None
 
 
 def _read_and_keep(read: Callable[[Any], T], module: nn.Module) -> T:

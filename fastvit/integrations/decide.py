@@ -17,10 +17,10 @@ from fastvit.blocks.submodules import CannotFuse, class_name, qualified_name
 from fastvit.integrations.forward import ClassHandler, check_forward, reason_of
 from fastvit.integrations.libraries import dino, pytorch, timm, torchvision
 from fastvit.integrations.op_names import calls, ops_that_run
-from fastvit.integrations.transformers import classes, layers, sam, swin, varlen
+from fastvit.integrations.transformers import classes, grids, layers, varlen
 from fastvit.report import FUSED_ALREADY, Status
 
-_FILES = (pytorch, timm, layers, sam, swin, varlen, torchvision, dino)
+_FILES = (pytorch, timm, layers, grids, varlen, torchvision, dino)
 HANDLERS: dict[type | str, ClassHandler] = {name: row for file in _FILES for name, row in file.HANDLERS.items()}
 EMBEDDINGS = timm.EMBEDDINGS | classes.EMBEDDINGS | torchvision.EMBEDDINGS | dino.EMBEDDINGS
 

@@ -16,48 +16,48 @@ from fastvit.blocks.recompute import recompute_of
 from fastvit.blocks.submodules import CannotFuse, class_name, has_own_forward
 from fastvit.blocks.unchanged import read_once
 
+Call = tuple[Any, dict[str, Any]]  # the input of a call, and what else of it `ClassHandler.run` takes, by name
 
-def only_input(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Return the only argument of a call, given by position or by any name."""
+
+def only_input(module: nn.Module, *args: Any, **kwargs: Any) -> Call:
+    """Read a call with one argument, given by position or by any name."""
     if len(args) + len(kwargs) != 1:
         raise CannotFuse("other arguments than its input")
-    return args[0] if args else next(iter(kwargs.values()))
+    return args[0] if args else next(iter(kwargs.values())), {}
 
 
 @dataclass(frozen=True)
 class ClassHandler:
     """How `accelerate` reads and runs modules of one class.
 
-    All functions but `run` raise `CannotFuse` with the reason why the module's own forward has to run. check_call,
-    rotary and options name their arguments as the class's forward does, because a call may pass any of them by name.
+    `read` and `read_call` raise `CannotFuse` with the reason why the module's own forward has to run.
 
     Attributes:
         read: function (module) that returns the description for `run`: tensors, numbers and tuples of them. What it
             looks at outside of the module is in no class of `blocks/unchanged.py`.
-        run: function (input, description, rotary, recompute=, and what `options` returns) that returns what the
-            module's own forward returns. It gets rotary and recompute only if `rotary` and `takes_recompute` are set.
-        check_call: function (module, *args, **kwargs) that checks the arguments of a call and returns the input.
+        run: function (input, description, and by name what `read_call` returns and recompute, if `takes_recompute`)
+            that returns what the module's own forward returns.
+        read_call: function (module, *args, **kwargs) that reads the arguments of a call: the input, and for example
+            rotary positions and a mask. It names its arguments as the class's forward does, because a call may pass any
+            of them by name.
         ndim: number of dimensions of the input, or None for any.
         takes_pixels: whether the input may be uint8 for parameters of any dtype.
-        rotary: function (module, *args, **kwargs) that returns a call's rotary positions or None; None if the class
-            has none.
-        options: function (module, *args, **kwargs) that returns what else of a call `run` takes by name: attn_mask,
-            is_causal, grid; None if it takes nothing more.
         takes_lists: whether the input, and with it the rotary positions, may be a list.
         takes_recompute: whether the module is a block that can compute again what its backward pass needs, as
             `blocks/recompute.py` describes.
+        checkpoint: function (module) that returns the function with which the module's own forward checkpoints its
+            activations in this call, or None if it does not; None if it never does.
         op: names of the ops for the report, if the description does not determine them.
     """
 
     read: Callable[[Any], Any]
     run: Callable[..., Any]
-    check_call: Callable[..., Any] = only_input
+    read_call: Callable[..., Call] = only_input
     ndim: int | None = 3
     takes_pixels: bool = False
-    rotary: Callable[..., Any] | None = None
-    options: Callable[..., dict[str, Any]] | None = None
     takes_lists: bool = False
     takes_recompute: bool = False
+    checkpoint: Callable[[Any], Callable[..., Any] | None] | None = None
     op: str = ""
 
 
@@ -94,18 +94,19 @@ def fused_forward(
     try:
         check_forward(module, kind)
         _check_not_traced(*args, **kwargs)
-        x = handler.check_call(module, *args, **kwargs)
+        x, options = handler.read_call(module, *args, **kwargs)
         description = read_once(handler.read, module)
         for one in x if handler.takes_lists and isinstance(x, list) else (x,):
             check_input(one, description, handler)
-        rotary = (handler.rotary(module, *args, **kwargs),) if handler.rotary is not None else ()
-        options = handler.options(module, *args, **kwargs) if handler.options is not None else {}
         if handler.takes_recompute:
             options["recompute"] = recompute_of(module)
+        checkpoint = None if handler.checkpoint is None else handler.checkpoint(module)
     except Exception as error:
         _warn(name, type(module).__name__, reason_of(error))
         return type(module).forward(module, *args, **kwargs)
-    return handler.run(x, description, *rotary, **options)
+    if checkpoint is not None:
+        return checkpoint(lambda x: handler.run(x, description, **options), x)
+    return handler.run(x, description, **options)
 
 
 # Libraries between a user's line and a module's forward

@@ -52,12 +52,21 @@ def check_rates(**values: Any) -> None:
         check_number(name, value, lambda p: 0.0 <= p < 1.0, "in [0, 1)")
 
 
-def check_init_values(value: Any) -> None:
-    if value is not None:
-        check_number("init_values", value, math.isfinite, "a finite number, or None for no LayerScale")
+def check_probabilities(**values: Any) -> None:
+    for name, value in values.items():
+        check_number(name, value, lambda p: 0.0 <= p <= 1.0, "in [0, 1]")
 
 
-def check_factory(device: Any, dtype: Any) -> None:
+def check_eps(eps: Any) -> None:
+    check_number("eps", eps, lambda value: 0.0 <= value < math.inf, "finite and not negative")
+
+
+def check_init_values(init_values: Any) -> None:
+    if init_values is not None:
+        check_number("init_values", init_values, math.isfinite, "a finite number, or None for no LayerScale")
+
+
+def check_factory(device: Any = None, dtype: Any = None) -> None:
     if dtype is not None and dtype not in FLOATS:
         raise TypeError(f"dtype must be None, float32, float16, bfloat16 or float64, got {dtype!r}")
     if device is not None:
@@ -136,6 +145,23 @@ def by_name(argument: str, value: str | Callable[..., nn.Module], table: Mapping
     raise ValueError(f"{argument} must be a class or one of {sorted(table)}, got {value!r}{hint}")
 
 
+# Of arguments whose value alone decides, in every constructor that has one of this name
+_CHECKS: dict[str, Callable[..., None]] = {
+    name: check
+    for check, names in (
+        (functools.partial(check_integers, 1), "dim num_channels channels in_features in_chans embed_dim"),
+        (functools.partial(check_integers, 0), "num_prefix_tokens align_to swiglu_align_to"),
+        (check_rates, "attn_drop proj_drop drop"),
+        (check_probabilities, "drop_path drop_prob"),
+        (check_flags, "elementwise_affine gate_last swiglu_mlp scale_mlp"),
+        (check_factory, "device dtype"),
+        (check_eps, "eps"),
+        (check_init_values, "init_values"),
+    )
+    for name in names.split()
+}
+
+
 @functools.cache
 def _known(kind: type) -> tuple[str, ...]:
     """Return the names of a constructor's arguments; those of its bases too if it passes further ones on."""
@@ -159,12 +185,16 @@ def check_known(given: Iterable[str], kind: type) -> None:
 
 
 def with_known_arguments(kind: type[_Module]) -> type[_Module]:
-    """Decorate a module's class, so that its constructor calls `check_known`."""
-    construct = kind.__init__
+    """Decorate a module's class, so that its constructor first checks the names of its arguments and, by `_CHECKS`,
+    their values."""
+    construct, signature = kind.__init__, inspect.signature(kind)
 
     @functools.wraps(construct)
     def checked(self: _Module, *args: Any, **kwargs: Any) -> None:
         check_known(kwargs, kind)
+        for name, value in signature.bind_partial(*args, **kwargs).arguments.items():
+            if name in _CHECKS:
+                _CHECKS[name](**{name: value})
         construct(self, *args, **kwargs)
 
     kind.__init__ = checked  # type: ignore[assignment, method-assign]

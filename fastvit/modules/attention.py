@@ -9,17 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from fastvit import ops
-from fastvit.blocks import read_eva, read_timm, run
-from fastvit.blocks.unchanged import read_once_or_none
-from fastvit.modules.arguments import (
-    Device,
-    Dtype,
-    check_factory,
-    check_heads,
-    check_integers,
-    check_rates,
-    with_known_arguments,
-)
+from fastvit.blocks import read_timm, run
+from fastvit.blocks.submodules import read_or_none
+from fastvit.blocks.unchanged import read_once
+from fastvit.modules.arguments import Device, Dtype, check_heads, check_integers, with_known_arguments
 from fastvit.modules.norms import NormLayer, checked_norm_layer
 from fastvit.modules.parts import attend, for_call, mask_arguments
 from fastvit.ops.runtime.checks import check_float
@@ -56,10 +49,7 @@ class Attention(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         check_heads("dim", dim, num_heads)
-        check_integers(0, num_prefix_tokens=num_prefix_tokens)
-        check_rates(attn_drop=attn_drop, proj_drop=proj_drop)
         norm = checked_norm_layer(norm_layer, qk_norm=qk_norm)
-        check_factory(device, dtype)
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.num_heads = num_heads
         self.head_dim = dim // num_heads
@@ -104,8 +94,8 @@ class Attention(nn.Module):
             rope: sin and cos side by side, (N - num_prefix_tokens, 2 * D / H), as `fastvit.rope` makes them. With
                 cu_seqlens (T, 2 * D / H); prefix tokens have sines of 0 and cosines of 1.
         """
-        rotary = None if rope is None else read_eva.rotary(self, x, rope, cu_seqlens)
-        attention = read_once_or_none(read_timm.read_attention, self)
+        rotary = None if rope is None else read_timm.rotary(self, x, rope, cu_seqlens)
+        attention = read_or_none(read_once, read_timm.read_attention, self)
         if cu_seqlens is not None or max_seqlen is not None:
             attention = for_call(attention, x, cu_seqlens, max_seqlen, attn_mask, is_causal)
         if attention is not None:
@@ -157,9 +147,7 @@ class CrossAttention(nn.Module):
         kv_dim = dim if kv_dim is None else kv_dim
         check_heads("dim", dim, num_heads)
         check_integers(1, kv_dim=kv_dim)
-        check_rates(attn_drop=attn_drop, proj_drop=proj_drop)
         norm = checked_norm_layer(norm_layer, qk_norm=qk_norm)
-        check_factory(device, dtype)
         self.num_heads = num_heads
         self.head_dim = dim // num_heads
         self.scale = self.head_dim**-0.5

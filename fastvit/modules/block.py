@@ -7,19 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from fastvit.blocks import read_eva, read_timm, run
+from fastvit.blocks import read_timm, run
 from fastvit.blocks.recompute import DEFAULT
 from fastvit.blocks.unchanged import read_once
-from fastvit.modules.arguments import (
-    Device,
-    Dtype,
-    by_name,
-    check_heads,
-    check_hidden,
-    check_init_values,
-    check_number,
-    with_known_arguments,
-)
+from fastvit.modules.arguments import Device, Dtype, by_name, check_heads, check_hidden, with_known_arguments
 from fastvit.modules.attention import Attention
 from fastvit.modules.mlp import GluMlp, Mlp, SwiGLU, SwiGLUPacked
 from fastvit.modules.norms import NORM_LAYERS, LayerNorm, NormLayer
@@ -79,8 +70,6 @@ class Block(nn.Module):
         mlp = by_name("mlp_layer", mlp_layer, MLP_LAYERS)
         check_heads("dim", dim, num_heads)
         check_hidden("dim", dim, mlp_ratio)
-        check_init_values(init_values)
-        check_number("drop_path", drop_path, lambda p: 0.0 <= p <= 1.0, "in [0, 1]")
         act_layer = by_name("act_layer", act_layer, ACT_LAYERS)
         norm = by_name("norm_layer", norm_layer, NORM_LAYERS)
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -118,7 +107,7 @@ class Block(nn.Module):
         if cu_seqlens is not None or max_seqlen is not None:
             attention = for_call(attention, x, cu_seqlens, max_seqlen, attn_mask, is_causal)
         if attention is not None:
-            rotary = None if rope is None else read_eva.rotary(self, x, rope, cu_seqlens)
+            rotary = None if rope is None else read_timm.rotary(self, x, rope, cu_seqlens)
             x = run.run_attention_half(x, attention, rotary, attn_mask, is_causal, recompute.attention)
         else:
             attended = self.attn(self.norm1(x), **mask_arguments(attn_mask, is_causal, cu_seqlens, max_seqlen, rope))

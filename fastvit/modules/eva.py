@@ -8,16 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastvit.blocks import read_eva
-from fastvit.modules.arguments import (
-    Device,
-    Dtype,
-    by_name,
-    check_choice,
-    check_flags,
-    check_integers,
-    with_known_arguments,
-)
+from fastvit.blocks import read_timm
+from fastvit.modules.arguments import Device, Dtype, by_name, check_choice, with_known_arguments
 from fastvit.modules.attention import Attention
 from fastvit.modules.block import MLP_LAYERS, Block
 from fastvit.modules.mlp import Mlp, SwiGLU, SwiGLUPacked
@@ -97,7 +89,7 @@ class EvaBlock(Block):
     """
 
     __module__ = "fastvit.eva_layers"
-    _read_halves = staticmethod(read_eva.read_halves)
+    _read_halves = staticmethod(read_timm.read_eva_halves)
 
     def __init__(
         self, dim: int, num_heads: int, qkv_bias: bool = True, qkv_fused: bool = True, mlp_ratio: float = 4.0,
@@ -108,8 +100,6 @@ class EvaBlock(Block):
         device: Device = None, dtype: Dtype = None, *, mlp_layer: str | LayerFactory = Mlp, **options: Any,
     ) -> None:  # fmt: skip
         check_choice("attn_type", attn_type, tuple(ATTENTION))
-        check_integers(0, swiglu_align_to=swiglu_align_to)
-        check_flags(swiglu_mlp=swiglu_mlp, scale_mlp=scale_mlp)
         attn = partial(
             ATTENTION[attn_type], qkv_fused=qkv_fused, num_prefix_tokens=num_prefix_tokens, rotate_half=rotate_half
         )

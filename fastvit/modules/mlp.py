@@ -10,35 +10,24 @@ from torch import Tensor, nn
 
 from fastvit.blocks import run
 from fastvit.blocks.read_mlp import read_mlp
-from fastvit.blocks.unchanged import read_once_or_none
-from fastvit.modules.arguments import (
-    Device,
-    Dtype,
-    by_name,
-    check_factory,
-    check_flags,
-    check_integers,
-    check_rates,
-    with_known_arguments,
-)
+from fastvit.blocks.submodules import read_or_none
+from fastvit.blocks.unchanged import read_once
+from fastvit.modules.arguments import Device, Dtype, by_name, check_integers, with_known_arguments
 from fastvit.modules.norms import NormLayer, checked_norm_layer
 from fastvit.modules.parts import ACT_LAYERS, ActLayer
 
 
 def _checked(
     in_features: int, hidden_features: int | None, out_features: int | None,
-    act_layer: str | ActLayer, norm_layer: str | NormLayer | None, drop: float, device: Device, dtype: Dtype,
-    activations: Mapping[str, ActLayer],
+    act_layer: str | ActLayer, norm_layer: str | NormLayer | None, activations: Mapping[str, ActLayer],
 ) -> tuple[int, int, ActLayer, NormLayer | None]:  # fmt: skip
-    """Check the arguments of all classes. Return the widths of the hidden layer and of the output, and the classes of
+    """Check arguments of all classes. Return the widths of the hidden layer and of the output, and the classes of
     activation and norm."""
     hidden_features = in_features if hidden_features is None else hidden_features
     out_features = in_features if out_features is None else out_features
-    check_integers(1, in_features=in_features, hidden_features=hidden_features, out_features=out_features)
-    act, norm = by_name("act_layer", act_layer, activations), checked_norm_layer(norm_layer)
-    check_rates(drop=drop)
-    check_factory(device, dtype)
-    return hidden_features, out_features, act, norm
+    check_integers(1, hidden_features=hidden_features, out_features=out_features)
+    act = by_name("act_layer", act_layer, activations)
+    return hidden_features, out_features, act, checked_norm_layer(norm_layer)
 
 
 GATES: dict[str, Callable[[], nn.Module]] = {"gelu": nn.GELU, "sigmoid": nn.Sigmoid, "silu": nn.SiLU}
@@ -62,7 +51,7 @@ class _Mlp(nn.Module):
         raise NotImplementedError
 
     def forward(self, x: Tensor) -> Tensor:
-        mlp = read_once_or_none(read_mlp, self)
+        mlp = read_or_none(read_once, read_mlp, self)
         if mlp is not None:
             return run.run_mlp(x, mlp)
         hidden = self.drop1(self._activated(x))
@@ -94,7 +83,7 @@ class Mlp(_Mlp):
     ) -> None:  # fmt: skip
         super().__init__()
         hidden_features, out_features, act, norm = _checked(
-            in_features, hidden_features, out_features, act_layer, norm_layer, drop, device, dtype, ACT_LAYERS
+            in_features, hidden_features, out_features, act_layer, norm_layer, ACT_LAYERS
         )
         self.fc1 = nn.Linear(in_features, hidden_features, bias=bias, device=device, dtype=dtype)
         self._add_rest(hidden_features, out_features, act, norm, bias, drop, device, dtype)
@@ -128,9 +117,8 @@ class SwiGLU(_Mlp):
     ) -> None:  # fmt: skip
         super().__init__()
         hidden, out_features, act, norm = _checked(
-            in_features, hidden_features, out_features, act_layer, norm_layer, drop, device, dtype, GATES
+            in_features, hidden_features, out_features, act_layer, norm_layer, GATES
         )
-        check_integers(0, align_to=align_to)
         hidden += -hidden % align_to if align_to else 0
         self.fc1_g = nn.Linear(in_features, hidden, bias=bias, device=device, dtype=dtype)
         self.fc1_x = nn.Linear(in_features, hidden, bias=bias, device=device, dtype=dtype)
@@ -170,9 +158,8 @@ class GluMlp(_Mlp):
     ) -> None:  # fmt: skip
         super().__init__()
         both, out_features, act, norm = _checked(
-            in_features, hidden_features, out_features, act_layer, norm_layer, drop, device, dtype, GATES
+            in_features, hidden_features, out_features, act_layer, norm_layer, GATES
         )
-        check_flags(gate_last=gate_last)
         if both % 2:
             raise ValueError(f"hidden_features must be even, of gate and value together, got {both}")
         self.gate_last = gate_last

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,25 +10,9 @@ from torch import Tensor, nn
 
 from fastvit import ops
 from fastvit.blocks import read, run
-from fastvit.modules.arguments import (
-    Device,
-    Dtype,
-    by_name,
-    check_factory,
-    check_flags,
-    check_integers,
-    check_number,
-    with_known_arguments,
-)
+from fastvit.modules.arguments import Device, Dtype, by_name, with_known_arguments
 
 NormLayer = Callable[..., nn.Module]
-
-
-def _check(eps: float, device: Device, dtype: Dtype, elementwise_affine: bool, **channels: int) -> None:
-    check_flags(elementwise_affine=elementwise_affine)
-    check_integers(1, **channels)
-    check_number("eps", eps, lambda value: 0.0 <= value < math.inf, "finite and not negative")
-    check_factory(device, dtype)
 
 
 @with_known_arguments
@@ -49,7 +32,6 @@ class LayerNorm(nn.LayerNorm):
         self, num_channels: int, eps: float = 1e-6, device: Device = None, dtype: Dtype = None,
         *, elementwise_affine: bool = True,
     ) -> None:  # fmt: skip
-        _check(eps, device, dtype, elementwise_affine, num_channels=num_channels)
         super().__init__(num_channels, eps=eps, elementwise_affine=elementwise_affine, device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -74,7 +56,6 @@ class RMSNorm(nn.Module):
         *, elementwise_affine: bool = True,
     ) -> None:  # fmt: skip
         super().__init__()
-        _check(eps, device, dtype, elementwise_affine, channels=channels)
         self.normalized_shape = (channels,)
         self.eps = eps
         weight = nn.Parameter(torch.empty(channels, device=device, dtype=dtype)) if elementwise_affine else None

@@ -14,15 +14,7 @@ from torch import Tensor, nn
 from fastvit import ops
 from fastvit.blocks import read, run
 from fastvit.blocks.submodules import qualified_name, read_or_none, submodules
-from fastvit.modules.arguments import (
-    Device,
-    Dtype,
-    check_factory,
-    check_init_values,
-    check_integers,
-    check_number,
-    with_known_arguments,
-)
+from fastvit.modules.arguments import Device, Dtype, with_known_arguments
 from fastvit.ops.attention.aten import checked_ends
 from fastvit.ops.attention.checks import check_causal, check_lengths, check_unmasked, checked_mask
 from fastvit.ops.runtime.checks import check_float, takes_head_dim
@@ -64,9 +56,6 @@ class LayerScale(nn.Module):
 
     def __init__(self, dim: int, init_values: float = 1e-5, device: Device = None, dtype: Dtype = None) -> None:
         super().__init__()
-        check_integers(1, dim=dim)
-        check_init_values(init_values)
-        check_factory(device, dtype)
         self.init_values = init_values
         self.gamma = nn.Parameter(torch.empty(dim, device=device, dtype=dtype))
         self.reset_parameters()
@@ -93,7 +82,6 @@ class DropPath(nn.Module):
 
     def __init__(self, drop_prob: float = 0.0, scale_by_keep: bool = True) -> None:
         super().__init__()
-        check_number("drop_prob", drop_prob, lambda p: 0.0 <= p <= 1.0, "in [0, 1]")
         self.drop_prob = drop_prob
         self.scale_by_keep = scale_by_keep
 

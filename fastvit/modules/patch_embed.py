@@ -11,16 +11,7 @@ from torch import Tensor, nn
 from fastvit import ops
 from fastvit.blocks import read
 from fastvit.blocks.submodules import read_or_none, submodules
-from fastvit.modules.arguments import (
-    Device,
-    Dtype,
-    Pair,
-    check_factory,
-    check_integers,
-    checked_pair,
-    checked_statistics,
-    with_known_arguments,
-)
+from fastvit.modules.arguments import Device, Dtype, Pair, checked_pair, checked_statistics, with_known_arguments
 from fastvit.modules.norms import NormLayer, checked_norm_layer
 from fastvit.modules.positions import resample_patch_embed
 from fastvit.ops.patch_embed.op import normalized
@@ -48,8 +39,6 @@ class PatchEmbed(nn.Module):
         *, norm_layer: str | NormLayer | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
-        check_integers(1, in_chans=in_chans, embed_dim=embed_dim)
-        check_factory(device, dtype)
         self.in_chans = in_chans
         self.patch_size = checked_pair("patch_size", patch_size)
         self.strict_img_size = strict_img_size

@@ -12,9 +12,17 @@ from fastvit import ops
 from fastvit.blocks import read, run, spec
 from fastvit.blocks.read_mlp import read_mlp
 from fastvit.blocks.spec import HalfSpec
-from fastvit.blocks.submodules import submodules
-from fastvit.blocks.unchanged import read_once_or_none
-from fastvit.modules.arguments import Device, Dtype, by_name, check_choice, check_factory, check_hidden, check_integers
+from fastvit.blocks.submodules import read_or_none, submodules
+from fastvit.blocks.unchanged import read_once
+from fastvit.modules.arguments import (
+    Device,
+    Dtype,
+    by_name,
+    check_choice,
+    check_hidden,
+    check_integers,
+    with_known_arguments,
+)
 from fastvit.modules.attention import cross_attend
 from fastvit.modules.mlp import Mlp
 from fastvit.modules.norms import NORM_LAYERS, LayerNorm, NormLayer
@@ -66,6 +74,7 @@ def pool_sequences(
     return pooled[0] if len(pooled) == 1 else 0.5 * (pooled[0] + pooled[1])
 
 
+@with_known_arguments
 class AttentionPoolLatent(nn.Module):
     """Pooling by one learnt query (Lee et al. 2019, arXiv:1810.00825; Zhai et al. 2022, arXiv:2106.04560, section 3.2;
     SigLIP, arXiv:2303.15343), (B, N, D) -> (B, D): timm's names and state_dict keys.
@@ -91,9 +100,7 @@ class AttentionPoolLatent(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         D = in_features
-        check_integers(1, in_features=D)
         check_pool_size("num_heads", num_heads, "mlp_ratio", mlp_ratio, "in_features", D)
-        check_factory(device, dtype)
         norm = by_name("norm_layer", norm_layer, NORM_LAYERS)
         act = by_name("act_layer", act_layer, ACT_LAYERS)
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -135,7 +142,7 @@ class AttentionPoolLatent(nn.Module):
             k, v = self.kv(x).unflatten(-1, (2, self.num_heads, -1)).unbind(1)
             ends, bounds = patch_bounds(cu_seqlens, num_prefix_tokens)
             y = self.proj(attend(self, q, k, v, None, False, ends, 1, bounds, max_seqlen).flatten(1))
-        mlp = read_once_or_none(_read_mlp_half, self)
+        mlp = read_or_none(read_once, _read_mlp_half, self)
         return run.run_mlp_half(y, mlp) if mlp is not None else y + self.mlp(self.norm(y))
 
 

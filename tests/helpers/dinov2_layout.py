@@ -8,18 +8,17 @@ from torch import Tensor, nn
 from fastvit import reference
 
 LayerScale = library_class("dinov2.layers.layer_scale.LayerScale", reference.LayerScale)
-DropPath = library_class("dinov2.layers.drop_path.DropPath", reference.DropPath)
 PatchEmbed = library_class("dinov2.layers.patch_embed.PatchEmbed", reference.PatchEmbed)
 
 
 @defined_in("dinov2.layers.mlp")
 class Mlp(nn.Module):
-    def __init__(self, dim: int, hidden: int, drop: float = 0.0) -> None:
+    def __init__(self, dim: int, hidden: int) -> None:
         super().__init__()
         self.fc1 = nn.Linear(dim, hidden)
         self.act = nn.GELU()
         self.fc2 = nn.Linear(hidden, dim)
-        self.drop = nn.Dropout(drop)
+        self.drop = nn.Dropout(0.0)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.drop(self.fc2(self.drop(self.act(self.fc1(x)))))
@@ -68,17 +67,17 @@ class MemEffAttention(Attention):
 
 @defined_in("dinov2.layers.block")
 class NestedTensorBlock(nn.Module):
-    def __init__(self, dim: int, num_heads: int, drop_path: float = 0.0, drop: float = 0.0) -> None:
+    def __init__(self, dim: int, num_heads: int) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(dim, eps=1e-6)
         self.attn = MemEffAttention(dim, num_heads)
         self.ls1 = LayerScale(dim, 0.5)
-        self.drop_path1 = DropPath(drop_path) if drop_path else nn.Identity()
+        self.drop_path1 = nn.Identity()
         self.norm2 = nn.LayerNorm(dim, eps=1e-6)
-        self.mlp = Mlp(dim, 4 * dim, drop)
+        self.mlp = Mlp(dim, 4 * dim)
         self.ls2 = LayerScale(dim, 0.5)
-        self.drop_path2 = DropPath(drop_path) if drop_path else nn.Identity()
-        self.sample_drop_ratio = drop_path
+        self.drop_path2 = nn.Identity()
+        self.sample_drop_ratio = 0.0
 
     def forward(self, x_or_x_list: Tensor | list[Tensor]) -> Tensor | list[Tensor]:
         if isinstance(x_or_x_list, list):

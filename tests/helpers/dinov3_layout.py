@@ -69,7 +69,7 @@ class SelfAttention(nn.Module):
 
 @defined_in("dinov3.layers.block")
 class SelfAttentionBlock(nn.Module):
-    def __init__(self, dim: int, num_heads: int, mlp: type[nn.Module] = Mlp, drop_path: float = 0.0) -> None:
+    def __init__(self, dim: int, num_heads: int, mlp: type[nn.Module] = Mlp) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(dim, eps=1e-5)
         self.attn = SelfAttention(dim, num_heads)
@@ -77,7 +77,7 @@ class SelfAttentionBlock(nn.Module):
         self.norm2 = nn.LayerNorm(dim, eps=1e-5)
         self.mlp = mlp(dim, 2 * dim)
         self.ls2 = LayerScale(dim, 0.5)
-        self.sample_drop_ratio = drop_path
+        self.sample_drop_ratio = 0.0
 
     def forward(
         self, x_or_x_list: Tensor | list[Tensor], rope_or_rope_list: Rope | list[Rope] = None

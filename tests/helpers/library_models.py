@@ -19,6 +19,11 @@ SIZES: dict[str, Any] = {
     "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128,
     "image_size": 32, "patch_size": 8,
 }  # fmt: skip
+# A small text tower of it
+TEXT: dict[str, Any] = {
+    "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64, "vocab_size": 50,
+    "eos_token_id": 49,
+}  # fmt: skip
 
 
 def vit(name: str = "vit_tiny_patch16_224", **options: Any) -> nn.Module:

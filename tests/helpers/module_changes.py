@@ -1,12 +1,11 @@
-"""Changes of a transformer block with timm's names, each with a function that undoes it: what a description of the
-block has to follow."""
+"""Changes of a transformer block with timm's names: what a description of the block has to follow."""
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from library_imports import import_library
-from models import D, H, LoRA, tokens
+from models import D, LoRA, tokens
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
@@ -15,7 +14,7 @@ SUBMODULES = (
     "norm2", "mlp", "mlp.fc1", "mlp.act", "mlp.drop1", "mlp.fc2", "mlp.drop2", "ls2", "drop_path2",
 )  # fmt: skip
 EDITED, LAYERS = ("norm1", "attn", "mlp", "mlp.fc2", ""), ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")
-Undo = Callable[[], Any]
+Change = Callable[[nn.Module], Any]
 X, DY = tokens(dtype=torch.float32)
 
 
@@ -28,98 +27,77 @@ def result(block: nn.Module) -> list[Tensor]:
     return [y.detach(), *torch.autograd.grad(y, [x, *parameters], DY, allow_unused=True, materialize_grads=True)]
 
 
-def attribute(path: str, name: str, value: Any) -> Callable[[nn.Module], Undo]:
-    def change(block: nn.Module) -> Undo:
+def undo_of(block: nn.Module) -> Callable[[], None]:
+    """Return a function that gives the block, and the modules in it now, the state that they have now: attributes,
+    hooks, submodules, parameters with their values, and classes with the forward of GELU."""
+    classes = [(module, type(module)) for module in block.modules()]
+    attributes = [vars(module) for module, _ in classes]
+    inside = [held for names in attributes for held in names.values() if isinstance(held, dict)]
+    dicts = [(held, held.copy()) for held in (*attributes, *inside)]
+    values = [(p, p.requires_grad, p.detach().clone()) for p in block.parameters()]
+    forward = nn.GELU.forward
+
+    def undo() -> None:
+        for module, kind in classes:
+            module.__class__ = kind
+        for held, before in dicts:
+            held.clear()
+            held.update(before)
+        for parameter, requires_grad, value in values:
+            parameter.requires_grad_(requires_grad).data.copy_(value)
+        if nn.GELU.forward is not forward:
+            nn.GELU.forward = forward  # type: ignore[method-assign]
+
+    return undo
+
+
+def attribute(path: str, name: str, value: Any) -> Change:
+    def change(block: nn.Module) -> None:
         module = block.get_submodule(path)
-        if not hasattr(module, name):  # of timm's modules alone
-            return lambda: None
-        before = getattr(module, name)
-        setattr(module, name, value)
-        return lambda: setattr(module, name, before)
+        if hasattr(module, name):  # some are of timm's modules alone
+            setattr(module, name, value)
 
     return change
 
 
-def new_attribute(path: str, name: str, value: Callable[[nn.Module], Any]) -> Callable[[nn.Module], Undo]:
-    def change(block: nn.Module) -> Undo:
-        module = block.get_submodule(path)
-        setattr(module, name, value(module))
-        return lambda: delattr(module, name)
-
-    return change
+def hook(register: str, path: str, function: Callable[..., Any], **options: Any) -> Change:
+    return lambda block: getattr(block.get_submodule(path), register)(function, **options)
 
 
-def hook(register: str, path: str, function: Callable[..., Any], **options: Any) -> Callable[[nn.Module], Undo]:
-    return lambda block: getattr(block.get_submodule(path), register)(function, **options).remove
-
-
-def replaced(path: str, make: Callable[[nn.Module], nn.Module]) -> Callable[[nn.Module], Undo]:
-    def change(block: nn.Module) -> Undo:
-        before = block.get_submodule(path)
+def replaced(path: str, make: Callable[[nn.Module], nn.Module]) -> Change:
+    def change(block: nn.Module) -> None:
         torch.manual_seed(5)
-        block.set_submodule(path, make(before))
-        return lambda: block.set_submodule(path, before)
+        block.set_submodule(path, make(block.get_submodule(path)))
 
     return change
 
 
-def parameter(path: str, name: str, make: Callable[[nn.Module], nn.Parameter | None]) -> Callable[[nn.Module], Undo]:
-    def change(block: nn.Module) -> Undo:
+def parameter(path: str, name: str, make: Callable[[nn.Module], nn.Parameter | None]) -> Change:
+    def change(block: nn.Module) -> None:
         module = block.get_submodule(path)
-        before = module._parameters[name]
         setattr(module, name, make(module))
-        return lambda: setattr(module, name, before)
 
     return change
 
 
-def no_parameter(path: str, name: str, set_tensor: Callable[[nn.Module, str, Tensor], None]) -> Callable[..., Undo]:
+def no_parameter(path: str, name: str, set_tensor: Callable[[nn.Module, str, Tensor], None]) -> Change:
     """A tensor instead of a parameter, as FSDP has them."""
 
-    def change(block: nn.Module) -> Undo:
+    def change(block: nn.Module) -> None:
         module = block.get_submodule(path)
-        before = module._parameters.pop(name)
-        set_tensor(module, name, before.detach() * 2)
-
-        def undo() -> None:
-            delattr(module, name)
-            module.register_parameter(name, before)
-
-        return undo
+        set_tensor(module, name, module._parameters.pop(name).detach() * 2)
 
     return change
 
 
-def norm_added(block: nn.Module) -> Undo:
-    """Ours has none before, timm's an identity."""
-    before = block.mlp._modules.get("norm")
-    block.mlp.norm = nn.LayerNorm(4 * D)
-    return lambda: delattr(block.mlp, "norm") if before is None else setattr(block.mlp, "norm", before)
+def own_forward(block: nn.Module) -> None:
+    layer = block.mlp.fc2
+    layer.forward = lambda x: type(layer).forward(layer, x) * 2
 
 
-def in_place(path: str, change: Callable[[Tensor], Any], undo: Callable[[Tensor], Any]) -> Callable[[nn.Module], Undo]:
-    def run(block: nn.Module) -> Undo:
-        change(block.get_parameter(path).data)
-        return lambda: undo(block.get_parameter(path).data)
-
-    return run
-
-
-def mode(path: str) -> Callable[[nn.Module], Undo]:
-    return lambda block: block.get_submodule(path).eval().train
-
-
-def class_forward(block: nn.Module) -> Undo:
-    """Replace it once, for both blocks."""
+def class_forward(block: nn.Module) -> None:
     forward = nn.GELU.forward
-    if forward.__name__ != "doubled":
-
-        def doubled(self: nn.GELU, x: Tensor) -> Tensor:
-            return forward(self, x) * 2
-
-        nn.GELU.forward = doubled  # type: ignore[method-assign]
-        return lambda: setattr(nn.GELU, "forward", forward)
-    return lambda: None
+    nn.GELU.forward = lambda self, x: forward(self, x) * 2  # type: ignore[method-assign]
 
 
 class Doubled(nn.GELU):
@@ -127,72 +105,36 @@ class Doubled(nn.GELU):
         return super().forward(x) * 2
 
 
-def another_class(block: nn.Module) -> Undo:
+def another_class(block: nn.Module) -> None:
     block.mlp.act.__class__ = Doubled
-    return lambda: setattr(block.mlp.act, "__class__", nn.GELU)
 
 
-def frozen(block: nn.Module) -> Undo:
-    block.mlp.fc1.requires_grad_(False)
-    return lambda: block.mlp.fc1.requires_grad_()
+def parametrized(block: nn.Module) -> None:
+    parametrize.register_parametrization(block.mlp.fc1, "weight", nn.Softplus(), unsafe=True)
 
 
-def parametrized(block: nn.Module) -> Undo:
-    layer = block.mlp.fc1
-    before = layer.weight.detach().clone()
-    parametrize.register_parametrization(layer, "weight", nn.Softplus(), unsafe=True)
-
-    def undo() -> None:
-        parametrize.remove_parametrizations(layer, "weight")
-        layer.weight.data.copy_(before)
-
-    return undo
-
-
-def weight_normed(block: nn.Module) -> Undo:
+def weight_normed(block: nn.Module) -> None:
     nn.utils.weight_norm(block.mlp.fc2)
     block.mlp.fc2.weight_g.data.mul_(2)
 
-    def undo() -> None:
-        block.mlp.fc2.weight_g.data.div_(2)
-        nn.utils.remove_weight_norm(block.mlp.fc2)
 
-    return undo
+def two_heads(block: nn.Module) -> None:
+    block.attn.num_heads, block.attn.head_dim = 2, D // 2
 
 
-def heads(block: nn.Module) -> Undo:
-    def set_heads(number: int) -> None:
-        block.attn.num_heads, block.attn.head_dim = number, D // number
-
-    set_heads(2)
-    return lambda: set_heads(H)
-
-
-def adapter(block: nn.Module) -> Undo:
+def adapter(block: nn.Module) -> None:
     """peft's, added to qkv."""
-    before, peft = block.attn.qkv, import_library("peft")
+    peft = import_library("peft")
     torch.manual_seed(5)
     config = peft.LoraConfig(r=2, target_modules=["attn.qkv"], init_lora_weights=False)
     peft.inject_adapter_in_model(config, nn.Sequential(block))  # which gets its configuration as an attribute
-    return lambda: block.set_submodule("attn.qkv", before)
 
 
-def with_adapter(change: str, undo: str) -> Callable[[nn.Module], Undo]:
-    """Change the adapter after a call with it."""
-
-    def run(block: nn.Module) -> Undo:
-        remove = adapter(block)
-        result(block)
-        getattr(block.attn.qkv, change)()
-
-        def back() -> None:
-            getattr(block.attn.qkv, undo)()
-            result(block)
-            remove()
-
-        return back
-
-    return run
+def merged_adapter(block: nn.Module) -> None:
+    """Merged after a call with it."""
+    adapter(block)
+    result(block)
+    block.attn.qkv.merge()
 
 
 def quantised(layer: nn.Module) -> nn.Module:
@@ -211,7 +153,7 @@ def noise(module: nn.Module) -> nn.Parameter:
     return nn.Parameter(torch.randn(module.weight.shape, generator=torch.Generator().manual_seed(2)) * 0.1)
 
 
-CHANGES: dict[str, Callable[[nn.Module], Undo]] = {
+CHANGES: dict[str, Change] = {
     "another layer": replaced("mlp.fc1", lambda old: nn.Linear(old.in_features, old.out_features)),
     "another activation": replaced("mlp.act", lambda _: nn.ReLU()),
     "an activation without an op": replaced("mlp.act", lambda _: nn.Tanh()),
@@ -224,22 +166,22 @@ CHANGES: dict[str, Callable[[nn.Module], Undo]] = {
     "forward pre-hook": hook("register_forward_pre_hook", "mlp.fc1", lambda _, args: (args[0] * 2,)),
     "backward hook": hook("register_full_backward_hook", "attn.proj", lambda _, grads, __: (grads[0] * 2,)),
     "backward pre-hook": hook("register_full_backward_pre_hook", "norm2", lambda _, grads: (grads[0] * 2,)),
-    "own forward": new_attribute("mlp.fc2", "forward", lambda m: lambda x: type(m).forward(m, x) * 2),
+    "own forward": own_forward,
     "the class's forward": class_forward,
     "another class": another_class,
     "a parameter": parameter("norm1", "weight", noise),
     "a weight": parameter("mlp.fc1", "weight", noise),
-    "a parameter in place": in_place("attn.qkv.weight", lambda t: t.mul_(2), lambda t: t.div_(2)),
+    "a parameter in place": lambda block: block.attn.qkv.weight.data.mul_(2),
     "no bias": parameter("attn.proj", "bias", lambda _: None),
     "a bias": parameter("attn.qkv", "bias", lambda m: nn.Parameter(torch.ones(len(m.weight)))),
     "a plain tensor": no_parameter("norm1", "weight", setattr),
     "a buffer": no_parameter("mlp.fc1", "bias", nn.Module.register_buffer),
-    "a norm before fc2": norm_added,
-    "frozen": frozen,
+    "a norm before fc2": lambda block: block.mlp.add_module("norm", nn.LayerNorm(4 * D)),
+    "frozen": lambda block: block.mlp.fc1.requires_grad_(False),
     "parametrized": parametrized,
     "weight norm": weight_normed,
-    "evaluation": mode(""),
-    "evaluation of stochastic depth": mode("drop_path2"),
+    "evaluation": lambda block: block.eval(),
+    "evaluation of stochastic depth": lambda block: block.drop_path2.eval(),
     "stochastic depth": attribute("drop_path1", "drop_prob", 1.0),
     "kept samples not scaled": attribute("drop_path2", "scale_by_keep", False),
     "dropout": attribute("attn.proj_drop", "p", 1.0),
@@ -247,7 +189,7 @@ CHANGES: dict[str, Callable[[nn.Module], Undo]] = {
     "approximate": attribute("mlp.act", "approximate", "tanh"),
     "scale": attribute("attn", "scale", 0.5),
     "fused_attn": attribute("attn", "fused_attn", True),
-    "heads": heads,
+    "heads": two_heads,
     "LoRA": adapter,
-    "LoRA merged": with_adapter("merge", "unmerge"),
+    "LoRA merged": merged_adapter,
 }

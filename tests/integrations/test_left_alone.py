@@ -10,7 +10,15 @@ from dinov2_layout import NestedTensorBlock
 from dinov3_layout import SelfAttentionBlock
 from known_models import grid_of_transformers, sam_of_timm, swin_of_timm, swin_of_transformers
 from library_imports import import_library
-from library_models import attention_of_timm, block_of_timm, gated_mlp, parallel_block, vit
+from library_models import (
+    TEXT,
+    attention_of_timm,
+    block_of_timm,
+    gated_mlp,
+    hugging_face,
+    parallel_block,
+    vit,
+)
 from models import accelerate_as_it_was, randomised
 from torch import Tensor, nn
 
@@ -19,10 +27,21 @@ import fastvit
 Make = Callable[[], nn.Module]
 
 
-def changed(module: nn.Module, **attributes: Any) -> nn.Module:
+def changed(module: Any, **attributes: Any) -> Any:
     for name, value in attributes.items():
         setattr(module, name, value)
     return module
+
+
+def hooked(module: nn.Module, name: str) -> nn.Module:
+    module.get_submodule(name).register_forward_hook(lambda *_: None)
+    return module
+
+
+def layer_of_text(family: str) -> Any:
+    transformers = import_library("transformers")
+    model = getattr(transformers, f"{family}TextModel")(getattr(transformers, f"{family}TextConfig")(**TEXT))
+    return next(m for m in model.modules() if type(m).__name__ == f"{family}EncoderLayer")
 
 
 def fast_norm() -> nn.Module:
@@ -73,6 +92,13 @@ LEFT: list[tuple[Make, str]] = [
         lambda: grid_of_transformers("vitdet.VitDetModel", residual_block_indices=[1]).encoder.layer[1],
         "convolutions after its MLP",
     ),
+    (lambda: hooked(block_of_timm(), "attn.q_norm"), "q_norm has hooks or a forward of its own"),
+    (lambda: hooked(block_of_timm(), "attn.norm"), "norm has hooks or a forward of its own"),
+    (lambda: hooked(block_of_timm(), "mlp.norm"), "norm has hooks or a forward of its own"),
+    (partial(layer_of_text, "CLIP"), "the text tower's attention is causal"),
+    (partial(layer_of_text, "Aimv2"), "the text tower's attention is causal"),
+    (lambda: layer_of_text("Aimv2").attention, "the text tower's attention is causal"),
+    (lambda: changed(hugging_face("ViTModel").layers[0].attention, is_causal=True), "its attention is causal"),
 ]
 
 
@@ -117,6 +143,12 @@ FALLBACKS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
         lambda attn: attn(draw(2, 5, 64), torch.eye(5, dtype=torch.bool), True),
     ),
     "a list of crops": (dinov2, lambda block: block([draw(4, 17, 64), draw(4, 5, 64)])),
+    "leaves samples out of the batch": (
+        lambda: changed(dinov2(), sample_drop_ratio=0.4).train(), lambda block: block(draw(4, 17, 64)),
+    ),
+    "leaves samples out": (
+        lambda: changed(SelfAttentionBlock(64, 4), sample_drop_ratio=0.4), lambda block: block(draw(4, 17, 64)),
+    ),
     "an attention bias": (lambda: dinov2().attn, lambda attn: attn(draw(4, 17, 64), draw(17, 17))),
     "an attention bias, by name": (
         lambda: dinov2().attn, lambda attn: attn(draw(4, 17, 64), attn_bias=draw(17, 17)),

@@ -109,7 +109,7 @@ def test_other_calls_of_towers(device: torch.device) -> None:
 def test_positions_of_images_with_a_mask(device: torch.device) -> None:
     """In earlier versions of Pixtral they separate images without a mask."""
     x, positions = torch.randn(2, 17, 64, device=device), torch.arange(17, device=device)
-    mask = torch.zeros(1, 1, 17, 17, device=device)
-    assert layers.check_rotary_call(None, x, mask, position_ids=positions) is x
+    mask, tables = torch.zeros(1, 1, 17, 17, device=device), 2 * (torch.randn(16, 16, device=device),)
+    assert layers.read_rotary_call(None, x, mask, tables, position_ids=positions)[0] is x
     with pytest.raises(CannotFuse, match="position_ids"):
-        layers.check_rotary_call(None, x, None, position_ids=positions)
+        layers.read_rotary_call(None, x, None, tables, position_ids=positions)

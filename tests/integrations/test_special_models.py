@@ -15,7 +15,7 @@ from models import accelerate_as_it_was, close, randomised
 from torch import Tensor, nn
 
 import fastvit
-from fastvit.integrations.transformers import swin
+from fastvit.integrations.transformers import grids
 
 SAM = {"window_size": 3, "use_rel_pos": True}
 
@@ -47,7 +47,7 @@ def test_stochastic_depth_drops_as_timm_does(name: str, device: torch.device) ->
 def test_stochastic_depth_of_transformers() -> None:
     """Swin draws it otherwise, and for attention only."""
     layer = swin_of_transformers(drop_path_rate=0.6).train().swin.encoder.layers[-1].blocks[-1]
-    block = swin.read_layer(layer).block
+    block = grids.read_swin_layer(layer)
     assert (block.attention.drop_path, block.mlp.drop_path) == (0.6, 0.0)
 
 
@@ -102,33 +102,14 @@ def x(device: torch.device) -> Tensor:
     return torch.randn(4, 17, 64, device=device)
 
 
-@pytest.fixture
-def block2(device: torch.device) -> nn.Module:
-    return randomised(NestedTensorBlock(64, 4)).to(device).eval()
+def rope(tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    angles = torch.randn(tokens, 8, device=device).repeat(1, 2)
+    return angles.sin(), angles.cos()
 
 
-@pytest.fixture
-def block3(device: torch.device) -> nn.Module:
-    return randomised(SelfAttentionBlock(64, 4, mlp=SwiGLUFFN)).to(device).eval()
-
-
-def rope(tokens: int, device: torch.device, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    angles = torch.randn(tokens, 8, generator=torch.Generator().manual_seed(tokens)).repeat(1, 2)
-    return angles.sin().to(device, dtype), angles.cos().to(device, dtype)
-
-
-@pytest.mark.parametrize("kind", [NestedTensorBlock, SelfAttentionBlock])
-def test_stochastic_depth_in_training_falls_back(kind: type[nn.Module], device: torch.device, x: Tensor) -> None:
-    """The repositories leave samples out of the batch, to save work."""
-    block = kind(64, 4, drop_path=0.4).to(device).train()
-    fastvit.accelerate(block)
-    with pytest.warns(UserWarning, match="leaves samples out"):
-        block(x)
-    assert close(type(block).forward(block.eval(), x), block(x))
-
-
-def test_attention_of_old_and_new_versions(block2: nn.Module, x: Tensor) -> None:
+def test_attention_of_old_and_new_versions(x: Tensor) -> None:
     """attn_drop was a module first, then a number; xformers' attention has no dropout."""
+    block2 = randomised(NestedTensorBlock(64, 4)).to(x.device).eval()
     want = block2(x)
     for drop in (0.0, nn.Dropout(0.0), 0.5, nn.Dropout(0.5)):
         block2.attn.attn_drop = drop
@@ -153,8 +134,9 @@ def test_a_forward_replaced_on_the_base_class(monkeypatch: pytest.MonkeyPatch) -
     assert outcome(report, "") == ("skipped", "the forward of dinov2.layers.attention.Attention was replaced")
 
 
-def test_a_list_of_crops_of_dinov3_is_fused_and_agrees(block3: nn.Module, device: torch.device) -> None:
+def test_a_list_of_crops_of_dinov3_is_fused_and_agrees(device: torch.device) -> None:
     """Each with positions of its own; so are one batch, and tokens without positions."""
+    block3 = randomised(SelfAttentionBlock(64, 4, mlp=SwiGLUFFN)).to(device).eval()
     crops = [torch.randn(2, 5 + 12, 64, device=device), torch.randn(4, 5 + 4, 64, device=device)]
     ropes = [rope(12, device), rope(4, device)]
 
@@ -168,5 +150,3 @@ def test_a_list_of_crops_of_dinov3_is_fused_and_agrees(block3: nn.Module, device
         fastvit.restore(block3)
     fastvit.accelerate(block3)
     assert not close(block3(crops, ropes)[0], block3(crops)[0])
-    with pytest.warns(UserWarning, match="its input has 4 dimensions"), pytest.raises(RuntimeError, match="dimensions"):
-        block3([crops[0], crops[0][None]])

@@ -7,18 +7,12 @@ import pytest
 import torch
 from known_models import built, vjepa2
 from library_imports import import_library
-from library_models import SIZES, accelerate_and_compare, assert_steps_agree, fused_only, hugging_face, outcome, step
+from library_models import TEXT, accelerate_and_compare, assert_steps_agree, fused_only, hugging_face, step
 from models import Calls, accelerate_as_it_was, close, randomised
 from torch import Tensor, nn
 
 import fastvit
 from fastvit.integrations.transformers import layers, register_attention
-
-CAUSAL = "the text tower's attention is causal"
-TEXT: dict[str, Any] = {
-    "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64, "vocab_size": 50,
-    "eos_token_id": 49,
-}  # fmt: skip
 
 
 @pytest.fixture
@@ -152,41 +146,10 @@ def test_rates_of_dropouts(model: str, options: dict[str, float], rates: tuple[f
     modules = hugging_face(f"{model}Model", **options).modules()
     layer = [module for module in modules if type(module).__name__ == f"{model}Layer"][-1]
     for training, wanted in ((True, rates), (False, (0.0,) * 5)):
-        half, mlp_half = layers.read_layer(model, layer.train(training)).block
+        half, mlp_half = layers.read_layer(model, layer.train(training))
         attention, mlp = half.branch, mlp_half.branch
         assert (attention.attn_drop, attention.proj_drop, mlp.drop1, mlp.drop2, mlp_half.drop_path) == wanted
         assert half.drop_path == mlp_half.drop_path
-
-
-def test_custom_and_causal_attention_is_not_replaced(transformers, vit, image) -> None:
-    def mine(module, query, key, value, mask, **_):
-        return value.transpose(1, 2), None
-
-    transformers.AttentionInterface.register("mine", mine)
-    vit.set_attn_implementation("mine")
-    report = accelerate_as_it_was(vit, lambda: tokens(vit, image))
-    assert {e.detail for e in report.skipped} == {"its attention implementation is 'mine'"}
-    assert report.fused("MLP") == (2, 2)
-    fastvit.restore(vit)
-    vit.set_attn_implementation("sdpa")
-    for layer in vit.layers:
-        layer.attention.is_causal = True
-    report = accelerate_as_it_was(vit, lambda: tokens(vit, image))
-    assert {e.detail for e in report.skipped} == {"its attention is causal"}
-
-
-def test_text_towers_keep_their_attention(transformers, image) -> None:
-    config = transformers.CLIPConfig(text_config=TEXT, vision_config=SIZES)
-    model = transformers.CLIPModel(config).to(image.device).eval()
-    ids = torch.randint(0, 49, (2, 7), device=image.device)
-    ids[:, -1] = 49
-    report = accelerate_as_it_was(model, lambda: model(input_ids=ids, pixel_values=image).logits_per_image)
-    assert outcome(report, "text_model.encoder.layers.0") == ("skipped", CAUSAL)
-    assert (report.fused("attention"), report.fused("MLP")) == ((2, 3), (3, 3))
-    aimv2 = transformers.Aimv2TextModel(transformers.Aimv2TextConfig(**TEXT)).to(image.device).eval()
-    report = accelerate_as_it_was(aimv2, lambda: aimv2(ids, padding(image)[:, 7:14]).last_hidden_state)
-    assert outcome(report, "encoder.layers.0") == outcome(report, "encoder.layers.0.attention") == ("skipped", CAUSAL)
-    assert report.fused("MLP") == (1, 1)
 
 
 def registered(model: nn.Module, *functions: Any, count: int = 2) -> None:

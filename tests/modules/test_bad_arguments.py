@@ -35,7 +35,7 @@ CONSTRUCTORS: dict[Callable[..., nn.Module], dict[str, Any]] = {
 }  # fmt: skip
 WRONG: list[tuple[Any, str]] = [  # a value, and the arguments that must not have it in any constructor
     (0, "in_chans embed_dim num_heads dim in_features hidden_features out_features num_channels channels kv_dim"),
-    (-1, "depth num_classes reg_tokens num_reg_tokens align_to num_prefix_tokens"),
+    (-1, "depth num_classes reg_tokens num_reg_tokens align_to swiglu_align_to num_prefix_tokens"),
     (True, "depth"),
     ("4", "img_size patch_size mlp_ratio init_values eps temperature grid_offset rope_temperature rope_grid_offset"),
     ("4", "ref_feat_shape drop_prob"),
@@ -48,7 +48,8 @@ WRONG: list[tuple[Any, str]] = [  # a value, and the arguments that must not hav
 ]
 FLAGS = (  # of models and MLPs
     "class_token no_embed_class pre_norm final_norm fc_norm dynamic_img_size use_abs_pos_emb use_rot_pos_emb scale_mlp "
-    "rope_rotate_half use_pre_transformer_norm use_fc_norm use_post_transformer_norm gate_last"
+    "rope_rotate_half use_pre_transformer_norm use_fc_norm use_post_transformer_norm gate_last swiglu_mlp "
+    "elementwise_affine"
 )
 
 # checked by a part after other parts were made

@@ -16,7 +16,7 @@ from fastvit.blocks.read_mlp import read_mlp
 from fastvit.blocks.recompute import DEFAULT, Recompute
 from fastvit.blocks.spec import AttentionSpec, PlainLinear
 from fastvit.blocks.submodules import CannotFuse, Classes, class_name, has_own_forward, qualified_name, submodules
-from fastvit.integrations.forward import ClassHandler, only_input
+from fastvit.integrations.forward import Call, ClassHandler, only_input
 from fastvit.ops import Rotary
 
 # Names with 2 are about DINOv2's classes, those with 3 about DINOv3's
@@ -74,37 +74,36 @@ def _check_no_drop(block: Any) -> None:
         raise CannotFuse("stochastic depth in training, which leaves samples out of the batch")
 
 
-def check_block2_call(block: Any, *args: Any, **kwargs: Any) -> Any:
-    x = only_input(block, *args, **kwargs)
+def read_block2_call(block: Any, *args: Any, **kwargs: Any) -> Call:
+    x, options = only_input(block, *args, **kwargs)
     if isinstance(x, list):
         raise CannotFuse("a list of crops")
     _check_no_drop(block)
-    return x
+    return x, options
 
 
-def check_block3_call(block: Any, x_or_x_list: Batches, rope_or_rope_list: Any = None) -> Batches:
+def read_block3_call(block: Any, x_or_x_list: Batches, rope_or_rope_list: Any = None) -> Call:
     _check_no_drop(block)
-    return x_or_x_list
+    if isinstance(x_or_x_list, Tensor):
+        return x_or_x_list, {"rotary": _rotary(x_or_x_list, rope_or_rope_list)}
+    ropes = rope_or_rope_list or [None] * len(x_or_x_list)
+    return x_or_x_list, {"rotary": [_rotary(x, rope) for x, rope in zip(x_or_x_list, ropes, strict=True)]}
 
 
-def check_attention2_call(
+def read_attention2_call(
     attn: Any, x: Any, mask: Any = None, *, attn_bias: Any = None, is_causal: bool = False
-) -> Any:
+) -> Call:
     """mask: MemEffAttention's attn_bias, or Attention's is_causal."""
     is_bias = mask is not None and (qualified_name(attn) == XFORMERS_ATTENTION or not isinstance(mask, bool))
     if is_bias or attn_bias is not None:
         raise CannotFuse("an attention bias")
-    return x
+    return x, {"is_causal": bool(mask or is_causal)}
 
 
-def causality(attn: Any, x: Any, mask: Any = None, *, attn_bias: Any = None, is_causal: bool = False) -> dict[str, Any]:
-    return {"is_causal": bool(mask or is_causal)}
-
-
-def check_attention3_call(attn: Any, x: Tensor, attn_bias: Any = None, rope: Any = None) -> Tensor:
+def read_attention3_call(attn: Any, x: Tensor, attn_bias: Any = None, rope: Any = None) -> Call:
     if attn_bias is not None:
         raise CannotFuse("an attention bias")
-    return x
+    return x, {"rotary": _rotary(x, rope)}
 
 
 def _rotary(x: Tensor, rope: tuple[Tensor, Tensor] | None) -> Rotary | None:
@@ -117,19 +116,6 @@ def _rotary(x: Tensor, rope: tuple[Tensor, Tensor] | None) -> Rotary | None:
     return Rotary(sin, cos, x.shape[1] - sin.shape[-2])
 
 
-def block_rotary(
-    block: Any, x_or_x_list: Batches, rope_or_rope_list: Any = None
-) -> list[Rotary | None] | Rotary | None:
-    if isinstance(x_or_x_list, Tensor):
-        return _rotary(x_or_x_list, rope_or_rope_list)
-    rotary = rope_or_rope_list or [None] * len(x_or_x_list)
-    return [_rotary(tokens, one) for tokens, one in zip(x_or_x_list, rotary, strict=True)]
-
-
-def attention_rotary(attn: Any, x: Tensor, attn_bias: Any = None, rope: Any = None) -> Rotary | None:
-    return _rotary(x, rope)
-
-
 def run_block3(x: Batches, block: spec.BlockSpec, rotary: Any, recompute: Recompute = DEFAULT) -> Batches:
     if isinstance(x, Tensor):
         return run.run_block(x, block, rotary, recompute=recompute)
@@ -137,20 +123,20 @@ def run_block3(x: Batches, block: spec.BlockSpec, rotary: Any, recompute: Recomp
 
 
 _BLOCK2 = ClassHandler(
-    partial(read_block, ATTENTION2, read_attention2), run.run_block, check_block2_call, takes_recompute=True
+    partial(read_block, ATTENTION2, read_attention2), run.run_block, read_block2_call, takes_recompute=True
 )
 HANDLERS: dict[type | str, ClassHandler] = {
     "dinov2.layers.block.Block": _BLOCK2,
     "dinov2.layers.block.NestedTensorBlock": _BLOCK2,
     "dinov3.layers.block.SelfAttentionBlock": ClassHandler(
-        partial(read_block, ATTENTION3, read_attention3), run_block3, check_block3_call, rotary=block_rotary,
+        partial(read_block, ATTENTION3, read_attention3), run_block3, read_block3_call,
         takes_lists=True, takes_recompute=True,
     ),
     **dict.fromkeys(
-        ATTENTION2, ClassHandler(read_attention2, run.run_attention, check_attention2_call, options=causality)
+        ATTENTION2, ClassHandler(read_attention2, run.run_attention, read_attention2_call)
     ),
     **dict.fromkeys(
-        ATTENTION3, ClassHandler(read_attention3, run.run_attention, check_attention3_call, rotary=attention_rotary)
+        ATTENTION3, ClassHandler(read_attention3, run.run_attention, read_attention3_call)
     ),
     **dict.fromkeys(MLP, ClassHandler(read_mlp, run.run_mlp, ndim=None)),
 }  # fmt: skip

@@ -12,7 +12,7 @@ from torch import Tensor
 from fastvit import ops
 from fastvit.blocks import read, run
 from fastvit.blocks.submodules import CannotFuse
-from fastvit.integrations.forward import ClassHandler, only_input
+from fastvit.integrations.forward import Call, ClassHandler, only_input
 from fastvit.modules.arguments import Statistics
 from fastvit.modules.patch_embed import is_of_patches
 from fastvit.ops import Norm
@@ -32,17 +32,17 @@ def read_patches(conv: Any, mean: Statistics = None, std: Statistics = None) -> 
     return *read.read_linear(conv), mean, std
 
 
-def check_image(conv: Any, *args: Any, **kwargs: Any) -> Any:
-    x = only_input(conv, *args, **kwargs)
+def read_image(conv: Any, *args: Any, **kwargs: Any) -> Call:
+    x, options = only_input(conv, *args, **kwargs)
     if not isinstance(x, Tensor):
-        return x  # for the check of all inputs
+        return x, options  # for the check of all inputs
     size, patch = x.shape[2:], conv.kernel_size
     if x.dim() != 2 + len(patch):
         raise CannotFuse(f"its input has {x.dim()} dimensions, not {2 + len(patch)}")
     if any([n % step for n, step in zip(size, patch, strict=True)]):
         both = [" x ".join(map(str, numbers)) for numbers in (size, patch)]
         raise CannotFuse(f"an image of {both[0]}, which patches of {both[1]} do not cover")
-    return x
+    return x, options
 
 
 def run_patches(x: Tensor, patches: Patches) -> Tensor:
@@ -59,7 +59,7 @@ def patches(mean: Statistics = None, std: Statistics = None) -> ClassHandler:
     """Return the handler of a patch embedding's convolution. With mean and std it takes uint8 images too, normalised to
     (x / 255 - mean) / std."""
     reader = partial(read_patches, mean=mean, std=std)
-    return ClassHandler(reader, run_patches, check_image, ndim=None, takes_pixels=mean is not None, op="patch_embed")
+    return ClassHandler(reader, run_patches, read_image, ndim=None, takes_pixels=mean is not None, op="patch_embed")
 
 
 HANDLERS: dict[type | str, ClassHandler] = {

@@ -11,14 +11,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fastvit.blocks import grid, read, read_eva, read_parallel, read_timm, run, windows
+from fastvit.blocks import grid, read, read_parallel, read_timm, run, windows
 from fastvit.blocks.grid import GridAttention, GridBlock, Positions
 from fastvit.blocks.read import DROP_PATH, LAYER_SCALE, MLP, NORM
 from fastvit.blocks.read_mlp import read_mlp
 from fastvit.blocks.spec import AttentionSpec
 from fastvit.blocks.submodules import CannotFuse, Classes, submodules
 from fastvit.blocks.windows import WindowBlock
-from fastvit.integrations.forward import ClassHandler, checked_mask
+from fastvit.integrations.forward import Call, ClassHandler, checked_mask
 from fastvit.ops import Rotary
 
 _SAM, _SWIN = "timm.models.vision_transformer_sam", "timm.models.swin_transformer"
@@ -28,31 +28,20 @@ _SWIN_HALF: dict[str, Classes] = {"attn": {f"{_SWIN}.WindowAttention"}, "norm1":
 _SHIFT_BIAS = -100.0  # as `SwinTransformerBlock.get_attn_mask` has it
 
 
-def check_call(module: nn.Module, x: Any, attn_mask: Any = None, is_causal: bool = False) -> Any:
+def read_call(module: nn.Module, x: Tensor, attn_mask: Any = None, is_causal: bool = False) -> Call:
     if is_causal and attn_mask is not None:  # timm's own forward raises or ignores the mask
         raise CannotFuse("a mask and is_causal")
-    return x
+    return x, {"attn_mask": checked_mask(attn_mask, x.shape[1]), "is_causal": bool(is_causal)}
 
 
-def masks(module: nn.Module, x: Any, attn_mask: Any = None, is_causal: bool = False) -> dict[str, Any]:
-    return {"attn_mask": checked_mask(attn_mask, x.shape[1]), "is_causal": bool(is_causal)}
-
-
-def check_eva_call(module: nn.Module, x: Any, rope: Any = None, attn_mask: Any = None, is_causal: bool = False) -> Any:
-    return check_call(module, x, attn_mask, is_causal)
-
-
-def eva_masks(
-    module: nn.Module, x: Any, rope: Any = None, attn_mask: Any = None, is_causal: bool = False
-) -> dict[str, Any]:
-    return masks(module, x, attn_mask, is_causal)
-
-
-def eva_rotary(module: Any, x: Tensor, rope: Tensor | None = None, *_: Any, **__: Any) -> Rotary | None:
-    positions = read_eva.rotary(module, x, rope)
+def read_eva_call(
+    module: nn.Module, x: Tensor, rope: Tensor | None = None, attn_mask: Any = None, is_causal: bool = False
+) -> Call:
+    positions = read_timm.rotary(module, x, rope)
     if positions is not None and x.shape[1] != positions.num_prefix_tokens + positions.sin.shape[-2]:
         raise CannotFuse(f"rotary positions for {positions.sin.shape[-2]} of {x.shape[1]} tokens")
-    return positions
+    _, options = read_call(module, x, attn_mask, is_causal)
+    return x, {**options, "rotary": positions}
 
 
 def read_sam_attention(attn: Any) -> GridAttention:
@@ -86,31 +75,25 @@ def read_swin_block(block: Any) -> WindowBlock:
     return WindowBlock(first, second, bias, block.window_size, block.shift_size, _SHIFT_BIAS, rolls_first=True)
 
 
-def check_swin_call(block: Any, x: Tensor) -> Tensor:
+def read_swin_call(block: Any, x: Tensor) -> Call:
     mask = block.attn_mask
     if mask is not None and not block.dynamic_mask:
         (gh, gw), (wh, ww) = x.shape[1:3], block.window_size
         if mask.shape[0] != -(-gh // wh) * -(-gw // ww):
             raise CannotFuse(f"a grid of {gh} x {gw}, which its mask is not for")
-    return x
+    return x, {}
 
 
-_EVA_ATTENTION = ClassHandler(
-    read_eva.read_attention, run.run_attention, check_eva_call, rotary=eva_rotary, options=eva_masks
-)
-_EVA_BLOCK = ClassHandler(
-    read_eva.read_block, run.run_block, check_eva_call, rotary=eva_rotary, options=eva_masks, takes_recompute=True
-)
+_EVA_ATTENTION = ClassHandler(read_timm.read_attention, run.run_attention, read_eva_call)
+_EVA_BLOCK = ClassHandler(read_timm.read_eva_block, run.run_block, read_eva_call, takes_recompute=True)
 HANDLERS = {
     "timm.models.vision_transformer.Block": ClassHandler(
-        read_timm.read_block, run.run_block, check_call, options=masks, takes_recompute=True
+        read_timm.read_block, run.run_block, read_call, takes_recompute=True
     ),
     "timm.models.vision_transformer.ParallelScalingBlock": ClassHandler(
-        read_parallel.read_block, read_parallel.run_block, check_call, options=masks
+        read_parallel.read_block, read_parallel.run_block, read_call
     ),
-    **dict.fromkeys(
-        read.ATTENTION, ClassHandler(read_timm.read_attention, run.run_attention, check_call, options=masks)
-    ),
+    **dict.fromkeys(read.ATTENTION, ClassHandler(read_timm.read_attention, run.run_attention, read_call)),
     **dict.fromkeys(MLP, ClassHandler(read_mlp, run.run_mlp, ndim=None)),
     "timm.models.eva.EvaBlock": _EVA_BLOCK,
     "timm.models.deepseek_vit.DeepseekVitBlock": _EVA_BLOCK,
@@ -119,7 +102,7 @@ HANDLERS = {
     f"{_SAM}.Block": ClassHandler(read_sam_block, grid.run_block, ndim=4, takes_recompute=True),
     **dict.fromkeys(_SAM_ATTENTION, ClassHandler(read_sam_attention, grid.run_attention, ndim=4)),
     f"{_SWIN}.SwinTransformerBlock": ClassHandler(
-        read_swin_block, windows.run_block, check_swin_call, ndim=4, takes_recompute=True
+        read_swin_block, windows.run_block, read_swin_call, ndim=4, takes_recompute=True
     ),
 }
 EMBEDDINGS = {"timm.layers.patch_embed.PatchEmbed": "proj"}

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from functools import partial
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -15,15 +14,8 @@ from fastvit.blocks.submodules import CannotFuse, Classes, has_own_forward, qual
 SAME_ATTENTION = (None, "eager", "sdpa", "flex_attention", "fastvit")
 # Those that return weights or their sums next to the output, for callers and hooks of the attention
 _WITH_WEIGHTS = ("eager", "flex_attention")
-
-Block = TypeVar("Block")
-
-
-class LayerSpec(NamedTuple, Generic[Block]):
-    """A layer. checkpoint: the function that runs the block with activation checkpointing, or None if that is off."""
-
-    block: Block
-    checkpoint: Callable[..., Tensor] | None
+# Arguments about a model's results or its loss
+_HARMLESS = ("output_hidden_states", "return_dict", "use_cache", "num_items_in_batch")
 
 
 def captures_attentions() -> bool:
@@ -53,6 +45,13 @@ def attention_of(layer: Any, name: str, kinds: Classes) -> Any:
     elif not has_own_forward(type(attn), type(attn).forward):
         raise CannotFuse(f"{name} is {kind}, whose forward was replaced")
     return attn
+
+
+def check_others(arguments: dict[str, Any]) -> None:
+    """Check the arguments of a call that no op has: they are None or False, or change nothing inside a layer."""
+    for name, value in arguments.items():
+        if name not in _HARMLESS and value is not None and value is not False:
+            raise CannotFuse(f"the argument {name}")
 
 
 def check_version() -> None:
@@ -86,10 +85,3 @@ def checkpoint_of(layer: Any) -> Callable[..., Tensor] | None:
     in_forward = type(layer).__call__ is nn.Module.__call__
     checkpointed = in_forward and layer.gradient_checkpointing and layer.training
     return layer._gradient_checkpointing_func if checkpointed else None
-
-
-def run_checkpointed(run_block: Callable[..., Tensor], x: Tensor, layer: LayerSpec[Any], **options: Any) -> Tensor:
-    """Run a layer's block, with activation checkpointing if that is on."""
-    if layer.checkpoint is None:
-        return run_block(x, layer.block, **options)
-    return layer.checkpoint(partial(run_block, block=layer.block, **options), x)

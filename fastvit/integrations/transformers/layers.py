@@ -1,6 +1,6 @@
 """Hugging Face transformers, versions 5.0 to 5.24: the layers of ViT, DeiT, Dinov2, Dinov2WithRegisters, DINOv3,
 Sapiens2, VideoMAE, V-JEPA 2, and of the vision towers of CLIP, SigLIP, SigLIP 2, AIMv2, Ovis2, InternVL and Pixtral,
-with and without a mask; layers over a grid (sam.py, swin.py); attention (varlen.py), RMSNorm and MLPs of Qwen's and
+with and without a mask; layers over a grid (grids.py); attention (varlen.py), RMSNorm and MLPs of Qwen's and
 GLM's towers; and an attention implementation for other models: `register_attention`.
 """
 
@@ -18,10 +18,10 @@ from fastvit import ops
 from fastvit.blocks import read, run
 from fastvit.blocks.read import LINEAR
 from fastvit.blocks.read_mlp import describe_mlp, read_mlp
-from fastvit.blocks.recompute import DEFAULT, Recompute
+from fastvit.blocks.recompute import Recompute
 from fastvit.blocks.spec import AttentionSpec, BlockSpec, HalfSpec, MlpSpec
 from fastvit.blocks.submodules import CannotFuse, submodules
-from fastvit.integrations.forward import ClassHandler, checked_mask
+from fastvit.integrations.forward import Call, ClassHandler, checked_mask
 from fastvit.integrations.transformers import hooks, vjepa2
 from fastvit.integrations.transformers.classes import (
     ATTENTIONS,
@@ -32,15 +32,12 @@ from fastvit.integrations.transformers.classes import (
     RMS_NORM,
     class_of,
 )
-from fastvit.integrations.transformers.hooks import LayerSpec
 from fastvit.ops import Norm, Rotary
 from fastvit.ops.runtime.checks import takes_head_dim
 
 __all__ = ["register_attention"]
 
 _NORM = read.NORM | RMS_NORM
-# Arguments about a model's results or its loss, which change nothing inside a layer
-_HARMLESS = ("output_hidden_states", "return_dict", "use_cache", "num_items_in_batch")
 
 
 class WithoutWeights(NamedTuple):
@@ -117,7 +114,7 @@ def run_rms_norm(x: Tensor, norm: Norm) -> Tensor:
     return run.run_norm(x, norm).to(torch.promote_types(x.dtype, norm.weight.dtype))
 
 
-def read_halves(prefix: str, layer: Any, attention_reader: Callable[..., Any] = read_attention) -> BlockSpec:
+def read_layer(prefix: str, layer: Any, attention_reader: Callable[..., Any] = read_attention) -> BlockSpec:
     """Read both halves of a layer. attention_reader: function (prefix, attention, dropout)."""
     hooks.check_version()
     names = FAMILIES[prefix]
@@ -143,11 +140,7 @@ def read_halves(prefix: str, layer: Any, attention_reader: Callable[..., Any] = 
     return HalfSpec(attention, read_norm(norm1), gammas[0], p), HalfSpec(mlp, read_norm(norm2), gammas[1], p)
 
 
-def read_layer(prefix: str, layer: Any) -> LayerSpec[BlockSpec]:
-    return LayerSpec(read_halves(prefix, layer), hooks.checkpoint_of(layer))
-
-
-def read_layer_of_pair(prefix: str, layer: Any) -> LayerSpec[BlockSpec]:
+def read_layer_of_pair(prefix: str, layer: Any) -> BlockSpec:
     """Read a layer that returns its attention's weights too."""
     hooks.check_no_weights(layer._modules[FAMILIES[prefix].attention])
     return read_layer(prefix, layer)
@@ -161,59 +154,33 @@ def _made_for_export(mask: Any) -> bool:
     return mask.dtype is torch.bool and mask.stride(-1) == 0
 
 
-def check_call(module: Any, hidden_states: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
-    for name, value in kwargs.items():
-        if name not in _HARMLESS and value is not None and value is not False:
-            raise CannotFuse(f"the argument {name}")
-    return hidden_states
-
-
-def check_positioned_call(module: Any, hidden_states: Any, position_mask: Any = None, **kwargs: Any) -> Any:
-    return check_call(module, hidden_states, **kwargs)
-
-
-def masks(module: Any, hidden_states: Tensor, attention_mask: Any = None, *_: Any, **__: Any) -> dict[str, Any]:
-    """Return the mask of a call. attention_mask: (B, 1 or H, 1 or N, N). Padding for flash attention, (B, N), cannot be
+def read_call(module: Any, hidden_states: Tensor, attention_mask: Any = None, **kwargs: Any) -> Call:
+    """Read a call with a mask. attention_mask: (B, 1 or H, 1 or N, N). Padding for flash attention, (B, N), cannot be
     fused."""
+    hooks.check_others(kwargs)
     if attention_mask is None or _made_for_export(attention_mask):
-        return {}
+        return hidden_states, {}
     if isinstance(attention_mask, Tensor) and attention_mask.dim() != 4:
         raise CannotFuse(f"an attention mask of shape {tuple(attention_mask.shape)}")
-    return {"attn_mask": checked_mask(attention_mask, hidden_states.shape[1])}
+    return hidden_states, {"attn_mask": checked_mask(attention_mask, hidden_states.shape[1])}
 
 
-def check_rotary_call(module: Any, hidden_states: Any, attention_mask: Any = None, *_: Any, **kwargs: Any) -> Any:
-    kwargs.pop("position_embeddings", None)
+def read_rotary_call(
+    module: Any, hidden_states: Tensor, attention_mask: Any = None,
+    position_embeddings: tuple[Tensor, Tensor] | None = None, **kwargs: Any,
+) -> Call:  # fmt: skip
+    """Read a call with rotary positions. position_embeddings: cos and sin, (N - P, d) each."""
     if attention_mask is not None:  # without a mask, flash attention separates the images by them
         kwargs.pop("position_ids", None)
-    return check_call(module, hidden_states, attention_mask, **kwargs)
-
-
-def rotary(
-    module: Any,
-    hidden_states: Tensor,
-    attention_mask: Any = None,
-    position_embeddings: tuple[Tensor, Tensor] | None = None,
-    **_: Any,
-) -> Rotary:
-    """Return a call's rotary positions. position_embeddings: cos and sin, (N - P, d) each."""
+    _, options = read_call(module, hidden_states, attention_mask, **kwargs)
     if position_embeddings is None:
         raise CannotFuse("no rotary positions")
     cos, sin = position_embeddings
-    return Rotary(sin, cos, hidden_states.shape[1] - sin.shape[-2])
+    return hidden_states, {**options, "rotary": Rotary(sin, cos, hidden_states.shape[1] - sin.shape[-2])}
 
 
-def run_layer(
-    x: Tensor, layer: LayerSpec[BlockSpec], rotary: Rotary | None = None, attn_mask: Tensor | None = None,
-    recompute: Recompute = DEFAULT,
-) -> Tensor:  # fmt: skip
-    return hooks.run_checkpointed(run.run_block, x, layer, rotary=rotary, attn_mask=attn_mask, recompute=recompute)
-
-
-def run_layer_of_pair(
-    x: Tensor, layer: LayerSpec[BlockSpec], rotary: Rotary, recompute: Recompute
-) -> tuple[Tensor, None]:
-    return run_layer(x, layer, rotary, recompute=recompute), None
+def run_layer_of_pair(x: Tensor, layer: BlockSpec, rotary: Rotary, recompute: Recompute) -> tuple[Tensor, None]:
+    return run.run_block(x, layer, rotary, recompute=recompute), None
 
 
 def run_attention(
@@ -224,25 +191,21 @@ def run_attention(
     return run.run_attention(x, attn, rotary, attn_mask), None
 
 
+LayerHandler = partial(ClassHandler, takes_recompute=True, checkpoint=hooks.checkpoint_of)
 HANDLERS: dict[type | str, ClassHandler] = {
     **dict.fromkeys(MLPS, ClassHandler(read_mlp, run.run_mlp, ndim=None)),
     **dict.fromkeys(RMS_NORM, ClassHandler(read_norm, run_rms_norm, ndim=None)),
 }
 for _prefix, _names in FAMILIES.items():
-    if _names.on_grid:  # sam.py and swin.py
+    if _names.on_grid:  # grids.py
         continue
-    _call: dict[str, Any] = {"check_call": check_call, "options": masks}
-    if _names.rotates:
-        _call |= {"check_call": check_rotary_call, "rotary": rotary}
-    _layer: tuple[Any, Any] = read_layer, run_layer
+    _read_call: Callable[..., Call] = read_rotary_call if _names.rotates else read_call
+    _layer: tuple[Any, Any] = read_layer, run.run_block
     if _prefix == "VJEPA2":
-        _call = {"check_call": check_positioned_call, "rotary": vjepa2.rotary}
-        _layer = read_layer_of_pair, run_layer_of_pair
-    HANDLERS[class_of(_prefix, _names.layer)] = ClassHandler(
-        partial(_layer[0], _prefix), _layer[1], takes_recompute=True, **_call
-    )
+        _read_call, _layer = vjepa2.read_call, (read_layer_of_pair, run_layer_of_pair)
+    HANDLERS[class_of(_prefix, _names.layer)] = LayerHandler(partial(_layer[0], _prefix), _layer[1], _read_call)
     HANDLERS[class_of(_prefix, _names.attentions[0])] = ClassHandler(
-        partial(read_attention_alone, _prefix), run_attention, **_call
+        partial(read_attention_alone, _prefix), run_attention, _read_call
     )
 
 
