@@ -66,7 +66,8 @@ def _rewrite(gm: GraphModule) -> tuple[list[Entry], str]:
             return [], rewriter.refusal
         entries = rewriter.entries
         for module in _REWRITES:
-            module.rewrite(rewriter)
+            for node in list(gm.graph.nodes):
+                module.rewrite(rewriter, node)
             rewriter.propagate_strides()
         gm.graph.lint()
     except Exception as error:  # an unforeseen graph compiles without us, and the log says so

@@ -70,8 +70,10 @@ def _rotated(add: Node) -> Rotation | None:
     return None
 
 
-def same_positions(a: Rotary, b: Rotary) -> bool:
-    """Return whether two rotations have the same tables, or equal slices of one."""
+def same_positions(a: Rotary | None, b: Rotary | None) -> bool:
+    """Return whether two rotations have the same tables, or equal slices of one, or there is none of both."""
+    if a is None or b is None:
+        return a is b
     return a[2:] == b[2:] and _same(a.sin, b.sin) and _same(a.cos, b.cos)
 
 
