@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import os
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from fastvit.blocks.submodules import CannotFuse
 from fastvit.graph.match.rewriter import GraphRewriter
 from fastvit.graph.rewrites import (
     add_norm,
@@ -67,7 +69,8 @@ def _rewrite(gm: GraphModule) -> tuple[list[Entry], str]:
         entries = rewriter.entries
         for module in _REWRITES:
             for node in list(gm.graph.nodes):
-                module.rewrite(rewriter, node)
+                with contextlib.suppress(CannotFuse):  # nothing for the report
+                    module.rewrite(rewriter, node)
             rewriter.propagate_strides()
         gm.graph.lint()
     except Exception as error:  # an unforeseen graph compiles without us, and the log says so

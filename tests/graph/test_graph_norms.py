@@ -136,7 +136,7 @@ def test_whole_block(kind, dynamic, x):
         y = m.norm2(x)
         x = x + m.fc2(m.inner(F.silu(m.gate(y)) * m.value(y)))
         s = x + x.tanh()
-        return s, m.norm3(s).cos()
+        return s, m.norm3(s).cos(), m.proj(s) * s.shape[1]  # a symbol in a dynamic graph
 
     layers = {name: NORMS[kind]() for name in ("norm1", "norm2", "norm3")}
     layers |= {"inner": NORMS[kind](48), "gate": nn.Linear(D, 48), "value": nn.Linear(D, 48), "fc2": nn.Linear(48, D)}

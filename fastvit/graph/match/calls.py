@@ -106,13 +106,6 @@ def operands(node: Any, name: str) -> list[tuple[Any, Any]]:
     return [(a, b), (b, a)]
 
 
-def other_operand(node: Node, one: Node) -> Any:
-    """Return b of a call with the arguments (one, b) or (b, one) only, otherwise None."""
-    if node.kwargs or len(node.args) != 2:
-        return None
-    return node.args[1] if node.args[0] is one else node.args[0]
-
-
 def user_of(node: Node) -> Node | None:
     """Return the only node that uses a node's output, or None if there are none or several."""
     return next(iter(node.users)) if len(node.users) == 1 else None

@@ -35,6 +35,13 @@ def fake(node: Any) -> Tensor:
     return value
 
 
+def other_tensor(node: Node, one: Node) -> Node | None:
+    """Return b of a call with the arguments (one, b) or (b, one) only, if it is another tensor, otherwise None."""
+    others = [other for other in node.args if isinstance(other, Node) and other is not one]
+    alone = len(node.args) == 2 and len(others) == 1 and not node.kwargs
+    return others[0] if alone and isinstance(value_of(others[0]), Tensor) else None
+
+
 def evaluate(node: Node, other: Mapping[Node, Any] = MappingProxyType({})) -> Any:
     """Run a node on the fake values of its inputs; `other` replaces some of them."""
     args, kwargs = map_arg((node.args, node.kwargs), lambda used: other[used] if used in other else value_of(used))

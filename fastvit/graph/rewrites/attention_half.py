@@ -51,14 +51,13 @@ class _Path:
     linear: Node
     views: list[Node]
     matched: set[Node]
-    factor: float = 1.0  # of the scale
+    factor: float = 1.0  # belongs to the scale of the scores
     rotary: Rotary | None = None  # of nodes
     norm: NormCall | None = None
 
 
 def _path_to(t: Any, *, scores: bool) -> _Path:
-    """Return how t comes out of a linear layer. scores: whether it is q or k, whose factors belong to the scale of the
-    scores. Those before a norm do not count, because the norm removes them."""
+    """Return how t comes out of a linear layer. scores: whether it is q or k, which may be more than a view."""
     at, views = strip_views(t)
     path = _Path(at, views, set())
     while scores:

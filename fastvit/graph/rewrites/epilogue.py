@@ -19,10 +19,10 @@ from torch.fx import Node
 
 from fastvit import ops
 from fastvit.blocks.submodules import CannotFuse
-from fastvit.graph.match.calls import name_of, other_operand, scaled, user_of
+from fastvit.graph.match.calls import name_of, scaled, user_of
 from fastvit.graph.match.layout import known_equal, same_shape
 from fastvit.graph.match.rewriter import Emitter, GraphRewriter
-from fastvit.graph.match.values import fake, value_of
+from fastvit.graph.match.values import fake, other_tensor
 from fastvit.graph.rewrites.norm_linear import linear_of
 
 
@@ -69,8 +69,8 @@ def _longer(e: Epilogue) -> Epilogue | None:
     taken = replace(e, root=user, matched=e.matched | {at})
     if (factor := scaled(user)) is not None:
         return replace(taken, factor=e.factor * factor[1])
-    other = other_operand(user, at)
-    if name not in ("mul", "add") or other is at or not isinstance(other, Node) or value_of(other) is None:
+    other = other_tensor(user, at)
+    if name not in ("mul", "add") or other is None:
         return None
     shape, of = fake(at).shape, fake(other)
     if name == "add":

@@ -3,8 +3,6 @@ out nn.MultiheadAttention as the calls that it consists of."""
 
 from __future__ import annotations
 
-import contextlib
-
 import torch.nn.functional as F
 from torch.fx import Node
 from torch.fx.node import map_arg
@@ -18,8 +16,7 @@ from fastvit.graph.match.values import fake, storages, value_of
 
 def rewrite(rewriter: GraphRewriter, node: Node) -> None:
     if name_of(node) == "dropout":
-        with contextlib.suppress(CannotFuse):
-            _take_out(rewriter, node)
+        _take_out(rewriter, node)
     elif node.op == "call_method" and node.target in ("reshape_as", "view_as"):
         _by_sizes(node)
     elif "size" in (name_of(node), name_of(first(node))):
@@ -33,12 +30,9 @@ def _take_out(rewriter: GraphRewriter, node: Node) -> None:
     """Replace dropout(x, 0.0), or dropout in evaluation, by x, unless a write or the output would show that they are
     one tensor."""
     x = first(node)
-    seen = any(user.op == "output" for user in node.users)
-    if (
-        dropout_of(node) == 0.0
-        and not seen
-        and not rewriter.is_mutated(storages(value_of(x)) | storages(value_of(node)))
-    ):
+    if dropout_of(node) or any(user.op == "output" for user in node.users):
+        return
+    if not rewriter.is_mutated(storages(value_of(x)) | storages(value_of(node))):
         node.replace_all_uses_with(x)
         rewriter.graph.erase_node(node)
 

@@ -18,7 +18,7 @@ from torch.fx import Node
 from fastvit import ops
 from fastvit.blocks.submodules import CannotFuse
 from fastvit.graph.match.calls import arguments, dropout_of, first, name_of, only_user, operands, scaled, words
-from fastvit.graph.match.layout import Layout, dense_strides
+from fastvit.graph.match.layout import Layout
 from fastvit.graph.match.rewriter import Emitter, GraphRewriter
 from fastvit.graph.match.values import fake
 from fastvit.graph.match.views import follow, strip_views
@@ -37,14 +37,10 @@ class _Act(NamedTuple):
 
 
 def rewrite(rewriter: GraphRewriter, node: Node) -> None:
-    try:
-        act = _activation(node)
-        if act is None or name_of(strip_views(act.x)[0]) != "linear":
-            return
-    except CannotFuse:  # an activation with unknown arguments
-        return
-    with rewriter.noting_refusals(node, "MLP"):
-        _rewrite(rewriter, act, node)
+    act = _activation(node)
+    if act is not None and name_of(strip_views(act.x)[0]) == "linear":
+        with rewriter.noting_refusals(node, "MLP"):
+            _rewrite(rewriter, act, node)
 
 
 def _activation(node: Node) -> _Act | None:
@@ -162,20 +158,14 @@ def _gated(act: _Act, product: Node) -> tuple[str, list[LinearCall], bool | None
         if gate_views or value_views or gate.x is not value_linear.x:
             raise CannotFuse("gate and value are of different tensors")
         return names[act.name], [gate, value_linear], None, []
-    shape = fake(gate_layer).shape
-    half = shape[-1] // 2
-    firsts = [
-        next((i for i in (0, 1) if follow(Layout.of(shape), views).is_same(_half(shape, half, i))), None)
-        for views in (gate_views, value_views)
-    ]
-    if firsts not in ([0, 1], [1, 0]):
+    whole = Layout.of(fake(gate_layer).shape)
+    last, width = len(whole.dims) - 1, gate.out_features // 2
+    halves = [whole.narrow(last, i * width, width) for i in (0, 1)]
+    parts = [follow(whole, views) for views in (gate_views, value_views)]
+    gate_first = parts[0].is_same(halves[0])
+    if not all(map(Layout.is_same, parts if gate_first else reversed(parts), halves)):
         raise CannotFuse("gate and value are not the two halves of a layer")
-    return names[act.name], [gate], firsts == [0, 1], [*gate_views, *value_views]
-
-
-def _half(shape: Any, half: Any, i: int) -> Layout:
-    """Return the layout of the first (0) or second (1) half of the last dimension."""
-    return Layout.of((*shape[:-1], half), dense_strides(shape), i * half)
+    return names[act.name], [gate], gate_first, [*gate_views, *value_views]
 
 
 def _first_layer(emit: Emitter, fc1: list[LinearCall], gate_first: bool | None) -> tuple[Any, Any]:

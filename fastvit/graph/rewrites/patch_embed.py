@@ -17,10 +17,10 @@ from torch.fx import Node
 
 from fastvit import ops
 from fastvit.blocks.submodules import CannotFuse
-from fastvit.graph.match.calls import arguments, first, name_of, other_operand, user_of
-from fastvit.graph.match.layout import Layout, known_equal
+from fastvit.graph.match.calls import arguments, first, name_of, user_of
+from fastvit.graph.match.layout import Layout, known_equal, same_shape
 from fastvit.graph.match.rewriter import Emitter, GraphRewriter
-from fastvit.graph.match.values import fake, value_of
+from fastvit.graph.match.values import fake, other_tensor, value_of
 from fastvit.graph.match.views import follow, is_view
 
 
@@ -38,11 +38,7 @@ class _Tokens:
 def rewrite(rewriter: GraphRewriter, node: Node) -> None:
     if name_of(node) not in ("conv2d", "conv3d"):
         return
-    try:
-        parts = _parts_of(node)
-        tokens = _flattened(node)
-    except CannotFuse:
-        return  # a convolution of something else, or one that stays an image
+    parts, tokens = _parts_of(node), _flattened(node)
     for longest in reversed(list(_longer(tokens))):
         with rewriter.noting_refusals(node, "patch embedding"):
             _rewrite(rewriter, node, *parts, longest)
@@ -90,8 +86,8 @@ def _longer(tokens: _Tokens) -> Iterator[_Tokens]:
             return
         grown = replace(tokens, root=user, matched=tokens.matched | {tokens.root})
         if name_of(user) == "add" and tokens.positions is None:
-            other = other_operand(user, tokens.root)
-            if not isinstance(other, Node) or not _is_one_sample(other, tokens.root):
+            other = other_tensor(user, tokens.root)
+            if other is None or not _is_one_sample(other, tokens.root):
                 return
             tokens = replace(grown, positions=other, positions_cover_prefix=bool(tokens.prefix))
         elif name_of(user) == "cat" and not tokens.prefix and (before := _before(user, tokens.root)) is not None:
@@ -102,11 +98,9 @@ def _longer(tokens: _Tokens) -> Iterator[_Tokens]:
 
 def _is_one_sample(positions: Node, tokens: Node) -> bool:
     """Return whether positions are (1, N, D) or (N, D), the same for every sample."""
-    value, want = value_of(positions), fake(tokens).shape
-    if value is None or not hasattr(value, "shape") or value.dim() not in (2, 3):
-        return False
-    same = all(map(known_equal, value.shape[-2:], want[-2:]))
-    return same and (value.dim() == 2 or known_equal(value.shape[0], 1))
+    shape = fake(positions).shape
+    same = same_shape(shape[-2:], fake(tokens).shape[-2:])
+    return same and (len(shape) == 2 or same_shape(shape[:-2], (1,)))
 
 
 def _before(cat: Node, tokens: Node) -> tuple[Node, ...] | None:

@@ -17,10 +17,10 @@ import torch.nn.functional as F
 from torch.fx import Node
 
 from fastvit.blocks.submodules import CannotFuse
-from fastvit.graph.match.calls import arguments, first, name_of, only_user, operands, other_operand, user_of, words
+from fastvit.graph.match.calls import arguments, first, is_number, name_of, only_user, operands, user_of, words
 from fastvit.graph.match.layout import known_equal, same_shape
 from fastvit.graph.match.rewriter import Emitter, GraphRewriter
-from fastvit.graph.match.values import CASTS, fake, value_of
+from fastvit.graph.match.values import CASTS, fake, other_tensor, value_of
 
 _WIDE = (torch.float32, torch.float64)
 
@@ -50,7 +50,7 @@ def _mean_square(total: Any) -> tuple[Node, set[Node], float] | None:
     mean, eps = sums[0]
     if isinstance(eps, Node) and isinstance(value_of(eps), torch.SymFloat):
         eps = float(value_of(eps))  # of a dynamic graph, which is then for this value only, as with torch's norms
-    if not isinstance(eps, int | float):
+    if not is_number(eps):
         raise CannotFuse("an RMSNorm whose eps is a tensor")
     _, dim, keepdim, _ = arguments(mean, input=None, dim=None, keepdim=False, dtype=None)
     dims = list(dim) if isinstance(dim, tuple | list) else [dim]
@@ -78,7 +78,7 @@ def _rewrite(
     while name_of(user) in CASTS and first(user) is at:
         at, user = user, only_user(user)
         matched.add(at)
-    other = other_operand(user, at)
+    other = other_tensor(user, at)
     if name_of(user) != operation or other is None or (operation == "div" and first(user) is at):
         raise CannotFuse(f"{words(user)} after the root of a mean of squares")
     of_product = _with_cast_inputs(other)
@@ -117,7 +117,7 @@ def _weighted(normalized: Node, matched: frozenset[Node]) -> list[tuple[Node, No
     vector, and the nodes from the root of the mean square to it."""
     found: list[tuple[Node, Node, frozenset[Node]]] = []
     at = normalized
-    weight: Any = None
+    weight: Node | None = None
     while True:
         if weight is not None:
             found.append((at, weight, matched))
@@ -125,8 +125,8 @@ def _weighted(normalized: Node, matched: frozenset[Node]) -> list[tuple[Node, No
         if user is None:
             return found
         if name_of(user) == "mul" and weight is None:
-            weight = other_operand(user, at)
-            if not isinstance(weight, Node) or value_of(weight) is None or fake(weight).dim() != 1:
+            weight = other_tensor(user, at)
+            if weight is None or fake(weight).dim() != 1:
                 return found
         elif name_of(user) not in CASTS or first(user) is not at:
             return found
