@@ -23,7 +23,7 @@ def rewrite(rewriter: GraphRewriter, node: Node) -> None:
         return
 
     def build(emit: Emitter) -> list[Node]:
-        both = emit.call(ops.add_layer_norm, residual, branch, norm.weight, norm.bias, **norm.options)
+        both = emit.call(ops.add_layer_norm, residual, branch, *norm.tensors[1:], **norm.options)
         return [emit.call(operator.getitem, both, i) for i in range(2)]
 
     rewriter.replace_all([total, node], {total, node}, build, node)

@@ -32,9 +32,9 @@ def rewrite(rewriter: GraphRewriter, node: Node) -> None:
     if name_of(node) == "scaled_dot_product_attention":
         with rewriter.noting_refusals(node, "attention"):
             _rewrite_call(rewriter, node)
-    elif name_of(node) in ("matmul", "einsum") and (softmax := _softmax_before(node)) is not None:
-        with rewriter.noting_refusals(softmax, "attention"):
-            _rewrite_products(rewriter, node, softmax)
+    elif name_of(node) in ("matmul", "einsum") and (chain := _chain_to_softmax(node)):
+        with rewriter.noting_refusals(chain[-1], "attention"):
+            _rewrite_products(rewriter, node, chain)
 
 
 def _rewrite_call(rewriter: GraphRewriter, node: Node) -> None:
@@ -55,49 +55,43 @@ def _given(mask: Node, q: Node) -> Term:
     return Term(mask, (*shape[:-1], shape[-2]), keeps=True if fake(mask).dtype is torch.bool else None)
 
 
-def _softmax_before(node: Node) -> Node | None:
-    """Return the softmax whose output a product multiplies, perhaps after dropout and rounding, or None."""
-    at: Any = first(node) if name_of(node) == "matmul" else (*node.args, None)[1]
-    at = at[0] if isinstance(at, list | tuple) else at
-    while name_of(at) in (*COPIES, *RESHAPES, "dropout"):
-        at = first(at)
-    return at if name_of(at) == "softmax" else None
+def _chain_to_softmax(product: Node) -> list[Any]:
+    """Return the nodes before a product back to the softmax whose output it multiplies, perhaps after dropout and
+    rounding; for another product nothing."""
+    at: Any = first(product) if name_of(product) == "matmul" else (*product.args, None)[1]
+    chain = [at[0] if isinstance(at, list | tuple) else at]
+    while name_of(chain[-1]) in (*COPIES, *RESHAPES, "dropout"):
+        chain.append(first(chain[-1]))
+    return chain if name_of(chain[-1]) == "softmax" else []
 
 
-def _rewrite_products(rewriter: GraphRewriter, root: Node, softmax: Node) -> None:
-    at, v = _operands(root)
-    matched, p = {root}, 0.0
-    while at is not softmax:
-        matched.add(at)
-        _check_precision(at, fake(root).dtype)
-        if name_of(at) == "dropout":
-            if p:
-                raise CannotFuse("two dropouts")
-            p = dropout_of(at)
-        at = first(at)
-    matched.add(softmax)
-    _check_precision(softmax, fake(root).dtype)
+def _rewrite_products(rewriter: GraphRewriter, root: Node, chain: list[Node]) -> None:
+    _, v = _operands(root)
+    softmax, matched = chain[-1], {root, *chain}
+    dropouts = [dropout_of(node) for node in chain if name_of(node) == "dropout"]
+    if len(dropouts) > 1:
+        raise CannotFuse("two dropouts")
     at = first(softmax)
-    probabilities = _operands(root)[0], softmax, at
+    probabilities = chain[0], softmax, at
     if softmax.kwargs.get("dim", softmax.args[1] if len(softmax.args) > 1 else None) not in (-1, fake(at).dim() - 1):
         raise CannotFuse("a softmax over another dimension")
     scale = 1.0
     terms: list[Term] = []
     while True:
         if factor := scaled(at):
-            matched.add(at)
-            at, scale = factor[0], scale * factor[1]
+            before, scale = factor[0], scale * factor[1]
         elif name_of(at) in (*COPIES, *RESHAPES):
-            _check_precision(at, fake(root).dtype)
-            matched.add(at)
-            at = first(at)
+            before = first(at)
         elif found := term_of(at, scale):
-            _check_precision(at, fake(root).dtype)
-            matched.add(at)
-            at = found[0]
+            before = found[0]
             terms.append(found[1])
         else:
             break
+        matched.add(at)
+        at = before
+    for node in matched:
+        if fake(node).dtype not in (fake(root).dtype, torch.float32, torch.float64):
+            raise CannotFuse(f"scores or probabilities in {fake(node).dtype}")
     if name_of(at) not in ("matmul", "einsum"):
         raise CannotFuse(f"{words(strip_views(at)[0])} between scores and softmax")
     if not all(same_shape(fake(t).shape, fake(at).shape) for t in probabilities):  # or all reshapes together do nothing
@@ -106,12 +100,8 @@ def _rewrite_products(rewriter: GraphRewriter, root: Node, softmax: Node) -> Non
     q, k = _operands(at, transposed=True)
     if fake(q).dtype != fake(root).dtype:
         raise CannotFuse(f"scores in {fake(q).dtype} for values in {fake(root).dtype}")
-    _emit(rewriter, root, matched, (q, k, v), scale, p, softmax, terms=terms, k_transposed=name_of(at) == "matmul")
-
-
-def _check_precision(node: Node, dtype: torch.dtype) -> None:
-    if fake(node).dtype not in (dtype, torch.float32, torch.float64):
-        raise CannotFuse(f"scores or probabilities in {fake(node).dtype}")
+    p, k_transposed = sum(dropouts), name_of(at) == "matmul"
+    _emit(rewriter, root, matched, (q, k, v), scale, p, softmax, terms=terms, k_transposed=k_transposed)
 
 
 def _operands(node: Node, transposed: bool = False) -> tuple[Node, Node]:

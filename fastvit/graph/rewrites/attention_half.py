@@ -107,9 +107,10 @@ class _Projections:
         q, k, _ = self._paths = [_path_to(t, scores=i < 2) for i, t in enumerate(attention.args)]
         if not same_positions(q.rotary, k.rotary):
             raise CannotFuse("q and k with different rotary positions")
-        if _formula(q.norm) != _formula(k.norm):
+        self.norms = [path.norm for path in (q, k) if path.norm is not None]
+        if len(self.norms) == 1 or len({(call.norm.kind, call.norm.eps) for call in self.norms}) > 1:
             raise CannotFuse("q and k with different norms")
-        self.rotary, self.norms = q.rotary, [path.norm for path in (q, k) if path.norm is not None]
+        self.rotary = q.rotary
         scale: Any = attention.kwargs["scale"]
         self.scale = q.factor * k.factor * float(self.d**-0.5 if scale is None else scale)
         nodes = list(dict.fromkeys(path.linear for path in self._paths))
@@ -151,10 +152,6 @@ class _Projections:
                 raise CannotFuse("heads in another order than (3, H, d)" if self.packed else "heads in another order")
 
 
-def _formula(norm: NormCall | None) -> Any:
-    return norm and (norm.kind, norm.eps)
-
-
 def _rewrite_half(rewriter: GraphRewriter, attention: Node, qkv: _Projections) -> None:
     norm = norm_of(qkv.y)
     end, proj, scale_norm, between = _projected(attention, qkv)
@@ -169,9 +166,9 @@ def _rewrite_half(rewriter: GraphRewriter, attention: Node, qkv: _Projections) -
         if qkv.rotary:
             options["rotary"] = qkv.rotary
         if qkv.norms:
-            options["qk_norm"] = tuple(head_norm.within() for head_norm in qkv.norms)
+            options["qk_norm"] = tuple(head_norm.norm for head_norm in qkv.norms)
         if scale_norm is not None:
-            options["scale_norm"] = scale_norm.within()
+            options["scale_norm"] = scale_norm.norm
         layers = weights, biases, proj.weight, proj.bias
         return emit.call(ops.layer_norm_attention, *norm.tensors, *layers, qkv.H, **norm.options, **options)
 

@@ -112,7 +112,7 @@ def _rewrite(rewriter: GraphRewriter, act: _Act, site: Node) -> None:
     def build(norm: NormCall | None, emit: Emitter, epilogue: dict[str, Any]) -> Node:
         options: dict[str, Any] = {"activation": activation, "dropout_p": drop1, **epilogue}
         if inner is not None:
-            options["inner_norm"] = norm_of(inner).within()
+            options["inner_norm"] = norm_of(inner).norm
         layers = *_first_layer(emit, fc1, gate_first), fc2.weight, fc2.bias
         if norm is None:
             return emit.call(ops.mlp, x, *layers, **options)

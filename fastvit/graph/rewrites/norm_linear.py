@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import operator
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Node
@@ -36,24 +36,17 @@ class NormCall(NamedTuple):
 
     node: Node
     x: Node
-    weight: Node
-    bias: Node | None
-    eps: float
-    kind: Literal["layer", "rms"]
+    norm: ops.Norm  # of nodes
 
     @property
-    def tensors(self) -> tuple[Node, Node, Node | None]:
+    def tensors(self) -> tuple[Any, Any, Any]:
         """The first arguments of an op that begins with the norm."""
-        return self.x, self.weight, self.bias
+        return self.x, self.norm.weight, self.norm.bias
 
     @property
     def options(self) -> dict[str, Any]:
         """The op's keywords for it."""
-        return {"eps": self.eps, "norm": self.kind}
-
-    def within(self) -> ops.Norm:
-        """Return the norm as an op takes it that has it further on, made of nodes."""
-        return ops.Norm(self.weight, self.bias, self.eps, self.kind)  # type: ignore[arg-type]
+        return {"eps": self.norm.eps, "norm": self.norm.kind}
 
 
 _KINDS: dict[str, Kind] = {"layer_norm": "LayerNorm", "rms_norm": "RMSNorm"}
@@ -91,7 +84,7 @@ def norm_of(node: Node) -> NormCall:
         raise CannotFuse(f"{called} without weight")
     if not is_number(eps):
         raise CannotFuse(f"{called} whose eps is a tensor")
-    return NormCall(node, x, weight, bias, float(eps), "layer" if name_of(node) == "layer_norm" else "rms")
+    return NormCall(node, x, ops.Norm(weight, bias, float(eps), "layer" if name_of(node) == "layer_norm" else "rms"))
 
 
 def _default_eps(dtype: torch.dtype) -> float:
