@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import os
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from fastvit.blocks.submodules import CannotFuse
 from fastvit.graph.match.rewriter import GraphRewriter
 from fastvit.graph.rewrites import (
     add_norm,
@@ -66,7 +68,9 @@ def _rewrite(gm: GraphModule) -> tuple[list[Entry], str]:
             return [], rewriter.refusal
         entries = rewriter.entries
         for module in _REWRITES:
-            module.rewrite(rewriter)
+            for node in list(gm.graph.nodes):
+                with contextlib.suppress(CannotFuse):  # nothing for the report
+                    module.rewrite(rewriter, node)
             rewriter.propagate_strides()
         gm.graph.lint()
     except Exception as error:  # an unforeseen graph compiles without us, and the log says so

@@ -51,6 +51,7 @@ SPELLINGS = {
         ),
         "attention (...",
     ),
+    "causal": (lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True), HALF),
     "x.mT as torch 2.15 traces it": (lambda q, k, v: (q @ torch.ops.aten.mT(k)).mul(0.2).softmax(-1) @ v, HALF),
     "q, k and v in another order": (
         lambda q, k, v: F.scaled_dot_product_attention(k, v, q), "attention (heads in another order than (3, H, d))",
@@ -68,7 +69,6 @@ SPELLINGS = {
         lambda q, k, v: F.scaled_dot_product_attention(q, k, torch.cat([v, v], -1))[..., :d],
         "left: values that are wider or narrower than keys",
     ),
-    "causal": (lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True), "left: a mask: causal"),
     "scaled by a tensor": (
         lambda q, k, v: (q @ k.mT * v.mean()).softmax(-1) @ v, "left: mul between scores and softmax",
     ),

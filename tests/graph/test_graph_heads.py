@@ -4,7 +4,7 @@ that heads of q share. Part of the op in the spellings of libraries, and left wh
 import pytest
 import torch
 import torch.nn.functional as F
-from compiled_graphs import check_rows, check_under_autocast, compile_and_check, details, graph_for_inner
+from compiled_graphs import check_rows, check_under_autocast, details, graph_for_inner
 from graph_models import NORMS, D, FunctionModule, H, N, RMSNorm, half, heads, joined, scores, together
 from torch import nn
 
@@ -12,15 +12,14 @@ HALF = "layer_norm_attention"
 P, d = 2, D // H
 
 
-def attending(arranges, *, norm_of_q=None, norm_of_k=None) -> FunctionModule:
+def attending(arranges, **norms) -> FunctionModule:
     """Return the attention halves in which arranges(model, x) are q, k and v."""
 
     def around(arrange):
         return lambda m, x: x + m.proj(joined(F.scaled_dot_product_attention(*arrange(m, x))))
 
-    layers = {name: nn.Linear(D, D) for name in "qkv"} | {"norm_of_all": RMSNorm(D)}
-    layers |= {"norm_of_q": norm_of_q or RMSNorm(d), "norm_of_k": norm_of_k or RMSNorm(d)}
-    model = half(together(map(around, arranges)), **layers)
+    layers = {name: nn.Linear(D, D) for name in "qkv"} | {"learnt": nn.Parameter(torch.randn(N - P, 2 * d))}
+    model = half(together(map(around, arranges)), **layers, **norms)
     model.register_buffer("tables", torch.randn(N - P, 2 * d))  # sin and cos of the patches, side by side
     model.register_buffer("tables_of_all", torch.randn(N, 2 * d))
     return model
@@ -73,6 +72,11 @@ def changed(change):
     return arrange
 
 
+SOME = {
+    "norm_of_q": RMSNorm(d), "norm_of_k": RMSNorm(d), "norm_of_all": RMSNorm(D), "other_eps": nn.RMSNorm(d, 1e-6),
+    "other_kind": nn.LayerNorm(d),
+}  # fmt: skip
+TWO_FORMULAS = "attention (q and k with different norms)"
 OTHER_NORMS = {
     "all heads": (norm_of_all_heads, "attention (a norm of all heads at once between projection and attention)"),
     "after a rotation": (after_a_rotation, "attention (add between projection and attention)"),
@@ -80,7 +84,9 @@ OTHER_NORMS = {
         changed(lambda m, q, k, v: (m.norm_of_q(q * 0.1), m.norm_of_k(k), v)),
         "attention (mul between projection and attention)",
     ),
-    "k alone": (changed(lambda m, q, k, v: (q, m.norm_of_k(k), v)), "attention (q and k with different norms)"),
+    "k alone": (changed(lambda m, q, k, v: (q, m.norm_of_k(k), v)), TWO_FORMULAS),
+    "another eps": (changed(lambda m, q, k, v: (m.norm_of_q(q), m.other_eps(k), v)), TWO_FORMULAS),
+    "another kind": (changed(lambda m, q, k, v: (m.norm_of_q(q), m.other_kind(k), v)), TWO_FORMULAS),
     "v, too": (
         changed(lambda m, q, k, v: (m.norm_of_q(q), m.norm_of_k(k), m.norm_of_k(v))),
         "attention (rms_norm between projection and attention)",
@@ -92,7 +98,7 @@ OTHER_NORMS = {
 def test_norms_of_q_and_k(kind, x):
     rows = {f.__name__: (f, HALF) for f in (tokens_first, heads_first, shared, rotated)}
     rows |= OTHER_NORMS if kind == "RMSNorm" else {}
-    norms = {"norm_of_q": NORMS[kind](d), "norm_of_k": NORMS[kind](d)}
+    norms = SOME | {"norm_of_q": NORMS[kind](d), "norm_of_k": NORMS[kind](d)}
     report = check_rows("attention", rows, lambda arranges: attending(arranges, **norms), x)
     if kind == "LayerNorm":
         assert set(details(report, kind)) == {HALF}
@@ -100,13 +106,7 @@ def test_norms_of_q_and_k(kind, x):
 
 def test_norms_of_q_and_k_under_autocast(x):
     """q and k are in bfloat16, their norms' weights in float32."""
-    assert details(check_under_autocast(attending([rotated]), x, torch.bfloat16), "attention") == [HALF]
-
-
-@pytest.mark.parametrize("norm_of_k", [nn.RMSNorm(d, 1e-6), nn.LayerNorm(d)])
-def test_norms_of_two_formulas_are_left(norm_of_k, x):
-    report = compile_and_check(attending([heads_first], norm_of_q=nn.RMSNorm(d, 1e-5), norm_of_k=norm_of_k), x)
-    assert details(report, "attention") == ["attention (q and k with different norms)"]
+    assert details(check_under_autocast(attending([rotated], **SOME), x, torch.bfloat16), "attention") == [HALF]
 
 
 # ---- rotary positions ----
@@ -140,13 +140,13 @@ def other_way_round(t, sin, cos):
     return torch.cat([t.narrow(2, 0, P), sin * halves(patches) + cos * patches], dim=2)
 
 
-def both(rotate_q, rotate_k=None):
+def both(rotate_q, rotate_k=None, tables="tables"):
     """Return the half whose q and k are turned by functions (t, sin, cos)."""
 
     def arrange(m, x):
         q, k, v = heads(m.qkv(m.norm(x)))
-        q = rotate_q(q, *m.tables.chunk(2, -1))
-        return q, (rotate_k or rotate_q)(k, *m.tables.chunk(2, -1)), v
+        sin, cos = getattr(m, tables).chunk(2, -1)
+        return rotate_q(q, sin, cos), (rotate_k or rotate_q)(k, sin, cos), v
 
     return arrange
 
@@ -164,6 +164,7 @@ ROTATIONS = {
     "tables of heads": (
         both(lambda t, sin, cos: after_prefix(t, sin.expand(1, H, -1, -1), cos.expand(1, H, -1, -1))), HALF,
     ),
+    "learnt tables": (both(after_prefix, tables="learnt"), "attention (rotary positions that are learnt)"),
     "sin for cos of k": (both(after_prefix, lambda t, sin, cos: after_prefix(t, cos, sin)), DIFFERENT),
     "pairs of q alone": (both(lambda t, *tables: after_prefix(t, *tables, pairs), after_prefix), DIFFERENT),
     "the other way": (turning(lambda t: -halves(t)), OTHER),
@@ -186,14 +187,6 @@ ROTATIONS = {
 
 def test_rotations(x):
     check_rows("attention", ROTATIONS, attending, x)
-
-
-def test_learnt_tables_keep_their_gradients(x):
-    model = attending([both(after_prefix)])
-    tables = model.tables
-    del model.tables
-    model.tables = nn.Parameter(tables)
-    assert details(compile_and_check(model, x), "attention") == ["attention (rotary positions that are learnt)"]
 
 
 # ---- keys and values that heads of q share ----

@@ -122,6 +122,7 @@ def drop(x: Tensor, keep: float = 0.5) -> Tensor:
 
 EPILOGUES = {
     "residual second": lambda m, x, y: y + x,
+    "residual in place": lambda m, x, y: y.add_(x),
     "layer scale": lambda m, x, y: x + m.gamma * y,
     "layer scale in place": lambda m, x, y: x + y.mul_(m.gamma),
     "drop path": lambda m, x, y: x + y * drop(x),

@@ -281,34 +281,30 @@ def test_backward_passes(backward: Callable[[nn.Module], Any]) -> None:
     assert report.graphs
 
 
-def test_a_parameter_changed_before_the_backward_pass() -> None:
+@torch.no_grad()
+def double_head(model: nn.Module) -> None:
+    model.head.weight.mul_(2)  # type: ignore[union-attr,operator]
+
+
+@pytest.mark.parametrize(
+    ("before", "change", "message"),
+    [
+        (None, double_head, "modified in place"),
+        ({}, nn.Module.zero_grad, "second time"),
+        ({"retain_graph": True}, nn.Module.eval, "the model has changed"),
+    ],
+)
+def test_errors_of_backward_passes(
+    before: dict[str, bool] | None, change: Callable[[nn.Module], Any], message: str
+) -> None:
+    """before: options of an earlier backward pass, or None without one."""
     model = ours()
     fastvit.graphs(model)
     for _ in range(3):
         model(image()).sum().backward()
-    out = model(image()).sum()
-    with torch.no_grad():
-        model.head.weight.mul_(2)
-    with pytest.raises(RuntimeError, match="modified in place"):
-        out.backward()
-
-
-def test_a_second_backward_pass_needs_retain_graph() -> None:
-    model = ours()
-    fastvit.graphs(model)
-    for _ in range(3):
-        loss = model(image()).sum()
-        loss.backward()
-    with pytest.raises(RuntimeError, match="second time"):
-        loss.backward()
-
-
-def test_a_model_changed_before_a_second_backward_pass() -> None:
-    model = ours()
-    fastvit.graphs(model)
-    for _ in range(3):
-        loss = model(image()).sum()
-        loss.backward(retain_graph=True)
-    model.eval()
-    with pytest.raises(RuntimeError, match="the model has changed"):
+    loss = model(image()).sum()
+    if before is not None:
+        loss.backward(**before)
+    change(model)
+    with pytest.raises(RuntimeError, match=message):
         loss.backward()

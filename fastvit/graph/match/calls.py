@@ -1,4 +1,7 @@
-"""One name for all spellings of a call in Dynamo's graph: torch.add(a, b), a + b and a.add(b) are "add"."""
+"""One name for all spellings of a call in Dynamo's graph: torch.add(a, b), a + b, a += b and a.add_(b) are "add".
+
+Patterns need not tell calls in place apart, because `GraphRewriter.replace` refuses writes that anything else reads.
+"""
 
 from __future__ import annotations
 
@@ -29,10 +32,18 @@ for _name in _NAMES.split():
         if (_function := getattr(_space, _name, None)) is not None:
             _FUNCTIONS[_function] = _ALIASES.get(_name, _name)
 _FUNCTIONS |= {torch.ops.aten.mT: "mT", torch.ops.aten.numpy_T: "T"}  # x.mT and x.T, as PyTorch 2.15 traces them
+_WITH_IN_PLACE = "add mul div pow sqrt rsqrt neg square relu sigmoid tanh masked_fill"
+_IN_PLACE = {f"{name}_": name for name in _WITH_IN_PLACE.split()}
 
 
 def name_of(node: Any) -> str:
     """Return the one name of the function or method that a node calls, or "" if it calls none that is known."""
+    name = own_name_of(node)
+    return _IN_PLACE.get(name, name)
+
+
+def own_name_of(node: Any) -> str:
+    """Return the name of what a node calls, which for a call in place is another one: "add_"."""
     if not isinstance(node, Node):
         return ""
     if node.op == "call_method":
@@ -48,7 +59,7 @@ def words(node: Node) -> str:
     """Return a name of what a node does, for the reasons in a report."""
     if node.op in ("placeholder", "output"):
         return "an input" if node.op == "placeholder" else "the graph's output"
-    return name_of(node) or getattr(node.target, "__name__", str(node.target))
+    return own_name_of(node) or getattr(node.target, "__name__", str(node.target))
 
 
 def arguments(node: Node, **defaults: Any) -> list[Any]:
@@ -66,15 +77,25 @@ def is_number(value: Any) -> bool:
 
 def scaled(node: Any) -> tuple[Node, float] | None:
     """Return tensor and factor of tensor * number, number * tensor or tensor / number, or None for another call."""
-    name = name_of(node)
-    if name not in ("mul", "mul_", "div", "div_") or len(node.args) != 2 or node.kwargs:
-        return None
-    a, b = node.args  # type: Any, Any
-    if isinstance(a, Node) and is_number(b):
-        if name.startswith("mul"):
+    for a, b in operands(node, "mul"):
+        if isinstance(a, Node) and is_number(b):
             return a, float(b)
-        return (a, 1.0 / b) if b else None
-    return (b, float(a)) if name == "mul" and is_number(a) and isinstance(b, Node) else None
+    for a, b in operands(node, "div")[:1]:  # not number / tensor
+        if isinstance(a, Node) and is_number(b) and b:
+            return a, 1.0 / b
+    return None
+
+
+def dropout_of(node: Node) -> float:
+    """Return the probability with which a call of F.dropout drops."""
+    _, p, training, _ = arguments(node, input=None, p=0.5, training=True, inplace=False)
+    if training is False:
+        return 0.0
+    if not is_number(p) or training is not True:
+        raise CannotFuse("a dropout probability that is a tensor")
+    if p >= 1.0:
+        raise CannotFuse("a dropout of everything")
+    return float(p)
 
 
 def operands(node: Any, name: str) -> list[tuple[Any, Any]]:
@@ -85,17 +106,16 @@ def operands(node: Any, name: str) -> list[tuple[Any, Any]]:
     return [(a, b), (b, a)]
 
 
-def other_operand(node: Node, one: Node) -> Any:
-    """Return b of a call with the arguments (one, b) or (b, one) only, otherwise None."""
-    if node.kwargs or len(node.args) != 2:
-        return None
-    return node.args[1] if node.args[0] is one else node.args[0]
+def user_of(node: Node) -> Node | None:
+    """Return the only node that uses a node's output, or None if there are none or several."""
+    return next(iter(node.users)) if len(node.users) == 1 else None
 
 
 def only_user(node: Node) -> Node:
-    if len(node.users) != 1:
+    user = user_of(node)
+    if user is None:
         raise CannotFuse(f"the output of its {words(node)} is used {len(node.users)} times")
-    return next(iter(node.users))
+    return user
 
 
 def first(node: Node) -> Any:

@@ -75,14 +75,21 @@ class GraphRewriter:
 
     # ---- the report ----
 
-    def note(self, node: Node, kind: Kind, fused: bool, detail: str) -> None:
+    def note(self, node: Node, kind: Kind, detail: str, status: Status = "accelerated") -> None:
         """Record the outcome at a site. The last note counts, but never turns a fused site into a skipped one, nor into
         another kind: the projection of an nn.MultiheadAttention has the same site as its attention."""
         site = node.meta.get("fastvit_site", node)
         before = self.entries.get(site)
-        if before is None or not before.fused or (fused and before.kind == kind):
-            status: Status = "accelerated" if fused else "skipped"
+        if before is None or not before.fused or (status == "accelerated" and before.kind == kind):
             self.entries[site] = Entry(_module_of(site), kind, status, detail, kind, _line_of(site))
+
+    @contextlib.contextmanager
+    def noting_refusals(self, node: Node, kind: Kind) -> Iterator[None]:
+        """Record a CannotFuse within the context as the reason why the site is left."""
+        try:
+            yield
+        except CannotFuse as reason:
+            self.note(node, kind, str(reason), "skipped")
 
     # ---- changes ----
 

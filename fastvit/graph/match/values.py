@@ -14,7 +14,7 @@ from torch.fx.node import map_arg
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fastvit.blocks.submodules import CannotFuse
-from fastvit.graph.match.calls import name_of
+from fastvit.graph.match.calls import own_name_of
 
 VIEWS = frozenset(
     ("reshape", "view", "flatten", "unflatten", "squeeze", "unsqueeze", "view_as", "reshape_as", "permute", "transpose",
@@ -33,6 +33,13 @@ def fake(node: Any) -> Tensor:
     if not isinstance(value, Tensor):
         raise CannotFuse(f"nothing is known about the shape of {node}")
     return value
+
+
+def other_tensor(node: Node, one: Node) -> Node | None:
+    """Return b of a call with the arguments (one, b) or (b, one) only, if it is another tensor, otherwise None."""
+    others = [other for other in node.args if isinstance(other, Node) and other is not one]
+    alone = len(node.args) == 2 and len(others) == 1 and not node.kwargs
+    return others[0] if alone and isinstance(value_of(others[0]), Tensor) else None
 
 
 def evaluate(node: Node, other: Mapping[Node, Any] = MappingProxyType({})) -> Any:
@@ -54,7 +61,7 @@ def mutated(node: Node) -> set[StorageWeakRef]:
     function of another library, or of higher order, may write into all of its inputs."""
     if node.op not in ("call_function", "call_method"):
         return set()
-    name = name_of(node)
+    name = own_name_of(node)
     inputs = [storages(value_of(used)) for used in node.all_input_nodes]
     into: set[StorageWeakRef] = set().union(*inputs)
     if node.op == "call_function" and not name and _may_write(node.target):

@@ -1,6 +1,6 @@
 """Softmax attention, in the spellings of libraries:
 
-    scaled_dot_product_attention(q, k, v, scale=s, dropout_p=p)
+    scaled_dot_product_attention(q, k, v, is_causal=c, scale=s, dropout_p=p)
     dropout(softmax(q @ k^T * s)) @ v           q, k, v (B, H, N, d), or (..., N, d)
 
 becomes `ops.attention`, which reads q, k and v by stride and stores no N x N tensor. The products may be spelled @,
@@ -19,7 +19,7 @@ from torch.fx import Node
 
 from fastvit import ops
 from fastvit.blocks.submodules import CannotFuse
-from fastvit.graph.match.calls import arguments, first, is_number, name_of, scaled, words
+from fastvit.graph.match.calls import arguments, dropout_of, first, is_number, name_of, scaled, words
 from fastvit.graph.match.layout import known_equal, same_shape
 from fastvit.graph.match.rewriter import Emitter, GraphRewriter
 from fastvit.graph.match.values import fake
@@ -28,21 +28,13 @@ from fastvit.graph.rewrites.groups import repeated
 from fastvit.graph.rewrites.masks import Term, attn_mask, term_of, without_filled_rows
 
 
-def rewrite(rewriter: GraphRewriter) -> None:
-    for node in list(rewriter.graph.nodes):
-        name = name_of(node)
-        softmax = _softmax_before(node) if name in ("matmul", "einsum") else None
-        site = node if name == "scaled_dot_product_attention" else softmax
-        if site is None:
-            continue
-        try:
-            if site is node:
-                _rewrite_call(rewriter, node)
-            else:
-                _rewrite_products(rewriter, node, site)
-            rewriter.note(site, "attention", True, "attention")
-        except CannotFuse as reason:
-            rewriter.note(site, "attention", False, str(reason))
+def rewrite(rewriter: GraphRewriter, node: Node) -> None:
+    if name_of(node) == "scaled_dot_product_attention":
+        with rewriter.noting_refusals(node, "attention"):
+            _rewrite_call(rewriter, node)
+    elif name_of(node) in ("matmul", "einsum") and (chain := _chain_to_softmax(node)):
+        with rewriter.noting_refusals(chain[-1], "attention"):
+            _rewrite_products(rewriter, node, chain)
 
 
 def _rewrite_call(rewriter: GraphRewriter, node: Node) -> None:
@@ -50,12 +42,11 @@ def _rewrite_call(rewriter: GraphRewriter, node: Node) -> None:
         node, query=None, key=None, value=None, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None,
         enable_gqa=False,
     )  # fmt: skip
-    if causal is not False:
-        raise CannotFuse("a mask: causal")
     if gqa is not False and fake(q).dim() != 4 and not same_shape(fake(q).shape, fake(k).shape):
         raise CannotFuse("queries in groups without a batch")
     _check_shapes(*(fake(t).shape for t in (q, k, v)))
-    _emit(rewriter, node, {node}, (q, k, v), scale, p, node, terms=[] if mask is None else [_given(mask, q)])
+    terms = [] if mask is None else [_given(mask, q)]
+    _emit(rewriter, node, {node}, (q, k, v), scale, p, node, terms=terms, is_causal=causal)
 
 
 def _given(mask: Node, q: Node) -> Term:
@@ -64,49 +55,43 @@ def _given(mask: Node, q: Node) -> Term:
     return Term(mask, (*shape[:-1], shape[-2]), keeps=True if fake(mask).dtype is torch.bool else None)
 
 
-def _softmax_before(node: Node) -> Node | None:
-    """Return the softmax whose output a product multiplies, perhaps after dropout and rounding, or None."""
-    at: Any = first(node) if name_of(node) == "matmul" else (*node.args, None)[1]
-    at = at[0] if isinstance(at, list | tuple) else at
-    while name_of(at) in (*COPIES, *RESHAPES, "dropout"):
-        at = first(at)
-    return at if name_of(at) == "softmax" else None
+def _chain_to_softmax(product: Node) -> list[Any]:
+    """Return the nodes before a product back to the softmax whose output it multiplies, perhaps after dropout and
+    rounding; for another product nothing."""
+    at: Any = first(product) if name_of(product) == "matmul" else (*product.args, None)[1]
+    chain = [at[0] if isinstance(at, list | tuple) else at]
+    while name_of(chain[-1]) in (*COPIES, *RESHAPES, "dropout"):
+        chain.append(first(chain[-1]))
+    return chain if name_of(chain[-1]) == "softmax" else []
 
 
-def _rewrite_products(rewriter: GraphRewriter, root: Node, softmax: Node) -> None:
-    at, v = _operands(root)
-    matched, p = {root}, 0.0
-    while at is not softmax:
-        matched.add(at)
-        _check_precision(at, fake(root).dtype)
-        if name_of(at) == "dropout":
-            if p:
-                raise CannotFuse("two dropouts")
-            p = dropout_of(at)
-        at = first(at)
-    matched.add(softmax)
-    _check_precision(softmax, fake(root).dtype)
+def _rewrite_products(rewriter: GraphRewriter, root: Node, chain: list[Node]) -> None:
+    _, v = _operands(root)
+    softmax, matched = chain[-1], {root, *chain}
+    dropouts = [dropout_of(node) for node in chain if name_of(node) == "dropout"]
+    if len(dropouts) > 1:
+        raise CannotFuse("two dropouts")
     at = first(softmax)
-    probabilities = _operands(root)[0], softmax, at
+    probabilities = chain[0], softmax, at
     if softmax.kwargs.get("dim", softmax.args[1] if len(softmax.args) > 1 else None) not in (-1, fake(at).dim() - 1):
         raise CannotFuse("a softmax over another dimension")
     scale = 1.0
     terms: list[Term] = []
     while True:
         if factor := scaled(at):
-            matched.add(at)
-            at, scale = factor[0], scale * factor[1]
+            before, scale = factor[0], scale * factor[1]
         elif name_of(at) in (*COPIES, *RESHAPES):
-            _check_precision(at, fake(root).dtype)
-            matched.add(at)
-            at = first(at)
+            before = first(at)
         elif found := term_of(at, scale):
-            _check_precision(at, fake(root).dtype)
-            matched.add(at)
-            at = found[0]
+            before = found[0]
             terms.append(found[1])
         else:
             break
+        matched.add(at)
+        at = before
+    for node in matched:
+        if fake(node).dtype not in (fake(root).dtype, torch.float32, torch.float64):
+            raise CannotFuse(f"scores or probabilities in {fake(node).dtype}")
     if name_of(at) not in ("matmul", "einsum"):
         raise CannotFuse(f"{words(strip_views(at)[0])} between scores and softmax")
     if not all(same_shape(fake(t).shape, fake(at).shape) for t in probabilities):  # or all reshapes together do nothing
@@ -115,22 +100,8 @@ def _rewrite_products(rewriter: GraphRewriter, root: Node, softmax: Node) -> Non
     q, k = _operands(at, transposed=True)
     if fake(q).dtype != fake(root).dtype:
         raise CannotFuse(f"scores in {fake(q).dtype} for values in {fake(root).dtype}")
-    _emit(rewriter, root, matched, (q, k, v), scale, p, softmax, terms=terms, k_transposed=name_of(at) == "matmul")
-
-
-def _check_precision(node: Node, dtype: torch.dtype) -> None:
-    if fake(node).dtype not in (dtype, torch.float32, torch.float64):
-        raise CannotFuse(f"scores or probabilities in {fake(node).dtype}")
-
-
-def dropout_of(node: Node) -> float:
-    """Return the probability with which a call of F.dropout drops."""
-    _, p, training, _ = arguments(node, input=None, p=0.5, training=True, inplace=False)
-    if not is_number(p) or not isinstance(training, bool):
-        raise CannotFuse("a dropout probability that is a tensor")
-    if p >= 1.0:
-        raise CannotFuse("a dropout of everything")
-    return float(p) if training else 0.0
+    p, k_transposed = sum(dropouts), name_of(at) == "matmul"
+    _emit(rewriter, root, matched, (q, k, v), scale, p, softmax, terms=terms, k_transposed=k_transposed)
 
 
 def _operands(node: Node, transposed: bool = False) -> tuple[Node, Node]:
@@ -152,7 +123,7 @@ def _operands(node: Node, transposed: bool = False) -> tuple[Node, Node]:
 
 def _emit(
     rewriter: GraphRewriter, root: Node, matched: set[Node], qkv: tuple[Node, Node, Node], scale: object, p: object,
-    site: Node, *, terms: Sequence[Term], k_transposed: bool = False,
+    site: Node, *, terms: Sequence[Term], k_transposed: bool = False, is_causal: bool = False,
 ) -> None:  # fmt: skip
     """qkv: (B, H, N, d) or (..., N, d) each, k perhaps (..., d, N)."""
     if not (scale is None or is_number(scale)) or not is_number(p):
@@ -166,7 +137,7 @@ def _emit(
             key, value = (t.emit(emit) for t in grouped)
         else:
             key, value = emit.method("transpose", qkv[1], -2, -1) if k_transposed else qkv[1], qkv[2]
-        query, options = qkv[0], {}
+        query, options = qkv[0], dict[str, Any](is_causal=True) if is_causal else {}
         if terms:
             options["attn_mask"], kept = attn_mask(emit, terms, query)
             if kept is not None and (q.requires_grad or k.requires_grad):
@@ -182,6 +153,7 @@ def _emit(
     if len(grouped) != 2 or not known_equal(grouped[0].heads, grouped[1].heads):
         grouped = []
     rewriter.replace(root, matched.union(*(t.unused(matched) for t in grouped)), build, site)
+    rewriter.note(site, "attention", "attention")
 
 
 def _check_shapes(q: Any, k: Any, v: Any) -> None:

@@ -10,13 +10,15 @@ but one layer computes q, k and v, attention becomes `ops.attention_qkvpacked`, 
 
 from __future__ import annotations
 
+import contextlib
+from dataclasses import dataclass
 from typing import Any
 
 from torch.fx import Node
 
 from fastvit import ops
 from fastvit.blocks.submodules import CannotFuse
-from fastvit.graph.match.calls import first, name_of, scaled, words
+from fastvit.graph.match.calls import first, name_of, scaled, user_of, words
 from fastvit.graph.match.layout import Layout, Size, known_equal, same_shape
 from fastvit.graph.match.rewriter import Emitter, GraphRewriter
 from fastvit.graph.match.values import fake
@@ -27,129 +29,127 @@ from fastvit.graph.rewrites.rotary import rotation_of, same_positions
 from fastvit.ops import Rotary
 
 
-def rewrite(rewriter: GraphRewriter) -> None:
-    for node in list(rewriter.graph.nodes):
-        if node.op == "call_function" and node.target is ops.attention:
-            site = node.meta["fastvit_site"]
-            try:
-                projections = _Projections(node)
-            except CannotFuse as reason:
-                rewriter.note(site, "attention", True, f"attention ({reason})")
-                continue
-            try:
-                _rewrite_half(rewriter, node, projections)
-                rewriter.note(site, "attention", True, "layer_norm_attention")
-            except CannotFuse as reason:
-                if projections.packed and _rewrite_packed(rewriter, node, projections):
-                    rewriter.note(site, "attention", True, f"attention_qkvpacked ({reason})")
-                else:
-                    rewriter.note(site, "attention", True, f"attention ({reason})")
+def rewrite(rewriter: GraphRewriter, node: Node) -> None:
+    if node.target is not ops.attention:
+        return
+    qkv: _Projections | None = None
+    try:
+        qkv = _Projections(node)
+        _rewrite_half(rewriter, node, qkv)
+        detail = "layer_norm_attention"
+    except CannotFuse as reason:
+        packed = qkv is not None and _rewrite_packed(rewriter, node, qkv)
+        detail = f"{'attention_qkvpacked' if packed else 'attention'} ({reason})"
+    rewriter.note(node, "attention", detail)
+
+
+@dataclass
+class _Path:
+    """How q, k or v comes out of a linear layer: by views of its output, and for q and k by factors, rotary positions
+    and a norm. matched: all nodes after the layer."""
+
+    linear: Node
+    views: list[Node]
+    matched: set[Node]
+    factor: float = 1.0  # belongs to the scale of the scores
+    rotary: Rotary | None = None  # of nodes
+    norm: NormCall | None = None
+
+
+def _path_to(t: Any, *, scores: bool) -> _Path:
+    """Return how t comes out of a linear layer. scores: whether it is q or k, which may be more than a view."""
+    at, views = strip_views(t)
+    path = _Path(at, views, set())
+    while scores:
+        matched = frozenset((at,))
+        if path.norm is not None:
+            if not widened(at):  # the op computes in float32, too
+                break
+            before = first(at)
+        elif is_norm(at):
+            path.norm = norm_of(at)
+            if not follow(Layout.of(fake(at).shape), views).has_rows_of(fake(at).shape[-1]):
+                raise CannotFuse("a norm of all heads at once between projection and attention")
+            before = path.norm.x
+        elif (factor := scaled(at)) is not None:
+            before = factor[0]
+            path.factor *= factor[1]
+        elif path.rotary is None and (rotation := rotation_of(at)) is not None:
+            in_order = Layout.of(fake(at).shape).permute((0, 2, 1, 3))  # (B, H, N, d) as (B, N, H, d)
+            if not follow(Layout.of(fake(at).shape), views).is_same(in_order):
+                raise CannotFuse("rotary positions of tokens in another order")
+            before, path.rotary, matched = rotation.x, rotation.rotary, rotation.matched
+        else:
+            break
+        path.matched |= matched
+        at, earlier = strip_views(before)
+        views = earlier + views
+    if name_of(at) != "linear":
+        raise CannotFuse(f"{words(at)} between projection and attention")
+    path.linear, path.views = at, views
+    path.matched |= {*views}
+    return path
 
 
 class _Projections:
-    """The linear layers that compute q, k and v of an `ops.attention` node, and their input. Raises CannotFuse if q, k
-    and v are not plain slices of the outputs of one or three linear layers."""
+    """The linear layers that compute q, k and v of an `ops.attention` node, and their input `y`. Raises CannotFuse if
+    q, k and v are not plain slices of the outputs of one or three linear layers.
+
+    Attributes:
+        packed: whether there is one layer.
+        plain: whether attention_qkvpacked could read its output.
+    """
 
     def __init__(self, attention: Node) -> None:
-        self.matched: set[Node] = set()
-        self.factor = 1.0  # of the scale
         self.B, self.N, self.H, self.d = fake(attention.args[0]).shape
-        self.mask: Node | None = attention.kwargs.get("attn_mask")  # type: ignore[assignment]
         if not known_equal(fake(attention.args[1]).shape[2], self.H):
             raise CannotFuse("k and v with fewer heads than q")
-        self.plain = True  # whether attention_qkvpacked could read the projection's output
-        self.rotary: list[Rotary] = []  # of nodes, of q and of k
-        self.norms: list[NormCall] = []  # of q and of k
-        projections = [self._projection_of(t, scores=i < 2) for i, t in enumerate(attention.args)]
-        if self.rotary and (len(self.rotary) != 2 or not same_positions(*self.rotary)):
+        q, k, _ = self._paths = [_path_to(t, scores=i < 2) for i, t in enumerate(attention.args)]
+        if not same_positions(q.rotary, k.rotary):
             raise CannotFuse("q and k with different rotary positions")
-        formulas = [(norm.kind, norm.eps) for norm in self.norms]
-        if formulas and (len(formulas) != 2 or formulas[0] != formulas[1]):
+        self.norms = [path.norm for path in (q, k) if path.norm is not None]
+        if len(self.norms) == 1 or len({(call.norm.kind, call.norm.eps) for call in self.norms}) > 1:
             raise CannotFuse("q and k with different norms")
-        nodes = list(dict.fromkeys(linear for linear, _ in projections))
+        self.rotary = q.rotary
+        scale: Any = attention.kwargs["scale"]
+        self.scale = q.factor * k.factor * float(self.d**-0.5 if scale is None else scale)
+        nodes = list(dict.fromkeys(path.linear for path in self._paths))
         if len(nodes) not in (1, 3):
             raise CannotFuse("q, k and v come out of two layers")
         self.packed = len(nodes) == 1
         self.linears = [linear_of(node) for node in nodes]
-        origins = [strip_views(linear.x) for linear in self.linears]
-        self.y, views = origins[0]
-        if any(y is not self.y or chain != views for y, chain in origins):
+        (self.y, views), *others = (strip_views(linear.x) for linear in self.linears)
+        if any(other != (self.y, views) for other in others):
             raise CannotFuse("q, k and v are of different tensors")
+        self.plain = self.packed and not (views or self.rotary or self.norms)
+        self.matched = {*nodes, *views}.union(*(path.matched for path in self._paths))
         if known_equal(self.H, 1) and self.linears[0].out_features > self.d:  # perhaps (B * H, N, 1, d)
             self.H = self.linears[0].out_features // (3 * self.d if self.packed else self.d)
-            self.B, self.plain = fake(self.y).shape[0], self.H == 1
-            if self.mask is not None and self.H != 1:
-                raise CannotFuse("a mask of heads in the batch")
+            self.B = fake(self.y).shape[0]
+            if self.H != 1:
+                self.plain = False
+                if "attn_mask" in attention.kwargs:
+                    raise CannotFuse("a mask of heads in the batch")
         if fake(self.y).dim() != 3 or not same_shape(fake(self.y).shape[:2], (self.B, self.N)):
             raise CannotFuse(f"a projection of {tuple(fake(self.y).shape)}")
-        of_y = follow(Layout.of(fake(self.y).shape), views)
-        self.matched |= {*nodes, *views}
-        self.plain = self.plain and not views
+        self._check_order(follow(Layout.of(fake(self.y).shape), views))
+
+    def _check_order(self, x: Layout) -> None:
+        """Check that q, k and v have the rows of the layers in the op's order. x: the layers' input."""
         E = self.H * self.d
         width = 3 * E if self.packed else E
-        for i, (linear, chain) in enumerate(projections):
-            out = linear_of(linear).out_features
+        for i, path in enumerate(self._paths):
+            out = linear_of(path.linear).out_features
             if not known_equal(out, width):
                 raise CannotFuse(f"a projection to {out} for {self.H} heads of {self.d}")
             want = Layout.of(
                 (self.B, self.N, self.H, self.d), (self.N * width, width, self.d, 1), i * E if self.packed else 0
             )
-            arranged = follow(of_y.through_linear(out), chain)
+            arranged = follow(x.through_linear(out), path.views)
             if not known_equal(arranged.size(0), self.B):
                 arranged = arranged.reshape((self.B, self.H, self.N, self.d)).permute((0, 2, 1, 3))
             if not arranged.is_same(want):
                 raise CannotFuse("heads in another order than (3, H, d)" if self.packed else "heads in another order")
-
-    def _projection_of(self, t: Any, *, scores: bool) -> tuple[Node, list[Node]]:
-        """Return the linear layer that computes q, k or v, and the views between. A factor of q or k on the way belongs
-        to the scale of the scores, unless a norm follows, which removes it."""
-        node, chain = strip_views(t)
-        while scores:
-            if is_norm(node):
-                if not follow(Layout.of(fake(node).shape), chain).has_rows_of(fake(node).shape[-1]):
-                    raise CannotFuse("a norm of all heads at once between projection and attention")
-                self.matched.add(node)
-                self.norms.append(norm_of(node))
-                node, chain = self._strip_casts(self.norms[-1].x, chain)
-                break
-            if (factor := scaled(node)) is not None:
-                self.matched.add(node)
-                self.factor *= factor[1]
-                node = factor[0]
-            elif (rotation := rotation_of(node)) is not None:
-                if not follow(Layout.of(fake(node).shape), chain).is_same(_tokens_first(fake(node).shape)):
-                    raise CannotFuse("rotary positions of tokens in another order")
-                self.matched |= rotation.matched
-                self.rotary.append(rotation.rotary)
-                node = rotation.x
-            else:
-                break
-            node, before = strip_views(node)
-            chain = before + chain
-        if name_of(node) != "linear":
-            raise CannotFuse(f"{words(node)} between projection and attention")
-        self.matched |= {*chain}
-        return node, chain
-
-    def _strip_casts(self, x: Node, chain: list[Node]) -> tuple[Node, list[Node]]:
-        """Return the node that a norm's input was cast from, and the views between: the op computes in float32 too."""
-        while True:
-            x, before = strip_views(x)
-            chain = before + chain
-            if not widened(x):
-                return x, chain
-            self.matched.add(x)
-            x = first(x)
-
-
-def _tokens_first(shape: Any) -> Layout:
-    """(B, H, N, d) as (B, N, H, d)"""
-    return Layout.of(shape).permute((0, 2, 1, 3))
-
-
-def _scale(attention: Node, projections: _Projections) -> float:
-    scale: Any = attention.kwargs["scale"]
-    return projections.factor * float(projections.d**-0.5 if scale is None else scale)
 
 
 def _rewrite_half(rewriter: GraphRewriter, attention: Node, qkv: _Projections) -> None:
@@ -162,22 +162,20 @@ def _rewrite_half(rewriter: GraphRewriter, attention: Node, qkv: _Projections) -
         biases: Any = tuple(linear.bias for linear in qkv.linears)
         if qkv.packed:
             (weights,), (biases,) = weights, biases
-        options = {**epilogue, **attention.kwargs, "scale": _scale(attention, qkv)}  # with the mask and dropout_p
+        options = {**epilogue, **attention.kwargs, "scale": qkv.scale}  # with the mask, is_causal and dropout_p
         if qkv.rotary:
-            options["rotary"] = qkv.rotary[0]
+            options["rotary"] = qkv.rotary
         if qkv.norms:
-            options["qk_norm"] = tuple(head_norm.for_op() for head_norm in qkv.norms)
+            options["qk_norm"] = tuple(head_norm.norm for head_norm in qkv.norms)
         if scale_norm is not None:
-            options["scale_norm"] = scale_norm.for_op()
-        return emit.call(
-            ops.layer_norm_attention, norm.x, norm.weight, norm.bias, weights, biases, proj.weight, proj.bias, qkv.H,
-            eps=norm.eps, norm=norm.kind, **options,
-        )  # fmt: skip
+            options["scale_norm"] = scale_norm.norm
+        layers = weights, biases, proj.weight, proj.bias
+        return emit.call(ops.layer_norm_attention, *norm.tensors, *layers, qkv.H, **norm.options, **options)
 
     replace_longest(rewriter, end, matched, attention, build)
     for taken in (norm, *qkv.norms, scale_norm):
         if taken is not None:
-            note_norm(rewriter, taken.node, True, "layer_norm_attention")
+            note_norm(rewriter, taken.node, "layer_norm_attention")
 
 
 def _projected(attention: Node, qkv: _Projections) -> tuple[Node, LinearCall, NormCall | None, list[Node]]:
@@ -190,12 +188,10 @@ def _projected(attention: Node, qkv: _Projections) -> tuple[Node, LinearCall, No
     proj: LinearCall | None = None
     norm: NormCall | None = None
     E: Size = qkv.H * qkv.d
-    while True:
-        if proj is not None and layout.is_same(Layout.of((qkv.B, qkv.N, proj.out_features))):
-            return at, proj, norm, between
-        if len(at.users) != 1:
+    while proj is None or not layout.is_same(Layout.of((qkv.B, qkv.N, proj.out_features))):
+        user = user_of(at)
+        if user is None:
             raise CannotFuse("attention's output is used more than once")
-        (user,) = at.users
         if name_of(user) == "linear" and first(user) is at and proj is None:
             proj = linear_of(user)
             if not known_equal(fake(at).shape[-1], E):
@@ -214,20 +210,18 @@ def _projected(attention: Node, qkv: _Projections) -> tuple[Node, LinearCall, No
             raise CannotFuse(f"{words(user)} after attention")
         between.append(at)
         at = user
+    return at, proj, norm, between
 
 
 def _rewrite_packed(rewriter: GraphRewriter, attention: Node, qkv: _Projections) -> bool:
-    linear = qkv.linears[0]
-    if not qkv.plain or qkv.rotary or qkv.norms:  # no op rotates or normalises inside packed attention
-        return False
+    linear = qkv.linears[0].node
 
     def build(emit: Emitter) -> Node:
-        packed = emit.method("unflatten", linear.node, -1, (3, qkv.H, qkv.d))
-        options = {**attention.kwargs, "scale": _scale(attention, qkv)}  # with the mask and dropout_p
-        return emit.call(ops.attention_qkvpacked, packed, **options)
+        packed = emit.method("unflatten", linear, -1, (3, qkv.H, qkv.d))
+        return emit.call(ops.attention_qkvpacked, packed, **{**attention.kwargs, "scale": qkv.scale})
 
-    try:
-        rewriter.replace(attention, qkv.matched - {linear.node}, build, attention)
-    except CannotFuse:
-        return False
-    return True
+    with contextlib.suppress(CannotFuse):
+        if qkv.plain:
+            rewriter.replace(attention, qkv.matched - {linear}, build, attention)
+            return True
+    return False

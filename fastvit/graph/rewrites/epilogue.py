@@ -19,10 +19,10 @@ from torch.fx import Node
 
 from fastvit import ops
 from fastvit.blocks.submodules import CannotFuse
-from fastvit.graph.match.calls import name_of, other_operand, scaled
+from fastvit.graph.match.calls import name_of, scaled, user_of
 from fastvit.graph.match.layout import known_equal, same_shape
 from fastvit.graph.match.rewriter import Emitter, GraphRewriter
-from fastvit.graph.match.values import fake, value_of
+from fastvit.graph.match.values import fake, other_tensor
 from fastvit.graph.rewrites.norm_linear import linear_of
 
 
@@ -62,18 +62,15 @@ def epilogues(branch: Node) -> Iterator[Epilogue]:
 
 
 def _longer(e: Epilogue) -> Epilogue | None:
-    at = e.root
-    if len(at.users) != 1 or e.residual is not None:
+    at, user = e.root, user_of(e.root)
+    if user is None or e.residual is not None:
         return None
-    (user,) = at.users
     name = name_of(user)
     taken = replace(e, root=user, matched=e.matched | {at})
     if (factor := scaled(user)) is not None:
         return replace(taken, factor=e.factor * factor[1])
-    other = other_operand(user, at)
-    if name not in ("mul", "mul_", "add") or other is at:
-        return None
-    if not isinstance(other, Node) or value_of(other) is None or (name == "mul_" and user.args[0] is not at):
+    other = other_tensor(user, at)
+    if name not in ("mul", "add") or other is None:
         return None
     shape, of = fake(at).shape, fake(other)
     if name == "add":
@@ -110,19 +107,16 @@ def replace_longest(rewriter: GraphRewriter, branch: Node, matched: set[Node], s
     replace_with(none)
 
 
-def rewrite(rewriter: GraphRewriter) -> None:
-    for node in list(rewriter.graph.nodes):
-        if name_of(node) != "linear" or next(epilogues(node)).root is node:
-            continue
-        try:
-            linear = linear_of(node)
+def rewrite(rewriter: GraphRewriter, node: Node) -> None:
+    if name_of(node) != "linear" or next(epilogues(node)).root is node:
+        return
 
-            def build(emit: Emitter, epilogue: dict[str, Any], linear: Any = linear) -> Node:
-                if not epilogue:
-                    raise CannotFuse("nothing after it that the op takes")
-                return emit.call(ops.linear, linear.x, linear.weight, linear.bias, **epilogue)
+    def build(emit: Emitter, epilogue: dict[str, Any]) -> Node:
+        if not epilogue:
+            raise CannotFuse("nothing after it that the op takes")
+        return emit.call(ops.linear, linear.x, linear.weight, linear.bias, **epilogue)
 
-            replace_longest(rewriter, node, {node}, node, build)
-            rewriter.note(node, "linear", True, "linear")
-        except CannotFuse as reason:
-            rewriter.note(node, "linear", False, str(reason))
+    with rewriter.noting_refusals(node, "linear"):
+        linear = linear_of(node)
+        replace_longest(rewriter, node, {node}, node, build)
+        rewriter.note(node, "linear", "linear")

@@ -62,8 +62,7 @@ def repeated(t: Node, *, transposed: bool = False) -> Repeated | None:
         plain = base if extra is None else base.select(extra, 0)
         for turned in (False, True):
             heads = plain.permute((0, 2, 1, 3)) if turned else plain
-            want = Layout((heads.dims[0], (*heads.dims[1], (n, 0)), *heads.dims[2:]))
-            if layout.is_same(want):
+            if layout.is_same(_with_copies(heads, 1, n)):
                 return Repeated(x, extra, turned, heads.size(1), (node, *chain))
     except CannotFuse:
         pass

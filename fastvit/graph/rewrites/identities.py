@@ -8,40 +8,33 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from fastvit.blocks.submodules import CannotFuse
-from fastvit.graph.match.calls import arguments, first, name_of, only_user
+from fastvit.graph.match.calls import arguments, dropout_of, first, name_of, only_user
 from fastvit.graph.match.layout import known_int, same_shape
 from fastvit.graph.match.rewriter import Emitter, GraphRewriter
 from fastvit.graph.match.values import fake, storages, value_of
 
 
-def rewrite(rewriter: GraphRewriter) -> None:
-    for node in list(rewriter.graph.nodes):
-        if name_of(node) == "dropout":
-            _take_out(rewriter, node)
-        elif node.op == "call_method" and node.target in ("reshape_as", "view_as"):
-            _by_sizes(node)
-        elif "size" in (name_of(node), name_of(first(node))):
-            _write_down(node)
-        elif node.target is F.multi_head_attention_forward:
-            try:
-                _write_out(rewriter, node)
-            except CannotFuse as reason:
-                rewriter.note(node, "attention", False, str(reason))
+def rewrite(rewriter: GraphRewriter, node: Node) -> None:
+    if name_of(node) == "dropout":
+        _take_out(rewriter, node)
+    elif node.op == "call_method" and node.target in ("reshape_as", "view_as"):
+        _by_sizes(node)
+    elif "size" in (name_of(node), name_of(first(node))):
+        _write_down(node)
+    elif node.target is F.multi_head_attention_forward:
+        with rewriter.noting_refusals(node, "attention"):
+            _write_out(rewriter, node)
 
 
 def _take_out(rewriter: GraphRewriter, node: Node) -> None:
     """Replace dropout(x, 0.0), or dropout in evaluation, by x, unless a write or the output would show that they are
     one tensor."""
-    try:
-        x, p, training, _ = arguments(node, input=None, p=0.5, training=True, inplace=False)
-    except CannotFuse:
+    x = first(node)
+    if dropout_of(node) or any(user.op == "output" for user in node.users):
         return
-    if not (training is False or p == 0.0) or not isinstance(x, Node) or any(u.op == "output" for u in node.users):
-        return
-    if rewriter.is_mutated(storages(value_of(x)) | storages(value_of(node))):
-        return
-    node.replace_all_uses_with(x)
-    rewriter.graph.erase_node(node)
+    if not rewriter.is_mutated(storages(value_of(x)) | storages(value_of(node))):
+        node.replace_all_uses_with(x)
+        rewriter.graph.erase_node(node)
 
 
 def _write_down(node: Node) -> None:

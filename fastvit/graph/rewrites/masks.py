@@ -17,14 +17,13 @@ import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import reduce
 from typing import Any
 
 import torch
 from torch.fx import Node
 
 from fastvit.blocks.submodules import CannotFuse
-from fastvit.graph.match.calls import arguments, first, is_number, name_of, scaled, words
+from fastvit.graph.match.calls import arguments, first, is_number, name_of, operands, scaled, words
 from fastvit.graph.match.layout import Size, known_equal, known_int, same_shape
 from fastvit.graph.match.rewriter import Emitter
 from fastvit.graph.match.values import fake
@@ -32,7 +31,6 @@ from fastvit.graph.match.views import COPIES, RESHAPES
 
 _MASKED = -1e30  # the sum of any score with this number, or a lower one, is that number again
 _LOWEST = torch.finfo(torch.bfloat16).min  # of bfloat16 and float32
-_FILLS = ("masked_fill", "masked_fill_")
 
 
 @dataclass(frozen=True)
@@ -64,10 +62,10 @@ def term_of(node: Node, factor: float) -> tuple[Node, Term] | None:
     """Return the scores and the term, if node adds to scores or masks them, otherwise None. Raises CannotFuse if the op
     cannot do the same."""
     name = name_of(node)
-    if name in ("add", "add_"):
+    if name == "add":
         scores, added = _summands(node)
         return scores, Term(added, fake(node).shape, factor)
-    if name in _FILLS:
+    if name == "masked_fill":
         scores, mask, fill = arguments(node, input=None, mask=None, value=None)
         keeps = False
     elif name == "where":
@@ -87,13 +85,9 @@ def term_of(node: Node, factor: float) -> tuple[Node, Term] | None:
 
 def _summands(node: Node) -> tuple[Node, Node]:
     """Return the scores and what is added to them."""
-    if len(node.args) == 2 and not node.kwargs:
-        a, b = node.args
-        for scores, added in ((a, b),) if name_of(node) == "add_" else ((a, b), (b, a)):
-            if not isinstance(added, Node) or not isinstance(scores, Node) or not _is_product(scores):
-                continue
-            if same_shape(fake(scores).shape, fake(node).shape):
-                return scores, added
+    for scores, added in operands(node, "add"):
+        if isinstance(added, Node) and _is_product(scores) and same_shape(fake(scores).shape, fake(node).shape):
+            return scores, added
     raise CannotFuse(f"{words(node)} between scores and softmax")
 
 
@@ -102,9 +96,9 @@ def _is_product(node: Any, sums: int = 8) -> bool:
     while name_of(node) not in ("matmul", "einsum"):
         if factor := scaled(node):
             node = factor[0]
-        elif name_of(node) in (*COPIES, *RESHAPES, *_FILLS):
+        elif name_of(node) in (*COPIES, *RESHAPES, "masked_fill"):
             node = first(node)
-        elif name_of(node) in ("add", "add_", "mul", "mul_", "where"):
+        elif name_of(node) in ("add", "mul", "where"):
             return sums > 0 and any(_is_product(before, sums - 1) for before in node.args)
         else:
             return False
@@ -144,34 +138,30 @@ def attn_mask(emit: Emitter, terms: Sequence[Term], q: Node) -> tuple[Node | Non
     """
     *leading, N, _ = fake(q).shape
     target = (*leading, N, N) if len(leading) == 2 else (math.prod(leading), N, N)
-    arranged = [(term, _arranged(emit, term, target, q)) for term in terms]
-    added = [
-        node if term.factor == 1.0 else emit.call(torch.mul, node, term.factor)
-        for term, node in reversed(arranged)
-        if term.keeps is None
-    ]
-    kept = [
-        node if term.keeps else emit.call(torch.logical_not, node) for term, node in arranged if term.keeps is not None
-    ]
-    mask = filled = None
-    if added:
-        mask = reduce(lambda a, b: emit.call(torch.add, a, b), added)
-    if kept:
-        keep = reduce(lambda a, b: emit.call(torch.logical_and, a, b), kept)
-        fills = {term.fill for term in terms if term.keeps is not None}
-        if len(fills) > 1:
-            raise CannotFuse("masks that fill in different numbers")
-        fill = fills.pop()
-        filled = keep if fill > -math.inf else None
-        if mask is None and filled is None:
-            mask = keep
+    mask: Node | None = None  # the sum of what is added
+    kept: Node | None = None
+    for term in reversed(terms):
+        node = _arranged(emit, term, target, q)
+        if term.keeps is None:
+            node = node if term.factor == 1.0 else emit.call(torch.mul, node, term.factor)
+            mask = node if mask is None else emit.call(torch.add, mask, node)
         else:
-            mask = emit.call(torch.where, keep, 0.0 if mask is None else mask, fill)
-            if filled is not None and fake(mask).dtype is torch.float16:
-                raise CannotFuse(f"a fill of {fill} into a mask in float16")
-    if mask is not None and len(target) == 3 and fake(mask).dim() == 3:
+            node = node if term.keeps else emit.call(torch.logical_not, node)
+            kept = node if kept is None else emit.call(torch.logical_and, kept, node)
+    fills = {term.fill for term in terms if term.keeps is not None}
+    if len(fills) > 1:
+        raise CannotFuse("masks that fill in different numbers")
+    is_finite = kept is not None and -math.inf not in fills
+    if mask is None and not is_finite:
+        mask = kept
+    elif kept is not None:
+        (fill,) = fills
+        mask = emit.call(torch.where, kept, 0.0 if mask is None else mask, fill)
+        if is_finite and fake(mask).dtype is torch.float16:
+            raise CannotFuse(f"a fill of {fill} into a mask in float16")
+    if len(target) == 3 and fake(mask).dim() == 3:
         mask = emit.method("unsqueeze", mask, 1)
-    return mask, filled
+    return mask, kept if is_finite else None
 
 
 def without_filled_rows(emit: Emitter, q: Node, kept: Node) -> Node:

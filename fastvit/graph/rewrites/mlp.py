@@ -17,12 +17,11 @@ from torch.fx import Node
 
 from fastvit import ops
 from fastvit.blocks.submodules import CannotFuse
-from fastvit.graph.match.calls import arguments, first, name_of, only_user, operands, scaled, words
-from fastvit.graph.match.layout import Layout, dense_strides
+from fastvit.graph.match.calls import arguments, dropout_of, first, name_of, only_user, operands, scaled, words
+from fastvit.graph.match.layout import Layout
 from fastvit.graph.match.rewriter import Emitter, GraphRewriter
 from fastvit.graph.match.values import fake
 from fastvit.graph.match.views import follow, strip_views
-from fastvit.graph.rewrites.attention import dropout_of
 from fastvit.graph.rewrites.epilogue import replace_longest
 from fastvit.graph.rewrites.norm_linear import LinearCall, NormCall, is_norm, linear_of, norm_of, note_norm
 from fastvit.ops.runtime.activations import GATED
@@ -37,18 +36,11 @@ class _Act(NamedTuple):
     matched: set[Node]
 
 
-def rewrite(rewriter: GraphRewriter) -> None:
-    for node in list(rewriter.graph.nodes):
-        try:
-            act = _activation(node)
-            if act is None or name_of(strip_views(act.x)[0]) != "linear":
-                continue
-        except CannotFuse:  # an activation with unknown arguments
-            continue
-        try:
+def rewrite(rewriter: GraphRewriter, node: Node) -> None:
+    act = _activation(node)
+    if act is not None and name_of(strip_views(act.x)[0]) == "linear":
+        with rewriter.noting_refusals(node, "MLP"):
             _rewrite(rewriter, act, node)
-        except CannotFuse as reason:
-            rewriter.note(node, "MLP", False, str(reason))
 
 
 def _activation(node: Node) -> _Act | None:
@@ -65,11 +57,8 @@ def _activation(node: Node) -> _Act | None:
 
 def _quick_gelu(sigmoid: Node) -> _Act | None:
     """x * sigmoid(1.702 * x)"""
-    inner = scaled(first(sigmoid))
-    if inner is None or inner[1] != 1.702 or len(sigmoid.users) != 1:
-        return None
-    (root,) = sigmoid.users
-    if name_of(root) != "mul" or {*root.args} != {inner[0], sigmoid}:
+    inner, root = scaled(first(sigmoid)), only_user(sigmoid)
+    if inner is None or inner[1] != 1.702 or (inner[0], sigmoid) not in operands(root, "mul"):
         return None
     return _Act("quick_gelu", inner[0], root, {sigmoid, first(sigmoid), root})
 
@@ -77,7 +66,7 @@ def _quick_gelu(sigmoid: Node) -> _Act | None:
 def _tanh_gelu(tanh: Node) -> _Act | None:
     """0.5 * x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x**3))), terms and factors in any order"""
     inner = scaled(first(tanh))
-    if inner is None or name_of(first(tanh)).endswith("_") or not math.isclose(inner[1], math.sqrt(2.0 / math.pi)):
+    if inner is None or not math.isclose(inner[1], math.sqrt(2.0 / math.pi)):
         return None
     for x, term in operands(inner[0], "add"):
         cube = scaled(term)
@@ -123,30 +112,29 @@ def _rewrite(rewriter: GraphRewriter, act: _Act, site: Node) -> None:
     def build(norm: NormCall | None, emit: Emitter, epilogue: dict[str, Any]) -> Node:
         options: dict[str, Any] = {"activation": activation, "dropout_p": drop1, **epilogue}
         if inner is not None:
-            options["inner_norm"] = norm_of(inner).for_op()
-        tensors = *_first_layer(emit, fc1, gate_first), fc2.weight, fc2.bias
+            options["inner_norm"] = norm_of(inner).norm
+        layers = *_first_layer(emit, fc1, gate_first), fc2.weight, fc2.bias
         if norm is None:
-            return emit.call(ops.mlp, x, *tensors, **options)
-        of_norm = norm.x, norm.weight, norm.bias
-        return emit.call(ops.layer_norm_mlp, *of_norm, *tensors, eps=norm.eps, norm=norm.kind, **options)
+            return emit.call(ops.mlp, x, *layers, **options)
+        return emit.call(ops.layer_norm_mlp, *norm.tensors, *layers, **norm.options, **options)
 
     try:
         norm = norm_of(x)
         replace_longest(rewriter, end, {*matched, x}, site, partial(build, norm))
-        note_norm(rewriter, x, True, "layer_norm_mlp")
+        note_norm(rewriter, x, "layer_norm_mlp")
         detail = "layer_norm_mlp"
     except CannotFuse as reason:
         replace_longest(rewriter, end, matched, site, partial(build, None))
         detail = f"mlp ({reason})"
-    rewriter.note(site, "MLP", True, detail)
+    rewriter.note(site, "MLP", detail)
     if inner is not None:
-        note_norm(rewriter, inner, True, detail.partition(" ")[0])
+        note_norm(rewriter, inner, detail.partition(" ")[0])
 
 
 def _past_dropout(node: Node, matched: set[Node]) -> tuple[Node, float]:
     """Return the dropout after node and its probability, or node and 0."""
-    user = next(iter(node.users)) if len(node.users) == 1 else None
-    if user is None or name_of(user) != "dropout":
+    user = only_user(node)
+    if name_of(user) != "dropout":
         return node, 0.0
     matched.add(user)
     return user, dropout_of(user)
@@ -170,20 +158,14 @@ def _gated(act: _Act, product: Node) -> tuple[str, list[LinearCall], bool | None
         if gate_views or value_views or gate.x is not value_linear.x:
             raise CannotFuse("gate and value are of different tensors")
         return names[act.name], [gate, value_linear], None, []
-    shape = fake(gate_layer).shape
-    half = shape[-1] // 2
-    firsts = [
-        next((i for i in (0, 1) if follow(Layout.of(shape), views).is_same(_half(shape, half, i))), None)
-        for views in (gate_views, value_views)
-    ]
-    if firsts not in ([0, 1], [1, 0]):
+    whole = Layout.of(fake(gate_layer).shape)
+    last, width = len(whole.dims) - 1, gate.out_features // 2
+    halves = [whole.narrow(last, i * width, width) for i in (0, 1)]
+    parts = [follow(whole, views) for views in (gate_views, value_views)]
+    gate_first = parts[0].is_same(halves[0])
+    if not all(map(Layout.is_same, parts if gate_first else reversed(parts), halves)):
         raise CannotFuse("gate and value are not the two halves of a layer")
-    return names[act.name], [gate], firsts == [0, 1], [*gate_views, *value_views]
-
-
-def _half(shape: Any, half: Any, i: int) -> Layout:
-    """Return the layout of the first (0) or second (1) half of the last dimension."""
-    return Layout.of((*shape[:-1], half), dense_strides(shape), i * half)
+    return names[act.name], [gate], gate_first, [*gate_views, *value_views]
 
 
 def _first_layer(emit: Emitter, fc1: list[LinearCall], gate_first: bool | None) -> tuple[Any, Any]:

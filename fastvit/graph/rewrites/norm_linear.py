@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import operator
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Node
@@ -36,14 +36,17 @@ class NormCall(NamedTuple):
 
     node: Node
     x: Node
-    weight: Node
-    bias: Node | None
-    eps: float
-    kind: Literal["layer", "rms"]
+    norm: ops.Norm  # of nodes
 
-    def for_op(self) -> ops.Norm:
-        """Return the norm as an op takes it, made of nodes."""
-        return ops.Norm(self.weight, self.bias, self.eps, self.kind)  # type: ignore[arg-type]
+    @property
+    def tensors(self) -> tuple[Any, Any, Any]:
+        """The first arguments of an op that begins with the norm."""
+        return self.x, self.norm.weight, self.norm.bias
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The op's keywords for it."""
+        return {"eps": self.norm.eps, "norm": self.norm.kind}
 
 
 _KINDS: dict[str, Kind] = {"layer_norm": "LayerNorm", "rms_norm": "RMSNorm"}
@@ -81,7 +84,7 @@ def norm_of(node: Node) -> NormCall:
         raise CannotFuse(f"{called} without weight")
     if not is_number(eps):
         raise CannotFuse(f"{called} whose eps is a tensor")
-    return NormCall(node, x, weight, bias, float(eps), "layer" if name_of(node) == "layer_norm" else "rms")
+    return NormCall(node, x, ops.Norm(weight, bias, float(eps), "layer" if name_of(node) == "layer_norm" else "rms"))
 
 
 def _default_eps(dtype: torch.dtype) -> float:
@@ -91,40 +94,30 @@ def _default_eps(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps
 
 
-def note_norm(rewriter: GraphRewriter, node: Node, fused: bool, detail: str) -> None:
-    rewriter.note(node, _KINDS[name_of(node)], fused, detail)
+def note_norm(rewriter: GraphRewriter, node: Node, op: str) -> None:
+    rewriter.note(node, _KINDS[name_of(node)], op)
 
 
-def rewrite(rewriter: GraphRewriter) -> None:
-    for node in list(rewriter.graph.nodes):
-        if not is_norm(node):
-            continue
-        try:
-            note_norm(rewriter, node, True, _rewrite(rewriter, node))
-        except CannotFuse as reason:
-            note_norm(rewriter, node, False, str(reason))
+def rewrite(rewriter: GraphRewriter, node: Node) -> None:
+    if is_norm(node):
+        with rewriter.noting_refusals(node, _KINDS[name_of(node)]):
+            _rewrite(rewriter, node)
 
 
-def _rewrite(rewriter: GraphRewriter, node: Node) -> str:
-    """Replace the norm and its linear layers, and return the name of the op."""
+def _rewrite(rewriter: GraphRewriter, node: Node) -> None:
     norm = norm_of(node)
     users = sorted(node.users)  # as they stand in the graph
     others = [words(user) for user in users if name_of(user) != "linear" or first(user) is not node]
     if others or not users:
         raise CannotFuse(f"{', '.join(sorted(set(others))[:3]) or 'nothing'} after it")
-    of_norm, options = (norm.x, norm.weight, norm.bias), {"eps": norm.eps, "norm": norm.kind}
     layers = [linear_of(user) for user in users]
     weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
 
-    def one(emit: Emitter) -> Node:
-        return emit.call(ops.layer_norm_linear, *of_norm, *weights, *biases, **options)
-
-    def several(emit: Emitter) -> list[Node]:
-        outputs = emit.call(layer_norm_linears, *of_norm, weights, biases, **options)
+    def build(emit: Emitter) -> list[Node]:
+        if len(layers) == 1:
+            return [emit.call(ops.layer_norm_linear, *norm.tensors, *weights, *biases, **norm.options)]
+        outputs = emit.call(layer_norm_linears, *norm.tensors, weights, biases, **norm.options)
         return [emit.call(operator.getitem, outputs, i) for i in range(len(layers))]
 
-    if len(layers) == 1:
-        rewriter.replace(users[0], {node}, one, node)
-        return "layer_norm_linear"
-    rewriter.replace_all(users, {node}, several, node)
-    return "layer_norm_linears"
+    rewriter.replace_all(users, {node}, build, node)
+    note_norm(rewriter, node, "layer_norm_linear" if len(layers) == 1 else "layer_norm_linears")

@@ -17,10 +17,10 @@ from torch.fx import Node
 
 from fastvit import ops
 from fastvit.blocks.submodules import CannotFuse
-from fastvit.graph.match.calls import arguments, first, name_of, other_operand
-from fastvit.graph.match.layout import Layout, known_equal
+from fastvit.graph.match.calls import arguments, first, name_of, user_of
+from fastvit.graph.match.layout import Layout, known_equal, same_shape
 from fastvit.graph.match.rewriter import Emitter, GraphRewriter
-from fastvit.graph.match.values import fake, value_of
+from fastvit.graph.match.values import fake, other_tensor, value_of
 from fastvit.graph.match.views import follow, is_view
 
 
@@ -35,25 +35,15 @@ class _Tokens:
     positions_cover_prefix: bool = False
 
 
-def rewrite(rewriter: GraphRewriter) -> None:
-    for node in list(rewriter.graph.nodes):
-        if name_of(node) not in ("conv2d", "conv3d"):
-            continue
-        try:
-            parts = _parts_of(node)
-            tokens = _flattened(node)
-        except CannotFuse:
-            continue  # a convolution of something else, or one that stays an image
-        refused = None
-        for longest in reversed(list(_longer(tokens))):
-            try:
-                _rewrite(rewriter, node, *parts, longest)
-                rewriter.note(node, "patch embedding", True, "patch_embed")
-                break
-            except CannotFuse as reason:
-                refused = reason
-        else:
-            rewriter.note(node, "patch embedding", False, str(refused))
+def rewrite(rewriter: GraphRewriter, node: Node) -> None:
+    if name_of(node) not in ("conv2d", "conv3d"):
+        return
+    parts, tokens = _parts_of(node), _flattened(node)
+    for longest in reversed(list(_longer(tokens))):
+        with rewriter.noting_refusals(node, "patch embedding"):
+            _rewrite(rewriter, node, *parts, longest)
+            rewriter.note(node, "patch embedding", "patch_embed")
+            return
 
 
 def _parts_of(node: Node) -> tuple[Node, Node, Node | None]:
@@ -81,7 +71,7 @@ def _flattened(node: Node) -> _Tokens:
     want = Layout.of((B, n, D), (D * n, 1, n))
     at, layout, matched = node, Layout.of((B, D, *grid)), frozenset[Node]()
     while not layout.is_same(want):
-        if len(at.users) != 1 or not is_view(user := next(iter(at.users))):
+        if (user := user_of(at)) is None or not is_view(user):
             raise CannotFuse("an image")
         layout, matched = follow(layout, [user]), matched | {at}
         at = user
@@ -91,13 +81,13 @@ def _flattened(node: Node) -> _Tokens:
 def _longer(tokens: _Tokens) -> Iterator[_Tokens]:
     while True:
         yield tokens
-        if len(tokens.root.users) != 1:
+        user = user_of(tokens.root)
+        if user is None:
             return
-        (user,) = tokens.root.users
         grown = replace(tokens, root=user, matched=tokens.matched | {tokens.root})
         if name_of(user) == "add" and tokens.positions is None:
-            other = other_operand(user, tokens.root)
-            if not isinstance(other, Node) or not _is_one_sample(other, tokens.root):
+            other = other_tensor(user, tokens.root)
+            if other is None or not _is_one_sample(other, tokens.root):
                 return
             tokens = replace(grown, positions=other, positions_cover_prefix=bool(tokens.prefix))
         elif name_of(user) == "cat" and not tokens.prefix and (before := _before(user, tokens.root)) is not None:
@@ -108,11 +98,9 @@ def _longer(tokens: _Tokens) -> Iterator[_Tokens]:
 
 def _is_one_sample(positions: Node, tokens: Node) -> bool:
     """Return whether positions are (1, N, D) or (N, D), the same for every sample."""
-    value, want = value_of(positions), fake(tokens).shape
-    if value is None or not hasattr(value, "shape") or value.dim() not in (2, 3):
-        return False
-    same = all(map(known_equal, value.shape[-2:], want[-2:]))
-    return same and (value.dim() == 2 or known_equal(value.shape[0], 1))
+    shape = fake(positions).shape
+    same = same_shape(shape[-2:], fake(tokens).shape[-2:])
+    return same and (len(shape) == 2 or same_shape(shape[:-2], (1,)))
 
 
 def _before(cat: Node, tokens: Node) -> tuple[Node, ...] | None:

@@ -17,53 +17,37 @@ import torch.nn.functional as F
 from torch.fx import Node
 
 from fastvit.blocks.submodules import CannotFuse
-from fastvit.graph.match.calls import arguments, first, is_number, name_of, only_user, other_operand, words
+from fastvit.graph.match.calls import arguments, first, is_number, name_of, only_user, operands, user_of, words
 from fastvit.graph.match.layout import known_equal, same_shape
 from fastvit.graph.match.rewriter import Emitter, GraphRewriter
-from fastvit.graph.match.values import CASTS, fake, value_of
+from fastvit.graph.match.values import CASTS, fake, other_tensor, value_of
 
 _WIDE = (torch.float32, torch.float64)
 
 
-def rewrite(rewriter: GraphRewriter) -> None:
-    for node in list(rewriter.graph.nodes):
-        operation = _root_of(node)
-        if not operation:
-            continue
-        try:
-            squares = _mean_square(first(node))
-            if squares is not None:
+def rewrite(rewriter: GraphRewriter, node: Node) -> None:
+    if operation := _root_of(node):
+        with rewriter.noting_refusals(node, "RMSNorm"):
+            if squares := _mean_square(first(node)):
                 _rewrite(rewriter, node, operation, *squares)
-        except CannotFuse as reason:
-            rewriter.note(node, "RMSNorm", False, str(reason))
 
 
 def _root_of(node: Node) -> str:
     """Return how x is combined with this root of a mean square: "mul" with 1 / sqrt(...), "div" by sqrt(...), "" for
     any other node."""
-    name = _in_place_or_not(node)
+    name = name_of(node)
     exponent = node.args[1] if name == "pow" and len(node.args) == 2 and not node.kwargs else None
     if name == "rsqrt" or exponent == -0.5:
         return "mul"
     return "div" if name == "sqrt" or exponent == 0.5 else ""
 
 
-def _in_place_or_not(node: Any) -> str:
-    """Return "add" for add_ too, and so on. `GraphRewriter.replace` checks writes."""
-    return name_of(node).removesuffix("_")
-
-
 def _mean_square(total: Any) -> tuple[Node, set[Node], float] | None:
     """Return x, the nodes that compute mean(x * x, -1, keepdim=True) + eps, and eps; None for any other node."""
-    if _in_place_or_not(total) != "add" or len(total.args) != 2:
+    sums = [pair for pair in operands(total, "add") if name_of(pair[0]) == "mean"]
+    if not sums or (x := _squared(first(sums[0][0]))) is None:
         return None
-    means = [term for term in total.args if name_of(term) == "mean" and _squared(first(term)) is not None]
-    if not means:
-        return None
-    mean = means[0]
-    eps = other_operand(total, mean)
-    square, x = first(mean), _squared(first(mean))
-    assert x is not None
+    mean, eps = sums[0]
     if isinstance(eps, Node) and isinstance(value_of(eps), torch.SymFloat):
         eps = float(value_of(eps))  # of a dynamic graph, which is then for this value only, as with torch's norms
     if not is_number(eps):
@@ -72,7 +56,7 @@ def _mean_square(total: Any) -> tuple[Node, set[Node], float] | None:
     dims = list(dim) if isinstance(dim, tuple | list) else [dim]
     if dims not in ([-1], [fake(x).dim() - 1]) or keepdim is not True:
         raise CannotFuse("an RMSNorm over another dimension")
-    return x, {square, mean, total}, float(eps)
+    return x, {first(mean), mean, total}, float(eps)
 
 
 def _squared(node: Any) -> Node | None:
@@ -94,9 +78,10 @@ def _rewrite(
     while name_of(user) in CASTS and first(user) is at:
         at, user = user, only_user(user)
         matched.add(at)
-    if name_of(user) != operation or at not in user.args[operation == "div" :] or len(user.args) != 2 or user.kwargs:
+    other = other_tensor(user, at)
+    if name_of(user) != operation or other is None or (operation == "div" and first(user) is at):
         raise CannotFuse(f"{words(user)} after the root of a mean of squares")
-    of_product = _with_cast_inputs(other_operand(user, at))
+    of_product = _with_cast_inputs(other)
     of_square = _with_cast_inputs(squared)
     inputs = [node for node in of_product if node in of_square]
     if not inputs:
@@ -132,16 +117,16 @@ def _weighted(normalized: Node, matched: frozenset[Node]) -> list[tuple[Node, No
     vector, and the nodes from the root of the mean square to it."""
     found: list[tuple[Node, Node, frozenset[Node]]] = []
     at = normalized
-    weight: Any = None
+    weight: Node | None = None
     while True:
         if weight is not None:
             found.append((at, weight, matched))
-        if len(at.users) != 1:
+        user = user_of(at)
+        if user is None:
             return found
-        (user,) = at.users
         if name_of(user) == "mul" and weight is None:
-            weight = other_operand(user, at)
-            if not isinstance(weight, Node) or value_of(weight) is None or fake(weight).dim() != 1:
+            weight = other_tensor(user, at)
+            if weight is None or fake(weight).dim() != 1:
                 return found
         elif name_of(user) not in CASTS or first(user) is not at:
             return found

@@ -45,12 +45,10 @@ def rotation_of(node: Node) -> Rotation | None:
         return None
     P = fake(prefix).shape[2]
     whole = _sliced_from(inner.x)
-    rest = fake(whole).shape[2] - P
-    slices = [_relative(t, whole) for t in (prefix, inner.x)]
     tokens = Layout.of(fake(whole).shape)
-    if not isinstance(P, int) or not slices[0].is_same(tokens.narrow(2, 0, P)):
+    if not isinstance(P, int) or not _relative(prefix, whole).is_same(tokens.narrow(2, 0, P)):
         raise CannotFuse("tokens before the rotated ones that are not those before them")
-    if not slices[1].is_same(tokens.narrow(2, P, rest)):
+    if not _relative(inner.x, whole).is_same(tokens.narrow(2, P, tokens.size(2) - P)):
         raise CannotFuse("rotated tokens that are not the last")
     views = _between(prefix, whole) + _between(inner.x, whole)
     return Rotation(whole, inner.rotary._replace(num_prefix_tokens=P), inner.matched.union(casts, views, (node,)))
@@ -70,8 +68,10 @@ def _rotated(add: Node) -> Rotation | None:
     return None
 
 
-def same_positions(a: Rotary, b: Rotary) -> bool:
-    """Return whether two rotations have the same tables, or equal slices of one."""
+def same_positions(a: Rotary | None, b: Rotary | None) -> bool:
+    """Return whether two rotations have the same tables, or equal slices of one, or there is none of both."""
+    if a is None or b is None:
+        return a is b
     return a[2:] == b[2:] and _same(a.sin, b.sin) and _same(a.cos, b.cos)
 
 
