@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.codegen.aot import TARGETS, Compiled
-from benchmarks.codegen.launches import DTYPES, Launch, compile_all, record, representatives
+from benchmarks.codegen.launches import DTYPES, Launch, record, representatives
 from benchmarks.harness.columns import make
 from benchmarks.harness.workloads import workloads
 from fastvit._output import not_writable, write_file
+from fastvit.warmup import in_processes
 
 # Tensor-core multiply-adds per score in units of the (padded) head dimension, by kernel
 _MATMULS = {
@@ -146,7 +147,7 @@ def main(arguments: list[str] | None = None) -> int:
     launches = [launch for launch in launches if chosen.kernel in launch.name]
     if chosen.few:
         launches = representatives(launches)
-    rows = [facts(*pair) for pair in compile_all(launches)]
+    rows = [facts(*pair) for pair in in_processes(Launch.compile, launches)]
     if chosen.json:
         write_file(chosen.json, json.dumps(rows, indent=1))
     print(table(rows))

@@ -105,7 +105,10 @@ def _train(args: argparse.Namespace, new: bool) -> int:
         raise ValueError(f"--batch must give each process an even number of images, got {args.batch} for {world}")
     if args.compile and args.compile not in torch._dynamo.list_backends(exclude_tags=()):
         raise ValueError(f"--compile must name a backend of torch.compile, got {args.compile!r}")
-    device = _device()
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
     run = Run(args.out, writes=os.environ.get("RANK", "0") == "0")
     if world > 1:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
@@ -152,15 +155,6 @@ def _compare(args: argparse.Namespace) -> int:
             path = args.plot.with_stem(f"{args.plot.stem}_{theme}")
             terminal.write_figure(path, compare.draw(curves, theme), theme)
     return 0
-
-
-def _device() -> Any:
-    import torch
-
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    return torch.device("cuda", torch.cuda.current_device())
 
 
 def _assignment(text: str) -> tuple[str, Any]:

@@ -46,12 +46,9 @@ class Trainer:
         }  # fmt: skip
         if self.teacher is not None and hasattr(model.module, "set_distilled_training"):
             model.module.set_distilled_training(True)
-        if args.parallel == "fsdp":
-            models.shard(model.module)
-        self.model = model
+        self.model, self.call = model, models.spread(model.module, args, device)
         self.optimizer = recipe.optimizer(args, model.module)
         self.schedule = recipe.schedule(args, self.optimizer, self.total, self.data.steps)
-        self.call = models.spread(model.module, args, device)
         self.at: Record = {"step": 0, "seconds": 0.0, "losses": [], "of_epoch": 0.0}
 
     # ---- the run ----
