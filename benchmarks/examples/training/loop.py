@@ -99,7 +99,7 @@ class Trainer:
         """Take one step of the optimizer. Returns the mean loss of its images, over all processes."""
         self.schedule.step_update(step)
         self.call.train()
-        seed_all(self.args.seed, step, self.rank, 2)  # dropout and stochastic depth
+        seed_all(self.args.seed, step, 0, self.rank, 2)  # dropout and stochastic depth
         with self._autocast():
             taught = None
             if self.teacher is not None:
