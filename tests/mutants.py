@@ -14,6 +14,7 @@ import argparse
 import ast
 import os
 import random
+import shlex
 import shutil
 import subprocess
 import sys
@@ -35,28 +36,19 @@ LIMIT = 1800.0  # seconds of a room's tests: a mutant that never ends has been n
 PYTEST = (sys.executable, "-m", "pytest", "-x", "-q", "--tb=no", "-p", "no:cacheprovider", "-m", "not nightly")
 
 
-class _WithoutWords(ast.NodeTransformer):
-    """Leave out annotations and docstrings, which change nothing that runs."""
-
-    def visit_Expr(self, node: ast.Expr) -> ast.AST:
-        is_text = isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
-        return ast.Pass() if is_text else self.generic_visit(node)
-
-    def visit_arg(self, node: ast.arg) -> ast.arg:
-        node.annotation = None
-        return node
-
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
-        node.returns = None
-        return self.generic_visit(node)
-
-    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
-        node.annotation = ast.Constant(None)
-        return self.generic_visit(node)
+def _is_docstring(node: ast.AST) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
 
 
 def _meaning(text: str) -> str:
-    return ast.dump(_WithoutWords().visit(ast.parse(text)))
+    """Return the syntax tree without annotations and docstrings, which change nothing that runs."""
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        for name in {"annotation", "returns"} & {*node._fields}:
+            setattr(node, name, None)
+        if isinstance(node, ast.Expr) and _is_docstring(node):
+            node.value = ast.Constant(None)
+    return ast.dump(tree)
 
 
 def _left_out(text: str, statement: ast.stmt) -> str:
@@ -77,7 +69,8 @@ def mutants(path: str, chosen: random.Random) -> Iterator[str]:
         count = sum(1 for node in nodes for _ in operator.mutation_positions(node))
         changes += [partial(mutate_code, text, operator, occurrence) for occurrence in range(count)]
     simple = ast.Expr, ast.Assign, ast.AugAssign, ast.Return, ast.Raise, ast.Delete
-    changes += [partial(_left_out, text, node) for node in ast.walk(ast.parse(text)) if isinstance(node, simple)]
+    statements = [node for node in ast.walk(ast.parse(text)) if isinstance(node, simple) and not _is_docstring(node)]
+    changes += [partial(_left_out, text, node) for node in statements]
     chosen.shuffle(changes)
     seen = {_meaning(text)}
     for change in changes:
@@ -91,20 +84,26 @@ def mutants(path: str, chosen: random.Random) -> Iterator[str]:
             yield after
 
 
-def files(patterns: list[str], folder: Path) -> list[str]:
-    paths = [path.relative_to(folder).as_posix() for pattern in patterns for path in sorted(folder.glob(pattern))]
-    if not paths:
-        raise SystemExit(f"rooms.toml: no file is named like {patterns}")
-    return [*dict.fromkeys(paths)]
+def rooms() -> dict[str, str]:
+    """Return the room of every file of code. Raises SystemExit for a file or folder that is not there."""
+    room_of: dict[str, str] = {}
+    for name, room in ROOMS.items():
+        named = {pattern: sorted(ROOT.glob(pattern)) for pattern in room["code"]}
+        named |= {word: [*ROOT.glob(word)] for word in shlex.split(room["tests"]) if "/" in word}
+        if missing := [pattern for pattern, paths in named.items() if not paths]:
+            raise SystemExit(f"rooms.toml: no file is named like {missing}")
+        for path in (path for pattern in room["code"] for path in named[pattern]):
+            room_of.setdefault(path.relative_to(ROOT).as_posix(), name)
+    return room_of
 
 
-def survives(checkout: Path, path: str, after: str, tests: list[str]) -> bool:
+def survives(checkout: Path, path: str, after: str, tests: str) -> bool:
     """Whether all tests of the room pass in a copy of the checkout with this change."""
     before = (checkout / path).read_text()
     try:
         (checkout / path).write_text(after)
         environment = os.environ | {"PYTHONPATH": str(checkout), "PYTHONDONTWRITEBYTECODE": "1"}
-        command = (*PYTEST, *files(tests, checkout))
+        command = (*PYTEST, *shlex.split(tests))
         run = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, timeout=LIMIT)
         return run.returncode == 0
     except subprocess.TimeoutExpired:
@@ -120,10 +119,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     chosen = random.Random(arguments.seed)
-    room_of: dict[str, str] = {}
-    for name in ROOMS:
-        for path in files(ROOMS[name]["code"], ROOT):
-            room_of.setdefault(path, name)
+    room_of = rooms()
     code = [path for path, name in room_of.items() if not arguments.rooms or name in arguments.rooms]
     sizes = [(ROOT / path).stat().st_size for path in code]
     drawn = {path: mutants(path, chosen) for path in code}

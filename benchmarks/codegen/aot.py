@@ -81,14 +81,6 @@ class Compiled:
         return sass.parse(self.assembly)
 
     @property
-    def whole(self) -> sass.Region:
-        return self.listing.whole
-
-    @property
-    def hot_loop(self) -> sass.Region:
-        return self.listing.hot_loop
-
-    @property
     def programs_per_sm(self) -> int:
         """Resident programs per SM that registers, shared memory and threads allow."""
         t = TARGETS[self.target]
@@ -110,7 +102,7 @@ class Compiled:
     @property
     def problems(self) -> list[str]:
         """Reasons not to ship this binary. In the second tier, kernels may spill a little and load in any width."""
-        limit = TARGETS[self.target].shared_per_program
+        limit, whole = TARGETS[self.target].shared_per_program, self.listing.whole
         found = []
         if self.spill_bytes > (0 if self.first_tier else SPILLS_ALLOWED):
             spilled = max((loop.spilled / loop.slots for loop in self.listing.hot_loops), default=1.0)
@@ -122,17 +114,17 @@ class Compiled:
             found.append("nothing is stored: the compiler found the kernel's work impossible")
         if self.tensor_memory > _TENSOR_MEMORY:
             found.append(f"{self.tensor_memory} columns of tensor memory, limit {_TENSOR_MEMORY}")
-        if self.tensor_dots and not self.whole.tensor:
+        if self.tensor_dots and not whole.tensor:
             found.append("a matmul without tensor-core instructions")
-        if self.whole.tensor and not self.tensor_dots and TARGETS[self.target].nvidia:
+        if whole.tensor and not self.tensor_dots and TARGETS[self.target].nvidia:
             found.append("float32 multiplied in TF32, unasked")
-        if wrong := wrong_sums(self.whole.instructions):
+        if wrong := wrong_sums(whole.instructions):
             found.append(f"{wrong} addresses whose halves ptxas adds from one register (wrong_sums.py)")
         if not self.first_tier:
             return found
-        if self.target == "sm_90" and any(not op.startswith("HGMMA") for op in self.whole.tensor):
+        if self.target == "sm_90" and any(not op.startswith("HGMMA") for op in whole.tensor):
             found.append("HMMA instead of wgmma")
-        if self.hot_loop.one_by_one:
+        if self.listing.hot_loop.one_by_one:
             found.append("wgmma one by one")
         if any(loop.loads_in_flight == 0 for loop in self.listing.hot_loops):
             found.append("a loop that waits for the loads which it has just issued")

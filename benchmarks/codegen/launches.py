@@ -118,8 +118,3 @@ def representatives(recorded: Iterable[Launch]) -> list[Launch]:
         if len(options) > MANY:
             chosen.append(own[used.index(min(used))])
     return chosen
-
-
-def compile_all(recorded: list[Launch]) -> Iterator[tuple[Launch, Compiled | str]]:
-    """Compile in one process per core. Yields in order; a string is the reason why a kernel did not compile."""
-    return warmup.in_processes(Launch.compile, recorded)

@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.codegen.aot import TARGETS, Compiled
-from benchmarks.codegen.launches import DTYPES, Launch, compile_all, record, representatives
+from benchmarks.codegen.launches import DTYPES, Launch, record, representatives
 from benchmarks.harness.columns import make
 from benchmarks.harness.workloads import workloads
 from fastvit._output import not_writable, write_file
+from fastvit.warmup import in_processes
 
 # Tensor-core multiply-adds per score in units of the (padded) head dimension, by kernel
 _MATMULS = {
@@ -44,8 +45,7 @@ def elements(compiled: Compiled, constexprs: dict[str, Any]) -> tuple[float, str
     threads = compiled.num_warps * TARGETS[compiled.target].gpu.warp_size
     if compiled.name in _MATMULS:
         depth = _MATMULS[compiled.name] * (constexprs["D0"] + constexprs["D1"])
-        macs = compiled.hot_loop.macs_per_thread
-        if macs:
+        if macs := compiled.listing.hot_loop.macs_per_thread:
             return macs / depth, "score"
         keys = (
             constexprs["GRID_ROWS"] * constexprs["GRID_COLUMNS"] if "GRID_ROWS" in constexprs else constexprs["BLOCK_N"]
@@ -73,24 +73,24 @@ def facts(launch: Launch, compiled: Compiled | str) -> dict[str, Any]:
     }
     if isinstance(compiled, str):
         return row | {"problems": [f"does not compile: {' '.join(compiled.split())[:500]}"]}
-    loop, unit = compiled.hot_loop, elements(compiled, launch.constexprs)
+    loop, whole, unit = compiled.listing.hot_loop, compiled.listing.whole, elements(compiled, launch.constexprs)
     row |= {
         "first_tier": compiled.first_tier,
         "registers": compiled.registers,
         "spill_bytes": compiled.spill_bytes,
         "shared": compiled.shared,
         "programs_per_sm": compiled.programs_per_sm,
-        "slots": compiled.whole.slots,
+        "slots": whole.slots,
         "hot_slots": loop.slots,
         "loads_in_flight": loop.loads_in_flight,
         "mix": loop.mix,
-        "tensor_instructions": dict(compiled.whole.tensor),
+        "tensor_instructions": dict(whole.tensor),
         "tensor_dots": compiled.tensor_dots,
         "problems": compiled.problems,
     }
     if unit is not None:
         count, what = unit
-        slots = compiled.whole.slots - loop.slots if what == "output" and loop is not compiled.whole else loop.slots
+        slots = whole.slots - loop.slots if what == "output" and loop is not whole else loop.slots
         row |= {"slots_per": slots / count, "unit": what}
     return row
 
@@ -147,7 +147,7 @@ def main(arguments: list[str] | None = None) -> int:
     launches = [launch for launch in launches if chosen.kernel in launch.name]
     if chosen.few:
         launches = representatives(launches)
-    rows = [facts(*pair) for pair in compile_all(launches)]
+    rows = [facts(*pair) for pair in in_processes(Launch.compile, launches)]
     if chosen.json:
         write_file(chosen.json, json.dumps(rows, indent=1))
     print(table(rows))

@@ -21,6 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from fastvit.study.accuracy.rule import errors, misplaced
+
 Compile = Callable[[nn.Module], Callable[..., Any]]
 Tensors = dict[str, Tensor]
 _ROUNDINGS = 4 * torch.finfo(torch.float32).eps
@@ -172,27 +174,17 @@ def judge(got: Tensors, eager: Sequence[Tensors], exact: Tensors, factor: float,
     for name, want in exact.items():
         if got[name].shape != want.shape or got[name].dtype != one[name].dtype:
             raise Wrong(f"{what} {name}: {got[name].dtype} of {tuple(got[name].shape)}")
-        finite = want.isfinite()
-        if not torch.equal(got[name].isfinite(), one[name].isfinite()):
+        if misplaced(got[name], one[name]):
             raise Wrong(f"{what} {name}: finite elsewhere than in eager mode")
-        for run in eager:
-            finite &= run[name].isfinite()
-        if not finite.any():
-            continue
         floor = _ROUNDINGS * max(scale, _largest(want))
-        own = [_errors(run[name], want, finite) for run in eager]
-        for e, *allowed in zip(_errors(got[name], want, finite), *own, strict=True):
-            share = e / (factor * max(allowed) + floor) if e else 0.0
+        by_run = [errors(got[name], run[name], want) for run in eager]
+        for norm in zip(*by_run, strict=False):
+            e, allowed = max(error.measured for error in norm), max(error.eager for error in norm)
+            share = e / (factor * allowed + floor) if e else 0.0
             worst = max(worst, share)
             if share > 1:
-                raise Inaccurate(f"{what} {name}: error {e:.1e}, eager {max(allowed):.1e}, floor {floor:.1e}")
+                raise Inaccurate(f"{what} {name}: error {e:.1e}, eager {allowed:.1e}, floor {floor:.1e}")
     return worst
-
-
-def _errors(t: Tensor, want: Tensor, where: Tensor) -> tuple[float, float]:
-    """Return the maximum and the RMS of the error."""
-    error = (t.double() - want)[where].abs()
-    return float(error.max()), float(error.square().mean().sqrt())
 
 
 def _largest(t: Tensor) -> float:

@@ -53,7 +53,7 @@ class Candidate(NamedTuple):
             return [partial(_of_transformers, kind, narrow) for narrow in (True, False)]
         if self.library == "timm":
             return [lambda: (small_timm.build(self.family, self.name), small_timm.inputs(self.name))]
-        return [lambda: (small_timm.build_torchvision(self.name), small_timm.torchvision_inputs(self.name))]
+        return [lambda: small_timm.of_torchvision(self.name)]
 
 
 def _of_transformers(kind: Any, narrow: bool) -> Made:
@@ -91,7 +91,7 @@ def candidates(library: str) -> Iterator[Candidate]:
     elif library == "timm":
         models = list(small_timm.names())
     else:
-        models = [(name.partition("_")[0], name) for name in small_timm.torchvision_names()]
+        models = [(name.partition("_")[0], name) for name in small_timm.TORCHVISION]
     return (Candidate(library, name, family) for family, name in models)
 
 

@@ -20,8 +20,6 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "pit": {"base_dims": (16, 16, 16), "depth": (1, 2, 1), "heads": (2, 4, 8)},
     "vision_transformer_sam": {"depth": 2, "global_attn_indexes": (1,), **_WIDTH},
 }
-_TORCHVISION = ("vit_b_16", "vit_b_32", "vit_l_16", "vit_l_32", "vit_h_14")
-_TORCHVISION_SWIN = ("swin_t", "swin_s", "swin_b", "swin_v2_t", "swin_v2_s", "swin_v2_b")
 
 
 def names() -> Iterator[tuple[str, str]]:
@@ -64,27 +62,22 @@ def _images(side: int) -> dict[str, Tensor]:
 # ---- torchvision ----
 
 
-def torchvision_names() -> Iterator[str]:
-    load("torchvision")
-    yield from (*_TORCHVISION, *_TORCHVISION_SWIN)
+TORCHVISION = (
+    "vit_b_16", "vit_b_32", "vit_l_16", "vit_l_32", "vit_h_14", "swin_t", "swin_s", "swin_b", "swin_v2_t", "swin_v2_s",
+    "swin_v2_b",
+)  # fmt: skip
 
 
-def build_torchvision(name: str) -> nn.Module:
+def of_torchvision(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
+    """Return a small model of torchvision, and its inputs."""
     models = load("torchvision").models
-    if name in _TORCHVISION:
-        patch = _torchvision_patch(name)
+    if name.startswith("vit"):
+        patch = int(name.rpartition("_")[2])
         size: dict[str, Any] = {"image_size": 4 * patch, "patch_size": patch, "num_layers": 2, "num_heads": 4}
-        return models.VisionTransformer(**size, hidden_dim=96, mlp_dim=128, num_classes=10)
+        model = models.VisionTransformer(**size, hidden_dim=96, mlp_dim=128, num_classes=10)
+        return model, _images(4 * patch)
     size = {"patch_size": [4, 4], "embed_dim": 32, "depths": [2, 1], "num_heads": [2, 4], "window_size": [4, 4]}
     if "v2" in name:
         swin = models.swin_transformer
         size |= {"block": swin.SwinTransformerBlockV2, "downsample_layer": swin.PatchMergingV2}
-    return models.SwinTransformer(**size, stochastic_depth_prob=0.0, num_classes=10)
-
-
-def torchvision_inputs(name: str) -> dict[str, Tensor]:
-    return _images(4 * _torchvision_patch(name) if name in _TORCHVISION else 32)
-
-
-def _torchvision_patch(name: str) -> int:
-    return int(name.rpartition("_")[2])
+    return models.SwinTransformer(**size, stochastic_depth_prob=0.0, num_classes=10), _images(32)

@@ -181,7 +181,7 @@ def inputs(model: Any, batch: int = 2) -> dict[str, Tensor]:
 
     name = type(model).__name__
     if name in small_exceptions.INPUTS:
-        return small_exceptions.INPUTS[name](model.config, normal)
+        return small_exceptions.inputs(name, model.config, normal)
     first = next(key for key in parameters if key != "self")
     config = _vision(model.config)
     channels, size = getattr(config, "num_channels", 3) or 3, _side(config)

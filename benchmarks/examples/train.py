@@ -26,7 +26,6 @@ import ast
 import json
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +69,6 @@ def _run_options(parser: argparse.ArgumentParser) -> None:
     add = group.add_argument
     add("--amp", action="store_true", help="bfloat16 autocast")
     add("--compile", nargs="?", const="inductor", metavar="BACKEND", help="torch.compile the model")
-    add("--accumulate", type=options.count, default=1, help="parts of a step's batch, one after another")
     add("--parallel", choices=("ddp", "fsdp"), help="under torchrun; default: ddp")
     add("--workers", type=int, default=_workers(), help="processes that prepare images, for each that trains")
     add("--seed", type=int, default=0, help="of initial values, order, augmentation and dropout")
@@ -98,63 +96,45 @@ def _train(args: argparse.Namespace, new: bool) -> int:
     import torch.distributed as dist
     from training import models
     from training.data import DOWNLOADED, read
-    from training.loop import Stopped, Trainer
+    from training.loop import Trainer
     from training.state import Run
 
     world = int(os.environ.get("WORLD_SIZE", "1"))
     args.parallel = (args.parallel or "ddp") if world > 1 else None
-    if args.batch % (2 * args.accumulate * world):
-        each = f"--accumulate {args.accumulate} and {world} processes"
-        raise ValueError(f"--batch must give each part an even number of images, got {args.batch} for {each}")
+    if args.batch % (2 * world):
+        raise ValueError(f"--batch must give each process an even number of images, got {args.batch} for {world}")
     if args.compile and args.compile not in torch._dynamo.list_backends(exclude_tags=()):
         raise ValueError(f"--compile must name a backend of torch.compile, got {args.compile!r}")
-    device = _device()
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
     run = Run(args.out, writes=os.environ.get("RANK", "0") == "0")
     if world > 1:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     try:
         if new:
-            _by_one_process(run.check_new, world)
-        if world > 1 and args.data in DOWNLOADED:
-            _by_one_process(lambda: read(args.data), world)  # downloads what the others then read
+            run.check_new()
+        if world > 1:
+            if run.writes and args.data in DOWNLOADED:
+                read(args.data)  # downloads what the others then read
+            dist.barrier()
         data = read(args.data)
         if new:
             models.settle(args, data)
         elif data.classes != args.classes:
             raise ValueError(f"{args.data} has other classes than when the run began")
         trainer = Trainer(args, data, run, device)
-        if new:
-            _by_one_process(lambda: run.begin(args), world)
+        if new and run.writes:
+            run.begin(args)
         last = trainer.fit(resume=not new and run.checkpoint.exists())
         del trainer  # before the group: DDP's reducer, if it frees the group, waits for a thread that needs the GIL
-    except Stopped as stopped:
-        if run.writes:
-            print(f"stopped after a checkpoint: `train.py resume {args.out}` continues", file=sys.stderr)
-        return stopped.status
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
     if run.writes and last:
         print(f"accuracy {last['accuracy']:.2%}; weights: {run.weights}")
     return 0
-
-
-def _by_one_process(function: Callable[[], Any], world: int) -> None:
-    """Call the function in one of the processes. Raises in all of them what it raises."""
-    import torch.distributed as dist
-
-    if world == 1:
-        function()
-        return
-    failed: list[Any] = [None]
-    if dist.get_rank() == 0:
-        try:
-            function()
-        except (ValueError, OSError, ImportError) as error:
-            failed = [error]
-    dist.broadcast_object_list(failed)
-    if failed[0] is not None:
-        raise failed[0]
 
 
 def _compare(args: argparse.Namespace) -> int:
@@ -175,15 +155,6 @@ def _compare(args: argparse.Namespace) -> int:
             path = args.plot.with_stem(f"{args.plot.stem}_{theme}")
             terminal.write_figure(path, compare.draw(curves, theme), theme)
     return 0
-
-
-def _device() -> Any:
-    import torch
-
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    return torch.device("cuda", torch.cuda.current_device())
 
 
 def _assignment(text: str) -> tuple[str, Any]:

@@ -48,9 +48,9 @@ STEPS: dict[str, tuple[str, list[str]]] = {
 }
 
 
-def tensors(section: str, **where: Any) -> dict[str, Tensor]:
-    """Return the numbers of "inputs" or "expected" by name. where: their dtype and device."""
-    return {name: torch.tensor(v, **where) for name, v in EXAMPLE[section].items() if name != "classes"}
+def tensors(section: str) -> dict[str, Tensor]:
+    """Return the numbers of "inputs" or "expected" by name, in float64."""
+    return {name: torch.tensor(v, dtype=torch.float64) for name, v in EXAMPLE[section].items() if name != "classes"}
 
 
 def tokens_of(image: Tensor, projection: Tensor, position: Tensor | None = None, cls: Tensor | None = None) -> Tensor:
@@ -71,11 +71,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def compute(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Compute the steps except the last norm, by name."""
+    """Compute the steps, by name."""
     i = inputs
     unit = torch.eye(4).to(i["image"])
     tokens = tokens_of(i["image"], i["projection"], i["position"], i["cls"])
     attended = attend(tokens, tokens, tokens)
+    mlp = ops.mlp(attended, i["w1"].t(), i["b1"], i["w2"].t(), i["b2"], activation="relu")
+    ones, zeros = torch.ones_like(tokens[0]), torch.zeros_like(tokens[0])
     logits = ops.linear(i["final_cls"][None], i["w_head"].t(), i["b_head"])[0]
     return {
         "patches": tokens_of(i["image"], unit),
@@ -85,47 +87,28 @@ def compute(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         # with the unit matrix for v, attention returns its probabilities
         "attention_of_patch_E": attend(tokens, tokens, torch.eye(len(tokens)).to(tokens))[E],
         "attended": attended,
-        "mlp": ops.mlp(attended, i["w1"].t(), i["b1"], i["w2"].t(), i["b2"], activation="relu"),
+        "mlp": mlp,
+        "normalised_residual": ops.add_layer_norm(tokens, mlp, ones, zeros, eps=0.0)[1],
         "logits": logits,
         "probabilities": logits.softmax(-1),
     }
 
 
-def normalised(tokens: Tensor, mlp: Tensor) -> Tensor:
-    """Compute the last norm: LayerNorm of the residual sum."""
-    ones, zeros = torch.ones_like(tokens[0]), torch.zeros_like(tokens[0])
-    return ops.add_layer_norm(tokens, mlp, ones, zeros, eps=0.0)[1]
-
-
-def differences(got: dict[str, Tensor]) -> dict[str, float]:
-    """Return the largest difference of each step from the expected numbers."""
-    expected = tensors("expected", dtype=torch.float64)
-    return {name: (got[name].cpu().double() - expected[name]).abs().max().item() for name in STEPS}
-
-
-def report(got: dict[str, Tensor]) -> str:
-    """Write a table for each step."""
-    lines: list[str] = []
-    expected, worst = tensors("expected", dtype=torch.float64), differences(got)
-    for number, (name, (title, rows)) in enumerate(STEPS.items(), 1):
-        both = [t.reshape(len(rows), -1).tolist() for t in (got[name], expected[name])]
-        lines.append(f"{number}. {title}: computed, expected")
-        for row, *halves in zip(rows, *both, strict=True):
-            lines.append(f"{row:4}" + "   ".join("".join(f"{value:9.4f}" for value in half) for half in halves))
-        lines += [f"largest difference {worst[name]:.1e}", ""]
-    return "\n".join([*lines, f"off by more than {TOLERANCE:g}: {', '.join(_wrong(worst)) or 'nothing'}"])
-
-
-def _wrong(worst: dict[str, float]) -> list[str]:
-    return [STEPS[name][0] for name, difference in worst.items() if not difference <= TOLERANCE]
-
-
 def main() -> int:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    got = compute(tensors("inputs", dtype=torch.float64))
-    got["normalised_residual"] = normalised(got["tokens"], got["mlp"])
-    print(report(got))
-    return int(bool(_wrong(differences(got))))
+    computed, expected = compute(tensors("inputs")), tensors("expected")
+    wrong = []
+    for number, (name, (title, rows)) in enumerate(STEPS.items(), 1):
+        print(f"{number}. {title}: computed, expected")
+        both = [t.reshape(len(rows), -1).tolist() for t in (computed[name], expected[name])]
+        for row, *halves in zip(rows, *both, strict=True):
+            print(f"{row:4}" + "   ".join("".join(f"{value:9.4f}" for value in half) for half in halves))
+        difference = (computed[name] - expected[name]).abs().max().item()
+        print(f"largest difference {difference:.1e}\n")
+        if not difference <= TOLERANCE:
+            wrong.append(title)
+    print(f"off by more than {TOLERANCE:g}: {', '.join(wrong) or 'nothing'}")
+    return int(bool(wrong))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""benchmarks/examples/train.py: runs that are killed, interrupted, spread over processes, distilled, compared, and its
+"""benchmarks/examples/train.py: runs that are killed, spread over processes, distilled, compared, and its
 data."""
 
 import argparse
@@ -86,27 +86,18 @@ def image_folder(folder: Path, *, splits: tuple[str, ...] = ("train", "val"), co
     return folder
 
 
-def wait_for(run: Path, lines: int, process: subprocess.Popen[str]) -> None:
-    while len(log(run)) < lines:
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.02)
-
-
-def test_interrupted_and_killed_runs_continue_with_the_same_losses(tmp_path):
-    settings = [*SMALL, "--steps", "24", "--accumulate", "2", "--save-every", "7", "--workers", "1"]
+def test_a_killed_run_continues_with_the_same_losses(tmp_path):
+    settings = [*SMALL, "--steps", "24", "--save-every", "7", "--workers", "1"]
     whole, other = tmp_path / "whole", tmp_path / "other"
     process = start("run", *settings, "--out", other)
-    wait_for(other, 12, process)
-    os.killpg(process.pid, signal.SIGTERM)  # its worker gets it, too
-    out, err = process.communicate(timeout=300)
-    assert process.returncode == 143, (out, err)
-    assert f"`train.py resume {other}` continues" in err
-    assert "Traceback" not in err
-    done = log(other)[-1]["step"]
-    assert 11 <= done < 24
-    assert torch.load(other / "checkpoint.pt", weights_only=True)["at"]["step"] == done, "no step is lost"
-    with (other / "log.jsonl").open("a") as file:  # as if killed in the next step but one
-        file.write(json.dumps({"kind": "train", "step": done + 1, "loss": 9.0}) + '\n{"kind": "torn')
+    while len(log(other)) < 12:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate(timeout=300)
+    assert 7 <= torch.load(other / "checkpoint.pt", weights_only=True)["at"]["step"] < 24
+    with (other / "log.jsonl").open("a") as file:  # as if killed while it wrote
+        file.write('{"kind": "torn')
 
     assert train("resume", other, "--workers", "0") == 0
     assert train("run", *settings, "--workers", "0", "--out", whole) == 0
@@ -118,7 +109,7 @@ def test_interrupted_and_killed_runs_continue_with_the_same_losses(tmp_path):
 @pytest.mark.nightly
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_two_processes_learn_what_one_does(parallel, tmp_path):
-    settings = [*SMALL, *PLAIN, "--steps", "8", "--accumulate", "2", "--save-every", "5"]
+    settings = [*SMALL, *PLAIN, "--steps", "8", "--save-every", "5"]
     process = start("run", *settings, "--parallel", parallel, "--out", tmp_path / "two", launcher=TWO)
     out, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
@@ -132,9 +123,9 @@ def test_two_processes_learn_what_one_does(parallel, tmp_path):
 
 
 def test_fused_and_plain_models_have_the_same_losses_and_are_compared(tmp_path, capsys):
-    """So have compiled ones, with a worker and accumulated gradients; autocast changes them a little."""
+    """So have compiled ones, with a worker; autocast changes them a little."""
     settings = [*SMALL, *PLAIN, "--steps", "7", "--warm-up", "0.02", "--lr", "0.01"]
-    machine = ["--compile", "eager", "--workers", "1", "--accumulate", "2"]
+    machine = ["--compile", "eager", "--workers", "1"]
     more = {"fused": [], "plain": ["--plain"], "machine": machine, "amp": ["--amp"]}
     for name, options in more.items():
         assert train("run", *settings, *options, "--out", tmp_path / name) == 0
@@ -214,16 +205,16 @@ def test_a_batch_depends_on_its_number_alone():
     def collate(samples):
         return torch.stack([image for image, _ in samples]), torch.tensor([label for _, label in samples])
 
-    def batches(parts: int, rank: int, world: int):
-        return data.TrainBatches(digits.train, transform, collate, 32, parts, 0, rank, world)
+    def batches(rank: int, world: int):
+        return data.TrainBatches(digits.train, transform, collate, 32, 0, rank, world)
 
-    whole = batches(1, 0, 1)
+    whole = batches(0, 1)
     steps = whole.steps
     assert steps == len(digits.train.labels) // 32
     images, labels = whole[steps + 3]  # of the second epoch
     assert torch.equal(images, whole[steps + 3][0])
     assert not torch.equal(images, whole[3][0])
-    parts = [batches(2, rank, 2)[2 * (steps + 3) + part] for part in range(2) for rank in range(2)]
+    parts = [batches(rank, 2)[steps + 3] for rank in range(2)]
     assert torch.equal(torch.cat([part for part, _ in parts]), images)
     assert torch.equal(torch.cat([part for _, part in parts]), labels)
     with data.batches(whole, range(steps + 3, steps + 4), 1, torch.device("cpu")) as feed:

@@ -181,8 +181,8 @@ def seed_all(*numbers: int) -> None:
 class TrainBatches(Dataset[tuple[Tensor, Tensor]]):
     """Batches of one process by number: images (b, 3, S, S) uint8 and targets (b, classes).
 
-    An epoch is a new order of all images, less the rest that fills no step. A step takes the next `size` of them:
-    `parts` batches, one after another, of each of the `world` processes.
+    An epoch is a new order of all images, less the rest that fills no step. A step takes the next `size` of them,
+    an equal part for each of the `world` processes.
 
     Args:
         collate: makes a batch of a list of (image, label); draws from numpy.
@@ -190,21 +190,20 @@ class TrainBatches(Dataset[tuple[Tensor, Tensor]]):
 
     def __init__(
         self, images: Images, transform: Callable[[Image.Image], Tensor], collate: Callable[[list[Any]], Any],
-        size: int, parts: int, seed: int, rank: int, world: int,
+        size: int, seed: int, rank: int, world: int,
     ) -> None:  # fmt: skip
         self.images, self.transform, self.collate = images, transform, collate
-        self.size, self.parts, self.seed, self.rank, self.world = size, parts, seed, rank, world
+        self.size, self.seed, self.rank, self.world = size, seed, rank, world
         self.steps = len(images.labels) // size  # of an epoch
         self._order: tuple[int, np.ndarray] | None = None
 
     def __getitem__(self, number: int) -> tuple[Tensor, Tensor]:
-        step, part = divmod(number, self.parts)
-        epoch, step = divmod(step, self.steps)
+        epoch, step = divmod(number, self.steps)
         if self._order is None or self._order[0] != epoch:
             order = np.random.default_rng([self.seed, epoch]).permutation(len(self.images.labels))
             self._order = epoch, order
-        each = self.size // (self.parts * self.world)
-        first = step * self.size + (part * self.world + self.rank) * each
+        each = self.size // self.world
+        first = step * self.size + self.rank * each
         samples = []
         for index in self._order[1][first : first + each].tolist():
             seed_all(self.seed, epoch, index)
@@ -259,6 +258,5 @@ def batches(
 
 
 def _worker(_: int) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):  # may go to the whole group; the main process decides when to stop
-        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the main process ends its workers
     torch.set_num_threads(1)

@@ -1,15 +1,11 @@
-"""The training loop: steps, evaluation, log, checkpoints, interrupts."""
+"""The training loop: steps, evaluation, log, checkpoints."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import math
-import signal
 import time
 from collections.abc import Iterator
-from types import FrameType
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,14 +21,6 @@ from .models import Model
 from .state import Record, Run
 
 
-class Stopped(Exception):
-    """The user or the system has asked the run to end; everything is saved. `status`: of the process."""
-
-    def __init__(self, status: int) -> None:
-        super().__init__()
-        self.status = status
-
-
 class Trainer:
     """Trains one model on one data set; over several processes each has an object of its own."""
 
@@ -40,11 +28,10 @@ class Trainer:
         self.args, self.run, self.device = args, run, device
         self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self.data = TrainBatches(
-            data.train, recipe.train_transform(args), recipe.collate(args), args.batch, args.accumulate, args.seed,
-            self.rank, self.world,
-        )  # fmt: skip
-        each = args.batch // (args.accumulate * self.world)
-        self.test = TestBatches(data.test, recipe.test_transform(args, args.image_size), each, self.rank, self.world)
+            data.train, recipe.train_transform(args), recipe.collate(args), args.batch, args.seed, self.rank, self.world
+        )
+        transform, each = recipe.test_transform(args, args.image_size), args.batch // self.world
+        self.test = TestBatches(data.test, transform, each, self.rank, self.world)
         if self.data.steps == 0:
             raise ValueError(f"--batch must be at most the {len(data.train.labels)} training images, got {args.batch}")
         self.total = args.steps or self.data.steps * args.epochs
@@ -59,21 +46,17 @@ class Trainer:
         }  # fmt: skip
         if self.teacher is not None and hasattr(model.module, "set_distilled_training"):
             model.module.set_distilled_training(True)
-        if args.parallel == "fsdp":
-            models.shard(model.module)
-        self.model = model
+        self.model, self.call = model, models.spread(model.module, args, device)
         self.optimizer = recipe.optimizer(args, model.module)
         self.schedule = recipe.schedule(args, self.optimizer, self.total, self.data.steps)
-        self.call = models.spread(model.module, args, device)
         self.at: Record = {"step": 0, "seconds": 0.0, "losses": [], "of_epoch": 0.0}
 
     # ---- the run ----
 
     def fit(self, resume: bool) -> Record:
-        """Train to the end, or until a signal asks to stop. Returns the last evaluation.
+        """Train to the end. Returns the last evaluation.
 
         Raises:
-            Stopped: after a signal; the checkpoint is written.
             ValueError: a loss that is not finite; an image that cannot be read.
         """
         if resume:
@@ -83,91 +66,60 @@ class Trainer:
             self.run.forget_after(-1)
             name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else cpu_name()
             self.run.log("run", **self.about, torch=torch.__version__, device=name, world=self.world)
-        first, parts = self.at["step"], self.args.accumulate
-        every = self.args.save_every or self.data.steps
-        numbers = range(first * parts, self.total * parts)
+        first, every = self.at["step"], self.args.save_every or self.data.steps
         last = next((r for r in reversed(self.run.records()) if r["kind"] == "epoch"), {})
         with (
-            _signals() as asked,
             terminal.progress(self.total - first, "training") as advance,
-            batches(self.data, numbers, self.args.workers, self.device) as feed,
+            batches(self.data, range(first, self.total), self.args.workers, self.device) as feed,
         ):
             for step in range(first, self.total):
                 advance(f"epoch {step // self.data.steps + 1}")
                 done = step + 1
                 ended = done % self.data.steps == 0 or done == self.total
-                logs = done % self.args.log_every == 0 or ended
-                self._timed_step(step, feed, logs)
-                stop = self._agreed(bool(asked)) if logs or self.world == 1 else False
+                self._timed_step(step, feed, logs=done % self.args.log_every == 0 or ended)
                 if ended:
                     last = self._epoch(step)
-                if stop or ended or done % every == 0:
+                if ended or done % every == 0:
                     self.run.save(self.model.module, self.optimizer, self.at)
-                if stop and done < self.total:
-                    self._settle()
-                    raise Stopped(128 + asked[0] if asked else 1)
         self.run.export(self.model.module)
-        self._settle()
-        return last
-
-    def _settle(self) -> None:
-        """Wait for all processes, so that none frees a group whose threads still hold tensors of the last sums."""
-        if self.world > 1:
+        if self.world > 1:  # so that no process frees a group whose threads still hold tensors of the last sums
             dist.barrier()
+        return last
 
     def _timed_step(self, step: int, feed: Iterator[tuple[Tensor, ...]], logs: bool) -> None:
         """Take a step, and count its time: waiting for images, computing, and, at a record of the log, for a GPU."""
         start = time.perf_counter()
-        self.at["losses"].append(self._step(step, [next(feed) for _ in range(self.args.accumulate)]))
+        self.at["losses"].append(self._step(step, *next(feed)))
         self.at["step"] = step + 1
         if logs:
             self._log_losses(step)
         self.at["seconds"] += time.perf_counter() - start
 
-    def _step(self, step: int, micro: list[tuple[Tensor, ...]]) -> Tensor:
+    def _step(self, step: int, images: Tensor, targets: Tensor) -> Tensor:
         """Take one step of the optimizer. Returns the mean loss of its images, over all processes."""
         self.schedule.step_update(step)
         self.call.train()
-        total = torch.zeros((), device=self.device)
-        for part, (images, targets) in enumerate(micro):
-            seed_all(self.args.seed, step, part, self.rank, 2)  # dropout and stochastic depth
-            with self._reduced(last=part == len(micro) - 1):
-                with self._autocast():
-                    taught = None
-                    if self.teacher is not None:
-                        with torch.no_grad():
-                            taught = self.teacher.module(self.teacher.prepared(images))
-                    loss = recipe.loss_of(self.args, self.call(self.model.prepared(images)), targets, taught)
-                (loss / len(micro)).backward()
-            total += loss.detach() / len(micro)
+        seed_all(self.args.seed, step, 0, self.rank, 2)  # dropout and stochastic depth
+        with self._autocast():
+            taught = None
+            if self.teacher is not None:
+                with torch.no_grad():
+                    taught = self.teacher.module(self.teacher.prepared(images))
+            loss = recipe.loss_of(self.args, self.call(self.model.prepared(images)), targets, taught)
+        loss.backward()
         if self.args.clip:
             nn.utils.clip_grad_norm_(self.model.module.parameters(), self.args.clip)
         self.optimizer.step()
         self.optimizer.zero_grad()
+        loss = loss.detach()
         if self.world > 1:
-            dist.all_reduce(total)
-        return total / self.world
-
-    def _reduced(self, last: bool) -> contextlib.AbstractContextManager[Any]:
-        """Return a context in which gradients are summed over the processes only after the last part of a batch."""
-        if self.args.parallel == "fsdp":
-            self.model.module.set_requires_gradient_sync(last)
-        elif self.world > 1 and not last:
-            return self.call.no_sync()
-        return contextlib.nullcontext()
+            dist.all_reduce(loss)
+        return loss / self.world
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.args.amp)
 
     # ---- log and evaluation ----
-
-    def _agreed(self, asked: bool) -> bool:
-        """Return whether any process was asked to stop."""
-        if self.world == 1:
-            return asked
-        flag = torch.tensor(float(asked), device=self.device)
-        dist.all_reduce(flag, dist.ReduceOp.MAX)
-        return bool(flag)
 
     def _log_losses(self, step: int) -> None:
         losses = torch.stack([loss.to(self.device) for loss in self.at["losses"]])
@@ -215,21 +167,3 @@ class Trainer:
             dist.all_reduce(sums)
         loss, accuracy = (sums[:2] / sums[2]).tolist()
         return {"loss": loss, "accuracy": accuracy, "right": int(sums[1])}
-
-
-@contextlib.contextmanager
-def _signals() -> Iterator[list[int]]:
-    """Collect SIGINT and SIGTERM in a list, so that the running step ends first. A second one interrupts at once."""
-    asked: list[int] = []
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        if asked:
-            raise KeyboardInterrupt
-        asked.append(number)
-
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield asked
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -9,7 +9,6 @@ from typing import Any
 
 import timm
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -159,15 +158,13 @@ def flops(model: Model, size: int, device: torch.device) -> int:
     return counter.get_total_flops()
 
 
-def shard(module: nn.Module) -> None:
-    """Split the parameters of each block, and of the rest, over all processes (FSDP2)."""
-    for block in getattr(module, "blocks", ()):
-        fully_shard(block)
-    fully_shard(module)
-
-
 def spread(module: nn.Module, args: argparse.Namespace, device: torch.device) -> Any:
-    """Return what a training step calls: the module, over several processes, and compiled."""
-    if dist.is_initialized() and args.parallel == "ddp":
+    """Return what a training step calls: the module, over several processes, and compiled. FSDP2 splits the parameters
+    of each block, and of the rest."""
+    if args.parallel == "fsdp":
+        for block in getattr(module, "blocks", ()):
+            fully_shard(block)
+        fully_shard(module)
+    elif args.parallel == "ddp":
         module = DistributedDataParallel(module, device_ids=[device] if device.type == "cuda" else None)
     return torch.compile(module, backend=args.compile) if args.compile else module
