@@ -2,12 +2,11 @@
 
     pytest benchmarks --benchmark-only -p benchmarks.gpu.rows --journal FOLDER -k "[block-"
 
-On a GPU the cases are the workloads for "headline". A case that has ended its process is begun again, after all others.
+On a GPU the cases are the workloads for "headline". Cases that have failed or ended their process come last.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu.journal import BEGUN, DONE, Journal, open_journal, words
-from benchmarks.gpu.summary import row_name
-from benchmarks.harness.workloads import Workload
+from benchmarks.gpu.journal import DONE, MODES, Journal, device_name, words
 
 _JOURNAL = pytest.StashKey[Journal]()
-_DONE = pytest.StashKey[int]()  # how many of the selected rows are done
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -34,50 +30,34 @@ def pytest_configure(config: pytest.Config) -> None:
     session, rehearse = config.stash[SESSION], config.option.quick
     if session.device.type == "cuda" and not rehearse:
         session.grid = "headline"
-    device = torch.device("cpu") if rehearse else session.device
-    config.stash[_JOURNAL] = open_journal(config.option.journal, device)
+    config.stash[_JOURNAL] = Journal(config.option.journal, device_name(rehearse))
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None, object, object]:
-    """Leave out the rows that are done. What was begun and did not end comes last."""
-    result = yield
-    journal = config.stash[_JOURNAL]
-    status = {r["name"]: r["status"] for r in journal.records() if r["kind"] == "row"}
-    done = [item for item in items if status.get(_name(item)) in DONE]
-    config.stash[_DONE] = len(done)
-    config.hook.pytest_deselected(items=done)
-    left = [item for item in items if item not in done]
-    items[:] = sorted(left, key=lambda item: status.get(_name(item)) == BEGUN)
-    return result
-
-
-def _row(item: Any) -> tuple[Workload, str]:
-    return item.callspec.params["workload"], item.callspec.params["mode"]
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    status = {r["name"]: r["status"] for r in config.stash[_JOURNAL].records() if r["kind"] == "row"}
+    for item in items:
+        if status.get(_name(item)) in DONE:
+            item.add_marker(pytest.mark.skip("measured before"))
+    items.sort(key=lambda item: _name(item) in status)
 
 
 def _name(item: Any) -> str:
-    return row_name(*_row(item))
+    workload, mode = (item.callspec.params[name] for name in ("workload", "mode"))
+    return f"{workload.op} {workload} {MODES[mode]}"
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: Any) -> Generator[None, object, object]:
     """Record that the row begins, and how it ends."""
-    journal, name, start = item.config.stash[_JOURNAL], _name(item), time.time()
-    workload, mode = _row(item)
-    about: dict[str, Any] = {"op": workload.op, "mode": mode}
-    journal.add("row", name, BEGUN, **about)
+    journal, name = item.config.stash[_JOURNAL], _name(item)
+    journal.add("row", name, "begun")
     try:
         result = yield
     except Exception as error:
-        wrong = isinstance(error, AssertionError)  # fastvit's results, before anything was timed
-        journal.add("row", name, "failed", reason=words(error), wrong=wrong, **about)
+        journal.add("row", name, "failed", reason=words(error))
         _check_context()
         raise
-    info = item.funcargs["benchmark"].extra_info
-    journal.add("environment", "ceilings", "passed", **info["ceilings"])
-    providers = {provider: figures(found) for provider, found in info["providers"].items()}
-    journal.add("row", name, "passed", providers=providers, timed=[start, time.time()], **about)
+    journal.add("row", name, "passed", **item.funcargs["benchmark"].extra_info)
     return result
 
 
@@ -88,14 +68,3 @@ def _check_context() -> None:
             torch.cuda.synchronize()
         except RuntimeError as error:
             pytest.exit(words(error), returncode=1)
-
-
-def figures(provider: dict[str, Any]) -> dict[str, Any]:
-    """Return a provider's figures of harness/record.py as the journal has them: `graph` is the time of the GPU alone,
-    by replays of a graph unless `remark` says why there is none."""
-    return {"graph" if name == "time" else name: value for name, value in provider.items() if value}
-
-
-def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and session.config.stash.get(_DONE, 0):
-        session.exitstatus = pytest.ExitCode.OK

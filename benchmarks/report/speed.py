@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu import journal
-from benchmarks.gpu.journal import Record
-from benchmarks.gpu.summary import MODES
+from benchmarks.gpu.journal import MODES, Record
 from fastvit.cli.terminal import write_figure
 from fastvit.study.memory.plot import COLOURS
 
@@ -30,7 +29,7 @@ _PROVIDERS = {  # name -> key in a result, whether it is compiled, colour and it
 _GROUPS = (  # title, batch, which time, providers
     ("batch 256, as called", 256, "called", ("SDPA (flash)", "SDPA (cuDNN)", "fastvit")),
     ("batch 32, as called", 32, "called", tuple(_PROVIDERS)),
-    ("batch 32, GPU alone", 32, "graph", ("SDPA (flash)", "SDPA (cuDNN)", "SDPA, compiled", "fastvit")),
+    ("batch 32, GPU alone", 32, "time", ("SDPA (flash)", "SDPA (cuDNN)", "SDPA, compiled", "fastvit")),
 )
 _PANELS = ("training", "inference")
 Groups = list[tuple[str, dict[str, float]]]  # title; images a second by provider

@@ -124,8 +124,3 @@ def test_pages_and_pictures_are_those_of_the_result_files():
     assert "training, batch 32, as called: SDPA (flash) 1,414," in words, "32 images in 22,626.3 us"
     for file in speed.FILES.values():
         assert f"<dc:description>{words}</dc:description>" in (results.RESULTS / file).read_text()
-
-
-@pytest.mark.nightly
-def test_the_table_of_a_gpu_is_that_of_its_results():
-    assert results.GPU.with_name("table.md").read_text() == results.gpu_page(results.GPU)
