@@ -62,7 +62,7 @@ def test_rehearsal_stopped_and_taken_up_again(tmp_path):
     page = (folder / "table.md").read_text()
     assert "check layer_norm: passed" in page
     assert "B1 N50 D192 H3  fwd+bwd" in page
-    assert "fastvit, reduce-overhead, forward + backward" in page
+    assert "vit_cifar_small B1 px32 depth1 fastvit, default, forward" in page
     flash = next(r for r in after if r["name"] == second and r["status"] == "passed")["providers"]
     assert flash["flash"]["time"]["median"] > 0
     assert "does not run" in flash["cudnn"]["skipped"]
