@@ -56,7 +56,7 @@ def main(arguments: list[str] | None = None) -> int:
     if not chosen.list and (reason := complaint(rehearse=chosen.rehearse)):
         print(reason, file=sys.stderr)
         return 2
-    device = device_name(chosen.rehearse)
+    device = device_name(chosen.rehearse or not torch.cuda.is_available())
     folder = (chosen.out or results_folder(device)).resolve()
     every = commands.rehearsal(folder) if chosen.rehearse else commands.first(folder)
     if not (chosen.rehearse or chosen.first):

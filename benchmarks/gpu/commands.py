@@ -29,7 +29,7 @@ def first(folder: Path) -> list[Command]:
     model = compiled.MODELS[0]
     commands.append(_check(model, 120.0, model, "--ops", "layer_norm", "--depth", "2"))
     for name, ops in [*((op, (op,)) for op in _APART), ("others", tuple(sorted(others)))]:
-        commands.append(_rows(name, ops, folder, 150.0, "--bench-seconds", "0.8"))
+        commands.append(_rows(name, ops, folder, 150.0))
     return [*commands, _sanitize("memcheck", "attention", 150.0)]
 
 
@@ -88,8 +88,8 @@ def _check(subject: str, limit: float, *words: str) -> Command:
 
 
 def _rows(name: str, ops: tuple[str, ...], folder: Path, limit: float, *options: str) -> Command:
-    plugin = ("-p", "benchmarks.gpu.rows", "--journal", str(folder), "--providers", "eager,flash,cudnn,fastvit,graphs")
-    return Command(f"rows {name}", (*_PYTEST, *plugin, *_selected(*ops), *options), limit)
+    words = ("--journal", str(folder), "--providers", "eager,flash,cudnn,fastvit,graphs", *options)
+    return Command(f"rows {name}", (*_PYTEST, *_selected(*ops), *words), limit)
 
 
 def _compiled(model: str, provider: str, folder: Path, limit: float, *options: str) -> Command:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from benchmarks.harness.provenance import ROOT, sources
+from fastvit.study.machine import cpu_name
 
 Record = dict[str, Any]  # kind, name, status, device, sources, at (seconds since 1970), and the results
 MODES = {"inference": "forward", "training": "forward + backward"}  # in the names of results
@@ -54,7 +55,9 @@ class Journal:
 
 def device_name(rehearse: bool) -> str:
     """Return the name under which results are kept."""
-    return REHEARSAL if rehearse or not torch.cuda.is_available() else torch.cuda.get_device_name()
+    if rehearse:
+        return REHEARSAL
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else cpu_name()
 
 
 def read(path: Path) -> list[Record]:
