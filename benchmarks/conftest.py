@@ -3,7 +3,7 @@
 pytest benchmarks --benchmark-only                      CPU path in some ten minutes, or the full grid on a GPU
 pytest benchmarks --benchmark-only --quick              one tiny case of every kind, on one core in less than a minute
 pytest benchmarks --benchmark-only --providers eager,sdpa,compile,graph,fastvit --dtype bfloat16
-pytest benchmarks --benchmark-only --journal FOLDER     every case is kept at once, and not measured again
+pytest benchmarks --benchmark-only --results FOLDER     every case is kept at once, and not measured again
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import pytest
 import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from benchmarks.gpu.journal import DONE, MODES, Journal, device_name, words
+from benchmarks.gpu.results_file import DONE, MODES, ResultsFile, device_name, words
 from benchmarks.harness import conditions, table
 from benchmarks.harness.clock import Clock
 from benchmarks.harness.measure import Measure, Replay, Session
@@ -36,7 +36,7 @@ from fastvit.cli.options import words_of
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 CASE_SECONDS = {"quick": 0.02, "cpu": 0.5, "headline": 0.8, "gpu": 1.5}  # of timed rounds
 SESSION = pytest.StashKey[Session]()
-JOURNAL = pytest.StashKey[Journal]()
+RESULTS = pytest.StashKey[ResultsFile]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -50,7 +50,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     group.addoption("--bench-seconds", type=float, help="timed seconds for each case and step")
     text = "keep each case in its results.jsonl at once, without those that it has; on a GPU the headline cases"
-    group.addoption("--journal", type=Path, metavar="FOLDER", help=text)
+    group.addoption("--results", type=Path, metavar="FOLDER", help=text)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -59,7 +59,7 @@ def pytest_configure(config: pytest.Config) -> None:
     options = config.option
     gpu = torch.cuda.is_available()
     device = torch.device("cuda" if gpu else "cpu")
-    grid = "quick" if options.quick else "cpu" if not gpu else "headline" if options.journal else "gpu"
+    grid = "quick" if options.quick else "cpu" if not gpu else "headline" if options.results else "gpu"
     if options.quick:
         torch.set_num_threads(1)  # CI runs it next to something else
     default = [name for name in PROVIDERS if name not in BY_NAME] if gpu else ("eager", "sdpa", "fastvit")
@@ -72,8 +72,8 @@ def pytest_configure(config: pytest.Config) -> None:
         replay=Replay(),
         seconds=options.bench_seconds or CASE_SECONDS[grid],
     )
-    if options.journal:
-        config.stash[JOURNAL] = Journal(options.journal, device_name(rehearse=options.quick))
+    if options.results:
+        config.stash[RESULTS] = ResultsFile(options.results, device_name(rehearse=options.quick))
     asked = ("columns", "compare", "histogram", "cprofile")
     if not any(getattr(options, f"benchmark_{name}") for name in asked):
         options.benchmark_quiet = True  # the plugin's table: fastvit alone, in more columns than fit
@@ -93,8 +93,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         item.add_marker(pytest.mark.benchmark(timer=config.stash[SESSION].replay))
-    if JOURNAL in config.stash:
-        status = {r["name"]: r["status"] for r in config.stash[JOURNAL].records() if r["kind"] == "row"}
+    if RESULTS in config.stash:
+        status = {r["name"]: r["status"] for r in config.stash[RESULTS].records() if r["kind"] == "row"}
         for item in items:
             if status.get(_name(item)) in DONE:
                 item.add_marker(pytest.mark.skip("measured before"))
@@ -108,18 +108,18 @@ def _name(item: Any) -> str:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: Any) -> Generator[None, object, object]:
-    """Record in the journal that the case begins, and how it ends."""
-    if JOURNAL not in item.config.stash:
+    """Record that the case begins, and how it ends."""
+    if RESULTS not in item.config.stash:
         return (yield)
-    journal, name = item.config.stash[JOURNAL], _name(item)
-    journal.add("row", name, "begun")
+    results, name = item.config.stash[RESULTS], _name(item)
+    results.add("row", name, "begun")
     try:
         result = yield
     except Exception as error:
-        journal.add("row", name, "failed", reason=words(error))
+        results.add("row", name, "failed", reason=words(error))
         _check_context()
         raise
-    journal.add("row", name, "passed", **item.funcargs["benchmark"].extra_info)
+    results.add("row", name, "passed", **item.funcargs["benchmark"].extra_info)
     return result
 
 

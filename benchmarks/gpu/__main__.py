@@ -28,7 +28,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.gpu import commands, summary
-from benchmarks.gpu.journal import DONE, REHEARSAL, Journal, device_name, results_folder
+from benchmarks.gpu.results_file import DONE, REHEARSAL, ResultsFile, device_name, results_folder
 from benchmarks.gpu.runner import Command, Runner
 from benchmarks.harness.provenance import commit, write_text
 from benchmarks.harness.record import environment
@@ -66,15 +66,15 @@ def main(arguments: list[str] | None = None) -> int:
     if reason := not_writable(folder):
         print(f"{reason}; --out chooses another folder", file=sys.stderr)
         return 2
-    journal = Journal(folder, device)
+    results = ResultsFile(folder, device)
     if chosen.list:
         for command in every:
-            status = journal.status("step", command.name)
+            status = results.status("step", command.name)
             print(f"{status:<10} {command.name:<34} python {' '.join(command.words)}")
         return 0
     seconds = 60 * chosen.minutes if chosen.minutes is not None else commands.FIRST if chosen.first else math.inf
     try:
-        return run(journal, every, seconds)
+        return run(results, every, seconds)
     except KeyboardInterrupt:
         print(f"stopped; what was found is in {folder}, and the next call continues with the rest", file=sys.stderr)
         return 130
@@ -92,25 +92,25 @@ def complaint(*, rehearse: bool) -> str:
     return f"make gpu: missing {words}: {sys.executable} -m pip install {words}" if missing else ""
 
 
-def run(journal: Journal, every: Sequence[Command], seconds: float) -> int:
+def run(results: ResultsFile, every: Sequence[Command], seconds: float) -> int:
     """Run the commands for at most so many seconds. Return the exit status."""
-    runner = Runner(journal, seconds)
-    runner.say(f"{journal.device}, commit {commit()}, sources {journal.code}, results in {journal.folder}")
-    kind = torch.device("cpu" if journal.device == REHEARSAL else "cuda")
-    facts = environment(kind, torch.bfloat16) | {"device": journal.device, "commit": commit()}
-    journal.add("environment", "machine", "passed", **facts)
+    runner = Runner(results, seconds)
+    runner.say(f"{results.device}, commit {commit()}, sources {results.code}, results in {results.folder}")
+    kind = torch.device("cpu" if results.device == REHEARSAL else "cuda")
+    facts = environment(kind, torch.bfloat16) | {"device": results.device, "commit": commit()}
+    results.add("environment", "machine", "passed", **facts)
     statuses: dict[str, str] = {}
     try:
         statuses = runner.run(every)
     finally:
-        tuned = _tuned.path_of(journal.device)
+        tuned = _tuned.path_of(results.device)
         if tuned.exists():  # so that the folder has all that is to be kept
-            write_file(journal.folder / tuned.name, tuned.read_bytes())
-        records = journal.records()
-        write_text(journal.folder / "table.md", summary.markdown(records))
+            write_file(results.folder / tuned.name, tuned.read_bytes())
+        records = results.records()
+        write_text(results.folder / "table.md", summary.markdown(records))
     counts = Counter(statuses.values()).most_common()
     print(f"{len(statuses)} commands: {', '.join(f'{count} {status}' for status, count in counts)}")
-    print(*summary.verdict(records), f"see {journal.folder / 'table.md'}", sep="\n", flush=True)
+    print(*summary.verdict(records), f"see {results.folder / 'table.md'}", sep="\n", flush=True)
     return int(any(status not in DONE for status in statuses.values()))
 
 

@@ -88,7 +88,7 @@ def _check(subject: str, limit: float, *words: str) -> Command:
 
 
 def _rows(name: str, ops: tuple[str, ...], folder: Path, limit: float, *options: str) -> Command:
-    words = ("--journal", str(folder), "--providers", "eager,flash,cudnn,fastvit,graphs", *options)
+    words = ("--results", str(folder), "--providers", "eager,flash,cudnn,fastvit,graphs", *options)
     return Command(f"rows {name}", (*_PYTEST, *_selected(*ops), *words), limit)
 
 

@@ -2,8 +2,8 @@
 
     python -m benchmarks.gpu.compiled --out FOLDER --model vit_base_patch16_224 --provider sdpa
 
-A process compiles one provider's model in all styles and modes, times each, and writes it into the journal at once.
-What the journal has is left out.
+A process compiles one provider's model in all styles and modes, times each, and writes it into results.jsonl at
+once. What is there already is left out.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.journal import DONE, MODES, Journal, device_name, words
+from benchmarks.gpu.results_file import DONE, MODES, ResultsFile, device_name, words
 from benchmarks.harness.clock import Clock, Quantiles
 from benchmarks.harness.draw import Draw
 from benchmarks.harness.providers import compiled
@@ -54,10 +54,10 @@ def main(arguments: list[str] | None = None) -> int:
     device = torch.device("cpu" if chosen.rehearse else "cuda")
     sizes = {"B": 1, "px": 32, "depth": 1} if chosen.rehearse else {"B": 32, "px": 224}
     workload = Workload("model", {"name": chosen.model} | sizes)
-    journal, clock, failed = Journal(chosen.out, device_name(chosen.rehearse)), Clock(device), 0
+    results, clock, failed = ResultsFile(chosen.out, device_name(chosen.rehearse)), Clock(device), 0
     for style, mode in itertools.product(_STYLES, MODES):
         name = f"model {workload} {chosen.provider}, {style}, {MODES[mode]}"
-        if journal.status("compiled", name) in DONE:
+        if results.status("compiled", name) in DONE:
             continue
         about = {"model": chosen.model, "provider": chosen.provider, "style": style, "mode": mode}
         start = time.time()
@@ -69,11 +69,11 @@ def main(arguments: list[str] | None = None) -> int:
             called = Quantiles.of(per_call({"": step}, device, seconds=0.1, rounds=3)[""])
             samples = measured([clock.time(step) for _ in range(20)])
         except Exception as error:
-            journal.add("compiled", name, "failed", reason=words(error), **about)
+            results.add("compiled", name, "failed", reason=words(error), **about)
             failed += 1
             continue
         alone = asdict(Quantiles.of(samples)) if samples else None
-        journal.add("compiled", name, "passed", compiling=seconds, called=asdict(called), time=alone, **about)
+        results.add("compiled", name, "passed", compiling=seconds, called=asdict(called), time=alone, **about)
         print(f"{name}: compiled in {seconds:.0f} s, {1e6 * called.median:,.0f} us called", flush=True)
     return int(failed > 0)
 

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from benchmarks.gpu.journal import DONE, Journal
+from benchmarks.gpu.results_file import DONE, ResultsFile
 from benchmarks.harness.provenance import ROOT
 
 SKIPPED = 77  # exit status of a command whose tool the machine does not have
@@ -60,18 +60,18 @@ class Command:
 
 
 class Runner:
-    """Runs commands and records their status in the journal.
+    """Runs commands and records their status in results.jsonl.
 
     Args:
         seconds: length of the run, after which every command is ended.
     """
 
-    def __init__(self, journal: Journal, seconds: float = math.inf) -> None:
-        self.journal, self.seconds = journal, seconds
+    def __init__(self, results: ResultsFile, seconds: float = math.inf) -> None:
+        self.results, self.seconds = results, seconds
         self._start = time.monotonic()
         self._running: set[subprocess.Popen[bytes]] = set()
         self._stopped = False
-        self._logs = journal.folder / "log"
+        self._logs = results.folder / "log"
         self._logs.mkdir(exist_ok=True)
 
     @property
@@ -101,7 +101,7 @@ class Runner:
         return statuses
 
     def _run(self, command: Command) -> str:
-        before = self.journal.status("step", command.name)
+        before = self.results.status("step", command.name)
         if before in DONE and not command.always:
             self.say(f"{command.name}: done before")
             return before
@@ -133,13 +133,13 @@ class Runner:
     def _record(self, command: Command, status: str, start: float, lines: list[str]) -> str:
         """Record how a command ended, and its last lines. start: seconds since 1970."""
         seconds, last = round(time.time() - start, 1), lines[-1 if status in DONE else -3 :]
-        self.journal.add("step", command.name, status, seconds=seconds, last=last)
+        self.results.add("step", command.name, status, seconds=seconds, last=last)
         self.say("\n    ".join([f"{command.name}: {status} after {seconds} s", *(line[:300] for line in last)]))
         return status
 
 
 def _without_folders(line: str) -> str:
-    """Return a line for the journal, which is committed: a path in it starts at the project or at the package."""
+    """Return a line for results.jsonl, which is committed: a path in it starts at the project or at the package."""
     for folder in (sysconfig.get_path("purelib"), ROOT):  # the packages may lie in the project
         line = line.replace(f"{folder}/", "")
     return line

@@ -1,4 +1,4 @@
-"""The page of a run on a GPU, made from the journal's records: the verdict in a few lines, with what has not passed
+"""The page of a run on a GPU, made from results.jsonl: the verdict in a few lines, with what has not passed
 first, and tables."""
 
 from __future__ import annotations
@@ -6,7 +6,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Iterator
 
-from benchmarks.gpu.journal import REHEARSAL, Record
+from benchmarks.gpu.results_file import REHEARSAL, Record
 from benchmarks.harness import columns, conditions, record, table
 from benchmarks.harness.timing import Ceilings
 

@@ -19,7 +19,7 @@ from unittest import mock
 import numpy as np
 from torch import Tensor
 
-from benchmarks.gpu.journal import words
+from benchmarks.gpu.results_file import words
 from benchmarks.harness.clock import HOST_BOUND
 from benchmarks.harness.provenance import write_text
 from fastvit.kernels import _tuned

@@ -17,7 +17,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from benchmarks.gpu import journal, summary
+from benchmarks.gpu import results_file, summary
 from benchmarks.harness import columns, conditions, table
 from benchmarks.harness.columns import fenced
 from benchmarks.harness.provenance import ROOT, write_text
@@ -68,7 +68,7 @@ def page(folders: Sequence[Path] = ()) -> str:
 
 
 def _folder(folder: Path, every: bool) -> Iterator[str]:
-    if records := journal.last(journal.read(folder / "results.jsonl")):
+    if records := results_file.last(results_file.read(folder / "results.jsonl")):
         others = sorted({path.name for path in folder.iterdir() if path.suffix in (".md", ".txt")} - {"README.md"})
         links = ", ".join(f"[{name}]({folder.name}/{name})" for name in others)
         yield f"## {folder.name}, first minutes\n\n{fenced(summary.verdict(records))}\nAll of it: {links}.\n"
@@ -135,7 +135,7 @@ _GPU_HEAD = """\
 
 def gpu_table() -> str:
     """Return the table of attention, blocks and models on a GPU, by the GPU's time alone: least to most over shapes."""
-    rows = [r for r in journal.last(journal.read(GPU)) if r["kind"] == "row" and r["status"] == "passed"]
+    rows = [r for r in results_file.last(results_file.read(GPU)) if r["kind"] == "row" and r["status"] == "passed"]
     lines = [_GPU_HEAD]
     for op, name in _ON_A_GPU.items():
         cells, own = [], [r for r in rows if r["op"] == op]

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu import journal
-from benchmarks.gpu.journal import MODES, Record
+from benchmarks.gpu import results_file
+from benchmarks.gpu.results_file import MODES, Record
 from fastvit.cli.terminal import write_figure
 from fastvit.study.memory.plot import COLOURS
 
@@ -109,7 +109,7 @@ def _panel(panel: Any, title: str, groups: Groups, colours: dict[str, str], name
 
 
 def main(path: Path, folder: Path) -> None:
-    records = journal.last(journal.read(path))
+    records = results_file.last(results_file.read(path))
     for theme, name in FILES.items():
         write_figure(folder / name, draw(records, theme), description=describe(records))
 

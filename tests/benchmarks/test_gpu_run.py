@@ -1,4 +1,4 @@
-"""`make gpu`: its journal, what a second call goes on with, limits, results and verdict. Rehearsed nightly."""
+"""`make gpu`: its results, what a second call goes on with, limits, and the verdict. Rehearsed nightly."""
 
 import itertools
 import os
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks.gpu import commands, sanitize, summary
-from benchmarks.gpu.journal import MODES, Journal, Record, read
+from benchmarks.gpu.results_file import MODES, Record, ResultsFile, read
 from benchmarks.gpu.runner import SKIPPED, Command, Runner
 from benchmarks.harness.provenance import ROOT
 from benchmarks.harness.workloads import workloads
@@ -70,21 +70,21 @@ def test_rehearsal_stopped_and_taken_up_again(tmp_path):
     assert (folder / "README.md").read_text() == results.page([folder])
 
 
-# ---- the journal ----
+# ---- results.jsonl ----
 
 
 def test_a_torn_line_and_other_runs_do_not_count(tmp_path):
-    journal = Journal(tmp_path, "a GPU", code="code")
-    journal.add("row", "first", "passed")
-    with journal.path.open("a") as file:
+    kept = ResultsFile(tmp_path, "a GPU", code="code")
+    kept.add("row", "first", "passed")
+    with kept.path.open("a") as file:
         file.write('{"kind": "row", "name": "torn", "sta')
-    journal.add("row", "second", "passed")
-    journal.add("row", "first", "failed")
-    Journal(tmp_path, "another GPU", code="code").add("row", "third", "passed")
-    Journal(tmp_path, "a GPU", code="other code").add("row", "fourth", "passed")
-    assert [(r["name"], r["status"]) for r in journal.records()] == [("first", "failed"), ("second", "passed")]
-    assert [journal.status("row", name) for name in ("first", "second", "third")] == ["failed", "passed", "to do"]
-    assert len(read(journal.path)) == 5
+    kept.add("row", "second", "passed")
+    kept.add("row", "first", "failed")
+    ResultsFile(tmp_path, "another GPU", code="code").add("row", "third", "passed")
+    ResultsFile(tmp_path, "a GPU", code="other code").add("row", "fourth", "passed")
+    assert [(r["name"], r["status"]) for r in kept.records()] == [("first", "failed"), ("second", "passed")]
+    assert [kept.status("row", name) for name in ("first", "second", "third")] == ["failed", "passed", "to do"]
+    assert len(read(kept.path)) == 5
 
 
 # ---- commands: limits, and what a second call goes on with ----
@@ -99,7 +99,7 @@ def counting(folder: Path, name: str, status: int = 0, always: bool = False) -> 
 
 
 def start(folder: Path, seconds: float = 1e9) -> Runner:
-    return Runner(Journal(folder / "results", "gpu", code="code"), seconds)
+    return Runner(ResultsFile(folder / "results", "gpu", code="code"), seconds)
 
 
 def test_a_second_call_goes_on_with_what_has_not_passed(tmp_path, monkeypatch, capsys):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.gpu import journal
+from benchmarks.gpu import results_file
 from benchmarks.harness import conditions, table
 from benchmarks.harness.clock import Quantiles
 from benchmarks.harness.provenance import ROOT
@@ -116,7 +116,7 @@ def test_pages_and_pictures_are_those_of_the_result_files():
     assert (results.RESULTS / "README.md").read_text() == results.page()
     readme = (ROOT / "README.md").read_text()
     assert readme == results.with_ops(readme)
-    records = journal.last(journal.read(results.GPU))
+    records = results_file.last(results_file.read(results.GPU))
     checks = [r["status"] for r in records if r["kind"] == "correct"]
     assert f"All {checks.count('passed')} checks are right" in readme
     assert {*checks} == {"passed"}

@@ -25,7 +25,7 @@ DONE = ("passed", "skipped")
 REHEARSAL = "rehearsal"  # the device of a run in miniature, which measures nothing
 
 
-class Journal:
+class ResultsFile:
     """The results in a folder."""
 
     def __init__(self, folder: Path, device: str, *, code: str | None = None) -> None:
