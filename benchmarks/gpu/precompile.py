@@ -2,25 +2,28 @@
 
     python -m benchmarks.gpu.precompile              # of the rows and of memcheck, then of the checks
 
-The launches are recorded on meta tensors (fastvit/warmup.py).
+The launches are recorded on meta tensors (fastvit/warmup.py), so that this process needs no GPU and can be forked.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import multiprocessing
 import os
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
 
 import torch
 
 from benchmarks.codegen.launches import DTYPES, Launch, record, recording
 from benchmarks.gpu.runner import SKIPPED
 from benchmarks.harness.workloads import workloads
+from fastvit.kernels import _tuned
 from fastvit.ops.runtime.backend import KernelUnsupported
 from fastvit.study.accuracy import cases
-from fastvit.warmup import compiled, gpu_at_hand, in_processes
+from fastvit.warmup import compiled, in_processes
 
 
 def record_checks(target: str, multiprocessors: int) -> list[Launch]:
@@ -39,6 +42,13 @@ def record_checks(target: str, multiprocessors: int) -> list[Launch]:
     return list(recorder.launches.values())
 
 
+def _ask() -> tuple[str, int, str]:
+    """Return architecture, multiprocessors and name of the GPU at hand. A process of its own asks: one that has
+    initialised CUDA should not be forked."""
+    gpu = torch.cuda.get_device_properties(0)
+    return f"sm_{gpu.major}{gpu.minor}", gpu.multi_processor_count, gpu.name
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rehearse", action="store_true", help="in miniature on a CPU")
@@ -50,7 +60,9 @@ def main(arguments: list[str] | None = None) -> int:
     if chosen.rehearse:
         launches = record(workloads("quick", ops=("layer_norm",)), "sm_90", ["bf16"], infers=True)
     else:
-        target, multiprocessors = gpu_at_hand()
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork")) as pool:
+            target, multiprocessors, name = pool.submit(_ask).result()
+        _tuned.load(target, name)  # configurations depend on measured choices
         rows = [*workloads("headline"), *workloads("sanitize", ops=("attention",))]
         launches = record(rows, target, ["bf16"], multiprocessors=multiprocessors, infers=True)
         launches += record_checks(target, multiprocessors)
