@@ -14,7 +14,7 @@ from fastvit.study.fitting.costs import blocks_of
 from fastvit.study.fitting.planning import plan_fit
 from fastvit.study.fitting.report import Fit, count_of_images, size_in_words
 from fastvit.study.memory.growth import checked_budget, checked_device
-from fastvit.study.memory.step import Setting
+from fastvit.study.memory.step import Setting, StepSpec
 from fastvit.study.sources.find import from_module
 from fastvit.study.sources.model_source import DTYPES
 
@@ -70,9 +70,8 @@ def fit(
     dtype = dtype or next((name for name, of in DTYPES.items() if of is parameter.dtype), None)
     if dtype is None:
         raise ValueError(f"model must have parameters of {', '.join(DTYPES)}, got {parameter.dtype}")
-    setting = Setting("train", dtype, optimizer)
-    kind = checked_device(device or ("cuda" if parameter.is_cuda else "cpu"))
-    plan = plan_fit(source, size, batch, setting, checked_budget(budget), kind)
+    gpu = checked_device(device or ("cuda" if parameter.is_cuda else "cpu")) == "cuda"
+    plan = plan_fit(StepSpec(source, size, batch, Setting("train", dtype, optimizer), gpu), checked_budget(budget))
     if not plan.micro_batch:
         raise ValueError(
             f"budget is {size_in_words(plan.budget)}, but a step of one image takes {size_in_words(plan.peak)} even "

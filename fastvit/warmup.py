@@ -35,8 +35,7 @@ from fastvit.ops.runtime.backend import KernelUnsupported, Path
 from fastvit.study.machine import why_no_gpu
 from fastvit.study.memory.allocations import without_data
 from fastvit.study.memory.plan import trace_step
-from fastvit.study.memory.step import Setting
-from fastvit.study.sources.model_source import ModelSource
+from fastvit.study.memory.step import StepSpec
 
 T = TypeVar("T")
 L = TypeVar("L", bound="Launch")
@@ -157,26 +156,16 @@ def recording(recorder: Recorder, multiprocessors: int | None = None) -> Iterato
         yield
 
 
-def record_step(
-    recorder: Recorder, source: ModelSource, image_size: tuple[int, int], batch: int, dtype: str, mode: str,
-    multiprocessors: int | None = None,
-) -> None:  # fmt: skip
+def record_step(recorder: Recorder, spec: StepSpec, multiprocessors: int | None = None) -> None:
     """Record the kernels that a step of a model launches, each once, in their order.
 
     The model, accelerated if it is another library's, runs on fake tensors; then its fused ops run on meta tensors of
     the same layouts. Ops that Triton cannot take launch nothing.
 
-    Args:
-        source: as `fastvit.study.sources.find.find` returns it.
-        image_size: height and width in pixels.
-        dtype: of parameters and images, a key of `fastvit.study.memory.step.DTYPES`.
-        mode: "infer" or "train": forward, or forward and backward.
-
     Raises:
         ValueError: the model refuses the size.
     """
-    setting = Setting(mode, dtype, optimizer="none")
-    seen = trace_step(source, "fastvit", image_size, batch, setting, gpu=True).seen
+    seen = trace_step(spec).seen
     with recording(recorder, multiprocessors), torch.no_grad():
         for op, leaves, nested in dict.fromkeys((op.op, op.leaves, op.nested) for op in seen.ops):
             arguments, keywords = without_data(leaves, nested, "meta")

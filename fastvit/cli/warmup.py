@@ -62,6 +62,7 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     from fastvit import warmup
+    from fastvit.study.memory.step import Setting, StepSpec
     from fastvit.study.sources.find import find
     from fastvit.study.sources.model_source import pixels
 
@@ -73,7 +74,8 @@ def run(args: argparse.Namespace) -> int:
     modes = ("infer", "train") if args.mode == "both" else (args.mode,)
     recorder = warmup.Recorder(target)
     for batch, mode in itertools.product(args.batch, modes):
-        warmup.record_step(recorder, source, size, batch, dtype, mode, multiprocessors)
+        spec = StepSpec(source, size, batch, Setting(mode, dtype, "none"), gpu=True)
+        warmup.record_step(recorder, spec, multiprocessors)
     step = f"{source.name}, batch {', '.join(map(str, args.batch))}, {pixels(size)} px, {args.dtype}"
     launches = list(recorder.launches.values())
     if not launches:

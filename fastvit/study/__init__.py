@@ -10,8 +10,8 @@ from fastvit.study.fitting.planning import fit
 from fastvit.study.fitting.report import Fit, FitPoint
 from fastvit.study.machine import Finding, doctor
 from fastvit.study.memory.block import BlockCost, BlockOp, block
-from fastvit.study.memory.growth import MemoryPoint, MemoryStudy, image_size, memory
-from fastvit.study.memory.plan import Parts
+from fastvit.study.memory.growth import MemoryStudy, image_size, memory
+from fastvit.study.memory.plan import MemoryPoint, Parts
 from fastvit.study.memory.search import largest_batch, largest_image
 from fastvit.study.memory.step import Setting
 from fastvit.study.models.costs import ModelCost, models

@@ -43,9 +43,6 @@ class Finding:
     status: str = OK
 
 
-_Probe = Callable[[], Iterator[Finding]]
-
-
 def doctor() -> tuple[Finding, ...]:
     """Return all findings. It never raises: a probe that fails becomes a finding."""
     findings: list[Finding] = []
@@ -136,27 +133,22 @@ def _compilers() -> Iterator[Finding]:
         yield Finding("compilers", "C", f"{missing}: Triton's launcher needs one", status)
 
 
-def _calls() -> Finding:
-    """Report whether later calls of an op are replayed in C."""
-    from fastvit.ops.runtime import record
-
-    why = record.why_not()
-    if why is None and torch.version.hip:
-        why = "launches on AMD GPUs go by Triton's own way"
-    status = OK if why is None else NOTE
-    return Finding("ops", "calls", f"in Python every time: {why}" if why else "replayed in C once seen", status)
-
-
 def _ops() -> Iterator[Finding]:
-    """Report the path of the ops on the default device: a GPU if there is one. It is the same for all of them."""
+    """Report the path of the ops on the default device, a GPU if there is one, which is the same for all of them; and
+    whether later calls of an op are replayed in C."""
     from fastvit.ops.runtime import backend as backends
+    from fastvit.ops.runtime import record
     from fastvit.study.accuracy import verification
 
     backend, _ = backends.settings()
     for name, default in backends.VARIABLES.items():
         value = os.environ.get(name)
         yield Finding("ops", name, f"{value or default}{'' if value else ', the default'}", NOTE if value else OK)
-    yield _calls()
+    why = record.why_not()
+    if why is None and torch.version.hip:
+        why = "launches on AMD GPUs go by Triton's own way"
+    calls = f"in Python every time: {why}" if why else "replayed in C once seen"
+    yield Finding("ops", "calls", calls, NOTE if why else OK)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     path, why = _path(device, backend)
     status = OK if path == ("ATen" if device.type == "cpu" else "Triton") else NOTE
@@ -212,16 +204,12 @@ def version_of(package: str) -> str | None:
 
 
 def cpu_name() -> str:
-    return cpu_info("model name") or platform.processor() or platform.machine()
-
-
-def cpu_info(field: str) -> str:
-    """Return the first value of a field of /proc/cpuinfo, or ""."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text().splitlines() if path.exists() else []
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith(field)), "")
+    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    return model or platform.processor() or platform.machine()
 
 
-_PROBES: tuple[tuple[str, _Probe], ...] = (
+_PROBES: tuple[tuple[str, Callable[[], Iterator[Finding]]], ...] = (
     ("versions", _versions), ("devices", _devices), ("compilers", _compilers), ("ops", _ops), ("packages", _packages),
 )  # fmt: skip

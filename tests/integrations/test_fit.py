@@ -142,6 +142,12 @@ def sharded() -> nn.Module:
     return model
 
 
+def repeated() -> nn.Module:
+    model = ours()
+    model.blocks.append(model.blocks[0])
+    return model
+
+
 def changed(change: str) -> nn.Module:
     """Return a model after one of its methods."""
     model = ours()
@@ -158,6 +164,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (sharded, {}, "sharded already"),
     (partial(changed, "double"), {}, r"parameters of .*float32.*, got torch\.float64"),
     (partial(changed, "compile"), {}, "compiled already"),
+    (repeated, {}, r"does not run blocks\.0 to blocks\.2 once each, in order"),
 ]
 
 

@@ -23,6 +23,13 @@ def test_keeps_the_right_share_and_scales(backend, device):
         assert ((mask - (1 - p)).abs() < 5.5 * (p * (1 - p) / n) ** 0.5).all()
 
 
+def test_nan_is_not_dropped(backend, device):
+    """0 * NaN is NaN, in eager too."""
+    x = torch.ones(4, 40, device=device)
+    x[2] = torch.nan
+    assert torch.equal(ops.dropout(x, 0.5).isnan(), x.isnan())
+
+
 def test_elements_are_independent(backend, device):
     """No two of the four runs that share a Philox call, no two rows and no two seeds have the same mask."""
     ones = torch.ones(8, 1024, device=device)

@@ -11,6 +11,7 @@ from compiling import needs_triton, python
 from study_models import SMALL, known
 
 from fastvit.cli import main
+from fastvit.study.memory.step import StepSpec
 
 warmup = pytest.importorskip("fastvit.warmup", reason="triton is not installed")
 
@@ -24,13 +25,15 @@ def _models(nothing_tuned: None) -> Iterator[None]:
 RECORD = """
 import sys
 from study_models import SMALL, known
+from fastvit.study.memory.step import Setting, StepSpec
 from fastvit.study.sources.find import find
 from fastvit.warmup import Recorder, record_step
 with known():
     for name, size, dtype, mode in ((SMALL, 32, "bf16", "infer"), (SMALL, 32, "bf16", "train"),
                                     ("study_models:timm_vit", 32, "amp", "infer")):
         recorder = Recorder("sm_90")
-        record_step(recorder, find(name), (size, size), 2, dtype, mode, 132)
+        spec = StepSpec(find(name), (size, size), 2, Setting(mode, dtype, "none"), gpu=True)
+        record_step(recorder, spec, 132)
         launches = recorder.launches.values()
         names = [launch.name.removesuffix("_kernel") for launch in launches]
         print(*dict.fromkeys(names), len(names), *{launch.target for launch in launches}, sep=",")
@@ -54,8 +57,9 @@ def test_it_compiles_for_every_batch_and_mode(monkeypatch, capsys):
     """It names a kernel that fails, and returns status 1."""
     seen = []
 
-    def record(recorder: Any, source: Any, size: Any, batch: int, dtype: str, mode: str, multiprocessors: int) -> None:
-        seen.append((source.name, size, batch, dtype, mode, multiprocessors, torch.get_float32_matmul_precision()))
+    def record(recorder: Any, spec: StepSpec, multiprocessors: int) -> None:
+        dtype, mode, precision = spec.setting.dtype, spec.setting.mode, torch.get_float32_matmul_precision()
+        seen.append((spec.source.name, spec.image_size, spec.batch, dtype, mode, multiprocessors, precision))
         recorder.launches = {n: SimpleNamespace(name=f"{n}_kernel") for n in "abc"}
 
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)

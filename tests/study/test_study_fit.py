@@ -5,7 +5,6 @@ import itertools
 import random
 
 import pytest
-import torch
 from library_imports import import_timm
 from torch import nn
 
@@ -13,15 +12,16 @@ import fastvit
 from fastvit import zoo
 from fastvit.study.fitting import planning
 from fastvit.study.fitting.choices import BLOCK, NOTHING, Choice, put_on
-from fastvit.study.fitting.costs import FitStep, Trace, blocks_of, costs_of
+from fastvit.study.fitting.costs import Trace, blocks_of, costs_of
 from fastvit.study.fitting.planning import fit, plan_fit
 from fastvit.study.fitting.report import in_words
 from fastvit.study.fitting.search import BlockCosts, Gap, StepCosts
 from fastvit.study.memory.growth import checked_budget, measure
-from fastvit.study.memory.step import Setting
+from fastvit.study.memory.step import Setting, StepSpec
 from fastvit.study.sources.find import find, from_module
 
 TINY = "vit_tiny_patch16_224"
+PLAIN = Setting(dtype="float32", optimizer="none")
 OPTIONS = [NOTHING, Choice(mlp="all"), Choice("qkv", "all"), BLOCK]
 
 
@@ -110,7 +110,7 @@ def test_planned_costs_are_those_of_a_trace(make, gpu, exact):
     if gpu:
         pytest.importorskip("triton")
     size, batch = ((64, 64), 64) if exact else ((96, 96), 16)
-    step = FitStep(from_module(make()), size, batch, Setting(dtype="float32", optimizer="none"), gpu)
+    step = StepSpec(from_module(make()), size, batch, PLAIN, gpu)
     costs = costs_of(step)
     nothing = Trace(step, [NOTHING] * len(costs.blocks))
     assert (nothing.peak, nothing.flops) == (costs.peak(nothing.choices), costs.flops)
@@ -123,21 +123,10 @@ def test_planned_costs_are_those_of_a_trace(make, gpu, exact):
         assert trace.flops > nothing.flops
 
 
-def test_blocks_that_do_not_run_once_each():
-    model = fastvit.create_model(TINY, img_size=32, depth=3)
-    model.blocks.append(model.blocks[0])
-    step = FitStep(from_module(model), (32, 32), 2, Setting(dtype="float32"), gpu=False)
-    with pytest.raises(ValueError, match=r"does not run blocks\.0 to blocks\.2 once each, in order"):
-        costs_of(step)
-
-
 def test_a_plan_whose_peaks_are_too_low_gives_way(monkeypatch):
     """The search runs again for a lower budget until the traced peak fits, or says that there is no plan."""
-    source, setting = (
-        from_module(fastvit.create_model(TINY, img_size=64, depth=4)),
-        Setting(dtype="float32", optimizer="none"),
-    )
-    plan = functools.partial(plan_fit, source, (64, 64), 64, setting, device="cpu")
+    source = from_module(fastvit.create_model(TINY, img_size=64, depth=4))
+    plan = functools.partial(plan_fit, StepSpec(source, (64, 64), 64, PLAIN, gpu=False))
     budget, more = plan(budget=1 << 40).frontier[8].peak, [10**6, 1]
 
     class Higher(Trace):
@@ -163,8 +152,7 @@ def test_budgets_just_below_a_peak_that_the_search_takes_for_lower():
         p.requires_grad_("norm" in name)
 
     def planned(budget):
-        setting = Setting(dtype="float32", optimizer="none")
-        return plan_fit(from_module(model), (32, 32), 16, setting, budget, "cpu")
+        return plan_fit(StepSpec(from_module(model), (32, 32), 16, PLAIN, gpu=False), budget)
 
     free = planned(1 << 40)
     assert free.alternatives[0].peak < free.peak
@@ -182,26 +170,25 @@ def test_a_measured_peak_is_the_planned_one(monkeypatch):
     assert report.fits
     assert report.recomputed == report.least_recomputed > 0
 
-    def make(provider, image_size):
-        model = fastvit.create_model(TINY, img_size=image_size)
+    def make(provider, img_size):
+        model = fastvit.create_model(TINY, img_size=img_size)
         for block, choice in zip(blocks_of(model).values(), report.choices, strict=True):
             put_on(block, choice)
         return model
 
     source = find(TINY)
     source.make = make
-    measured = measure(source, "fastvit", (96, 96), 32, report.setting, torch.device("cpu"))
+    measured = measure(StepSpec(source, (96, 96), 32, report.setting, gpu=False))
     assert abs(report.peak / measured - 1) < 0.03
     assert measured < 0.72 * most
 
 
 def test_a_batch_that_does_not_fit_is_accumulated():
-    source = from_module(fastvit.create_model(TINY, img_size=32, depth=2))
-    setting = Setting(dtype="float32", optimizer="none")
-    plan = functools.partial(plan_fit, source, (32, 32), 256, setting, device="cpu")
+    step = StepSpec(from_module(fastvit.create_model(TINY, img_size=32, depth=2)), (32, 32), 256, PLAIN, gpu=False)
+    plan = functools.partial(plan_fit, step)
 
     def least_peak(batch):
-        return planning.costs_of(FitStep(source, (32, 32), batch, setting, gpu=False)).least_peak()
+        return planning.costs_of(step._replace(batch=batch)).least_peak()
 
     budget = least_peak(256) * 3 // 4
     report = plan(budget=budget)
@@ -209,7 +196,7 @@ def test_a_batch_that_does_not_fit_is_accumulated():
     assert report.accumulation * report.micro_batch >= 256 > report.largest_batch >= report.micro_batch > 1
     assert report.peak <= budget
     assert least_peak(report.largest_batch) <= budget
-    assert least_peak(report.largest_batch * 17 // 16 + 2) > budget  # the most, or a 16th less
+    assert least_peak(report.largest_batch + 1) > budget
     alone = plan(budget=least_peak(2))
     assert (alone.accumulation, alone.micro_batch) == (0, alone.largest_batch)
     assert plan(budget=1 << 20).micro_batch == 0

@@ -15,8 +15,8 @@ from fastvit.study.memory import growth, search
 from fastvit.study.memory.allocations import Allocations, as_on
 from fastvit.study.memory.plan import plan, trace_step
 from fastvit.study.memory.scaled_step import ScaledStep
-from fastvit.study.memory.search import _largest
-from fastvit.study.memory.step import Setting
+from fastvit.study.memory.search import largest_that_fits
+from fastvit.study.memory.step import Setting, StepSpec
 from fastvit.study.sources import find
 
 NEEDS_TRITON = pytest.mark.skipif(not backends.HAVE_TRITON, reason="triton is not installed")
@@ -87,7 +87,7 @@ def test_the_parts_of_a_step(kind, monkeypatch):
     rounded = 512 * len(parameters) if kind == "cuda" else 0
 
     def parts(**setting: object) -> study.Parts:
-        return plan(source, "fastvit", (224, 224), B, Setting(**setting), gpu=kind == "cuda").parts
+        return plan(StepSpec(source, (224, 224), B, Setting(**setting), gpu=kind == "cuda")).planned
 
     B = 16  # at fewer the peak is the optimizer's step
     step = parts()
@@ -116,7 +116,7 @@ def test_a_captured_graph_holds_the_passes(mode, optimizer, px):
     options = {"image_sizes": (px,), "batches": (4,), "mode": mode, "optimizer": optimizer, "providers": ("eager",)}
     (point,) = study.memory(SMALL, **options, device="cuda", graphs=True).points
     source, setting = find.find(SMALL), Setting(mode, optimizer=optimizer)
-    seen, begin, last, _, groups = trace_step(source, "eager", (px, px), 4, setting, gpu=True)
+    seen, begin, last, _, groups = trace_step(StepSpec(source, (px, px), 4, setting, gpu=True, provider="eager"))
     given = set().union(*(groups[name] for name in ("weights", "optimizer", "inputs")))
     changes = [seen.storages[n].nbytes * (1 if came else -1) for n, came in seen.events[begin:last] if n not in given]
     images, parts = 4 * 3 * px**2 * 2, point.planned
@@ -132,11 +132,9 @@ def test_autocast_on_a_gpu_has_scores_in_float32():
     """Fake CPU tensors stand for a GPU's, but a CPU's autocast leaves scores in bfloat16. They are float32 when they
     are computed again, too; torch.utils.checkpoint compares."""
     pytest.importorskip("triton")
-    source = find.find(SMALL)
-    matrices = [plan(source, "eager", (64, 64), 2, Setting(dtype="amp"), gpu=gpu).attention for gpu in (False, True)]
-    assert matrices[1] > 1.3 * matrices[0]
-    setting = Setting(dtype="amp", checkpointing=True)
-    assert plan(source, "eager", (64, 64), 2, setting, gpu=True).attention > 0
+    spec = StepSpec(find.find(SMALL), (64, 64), 2, Setting(dtype="amp"), gpu=True, provider="eager")
+    assert plan(spec).attention > 1.3 * plan(spec._replace(gpu=False)).attention
+    assert plan(spec._replace(setting=Setting(dtype="amp", checkpointing=True))).attention > 0
 
 
 def test_what_an_op_allocates_by_itself_is_seen():
@@ -200,7 +198,7 @@ def test_the_largest_that_fits(power, step):
             assert n <= most + 1
             return start + slope * int((n // step * step + 1) ** power)
 
-        largest = _largest(peak, budget, most, expected)
+        largest = largest_that_fits(peak, budget, most, expected)
         assert largest <= most
         assert not largest or peak(largest) <= budget
         assert largest == most or peak(largest + 1) > budget
@@ -209,8 +207,9 @@ def test_the_largest_that_fits(power, step):
 def test_a_search_plans_few_steps(monkeypatch):
     """For the batch, and for the side of an image with eager attention, whose memory grows with its fourth power."""
     planned = []
-    monkeypatch.setattr(search, "plan", lambda *args, **options: planned.append(args) or plan(*args, **options))
-    source, budget, size = find.find(SMALL), 64 << 20, (64, 64)
+    monkeypatch.setattr(search, "plan", lambda spec: planned.append(spec) or plan(spec))
+    budget, size = 64 << 20, (64, 64)
+    spec = StepSpec(find.find(SMALL), size, 2, Setting(optimizer="none"), gpu=False, provider="eager")
     options = {"provider": "eager", "device": "cpu", "optimizer": "none"}
     batch = study.largest_batch(SMALL, budget, image_size=size, **options)
     side = study.largest_image(SMALL, "64MiB", batch=2, **options)
@@ -218,7 +217,7 @@ def test_a_search_plans_few_steps(monkeypatch):
     assert len(planned) <= 20
     for more, fits in ((0, True), (1, False)):
         for px, images in ((size, batch + more), ((side + 4 * more,) * 2, 2)):
-            peak = plan(source, "eager", px, images, Setting(optimizer="none"), gpu=False).parts.peak
+            peak = plan(spec._replace(image_size=px, batch=images)).planned.peak
             assert (peak <= budget) is fits
     with pytest.raises(ValueError, match="takes no image_size"):
         study.largest_image("study_models:one_size", 64 << 20, device="cpu")
@@ -239,15 +238,15 @@ def test_a_plan_scaled_from_two_traces_is_the_plan(row, monkeypatch):
     name, prefix, provider, setting, gpu = SCALED[row]
     if name in zoo.CONFIGS:
         monkeypatch.setitem(zoo.CONFIGS, name, zoo.config(name) | {"depth": 2})
-    source, options = find.find(name), {"gpu": gpu}
+    source = find.find(name)
     (p, _) = source.patch_size
     patches = (p,) if source.origin == "function" else (p // 2, p, 2 * p)
     one, more = (
-        ScaledStep(source, provider, setting, prefix, patches, one_image=alone, **options) for alone in (True, False)
+        ScaledStep(source, provider, setting, prefix, patches, one_image=alone, gpu=gpu) for alone in (True, False)
     )
     for grid, patch, batch, scaled in [(14, patches[0], 8, more), (32, p, 3, more), (14, patches[-1], 1, one)]:
-        right = plan(source, provider, (grid * patch,) * 2, batch, setting, **options, patch_size=(patch, patch)).parts
-        assert scaled.parts(grid * patch, patch, batch) == right
+        right = plan(StepSpec(source, (grid * patch,) * 2, batch, setting, gpu, provider, (patch, patch)))
+        assert scaled.parts(grid * patch, patch, batch) == right.planned
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from study_models import SMALL, timm_vit
 from torch import nn
 
 import fastvit
-from fastvit import reference, study, zoo
+from fastvit import study, zoo
 from fastvit.study.sources.find import find
 from fastvit.study.sources.model_source import channels
 from fastvit.study.sources.normalization import HALF, statistics
@@ -97,14 +97,6 @@ def test_a_model_that_raises_says_so_in_one_line_and_pytorch_logs_nothing(forwar
     with pytest.raises(ValueError, match=rf"^Raises: {message}"):
         fastvit.fit(model, budget="1GiB", batch=1, image_size=32)
     assert not caplog.records
-
-
-def test_providers_of_the_zoo():
-    eager, sdpa, fused = (find(SMALL).on_meta(provider) for provider in ("eager", "sdpa", "fastvit"))
-    assert isinstance(eager, reference.VisionTransformer)
-    assert not isinstance(fused, reference.VisionTransformer)
-    assert "attend" in vars(sdpa.blocks[0].attn)
-    assert "attend" not in vars(eager.blocks[0].attn)
 
 
 def test_names_are_normalised_as_timm_does_it():

@@ -92,9 +92,16 @@ def checked_mask(
     return mask[(None,) * (4 - mask.dim())].expand(-1, -1, -1, full[3])
 
 
-def checked_mask_of_sequences(mask: Any, x_name: str, x: Tensor, heads: int, longest: int, longest_k: int) -> Tensor:
-    """Check the mask that all sequences in x have; return it as `checked_mask` does."""
-    mask = checked_mask(mask, x_name, x, (1, heads, longest, longest_k), "1, H, max_seqlen, max_seqlen")
+def checked_mask_of_sequences(
+    mask: Any, x_name: str, x: Tensor, heads: int, longest: int, longest_k: int | None = None
+) -> Tensor:
+    """Check the mask that all sequences in x have; return it as `checked_mask` does. longest_k: of keys that have
+    sequences of their own."""
+    if longest_k is None:
+        full, shape_name = (1, heads, longest, longest), "1, H, max_seqlen, max_seqlen"
+    else:
+        full, shape_name = (1, heads, longest, longest_k), "1, H, max_seqlen, max_seqlen_k"
+    mask = checked_mask(mask, x_name, x, full, shape_name)
     if mask.requires_grad and torch.is_grad_enabled():
         raise ValueError("attn_mask must not require a gradient with cu_seqlens, got one that does")
     return mask

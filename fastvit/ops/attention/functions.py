@@ -243,7 +243,8 @@ def _of_sequences(
     elif max_seqlen_k is not None:
         raise ValueError(f"max_seqlen_k must be None without cu_seqlens_k, got {max_seqlen_k}")
     if attn_mask is not None:
-        attn_mask = checked_mask_of_sequences(attn_mask, name, q, q.shape[-2], longest, longest_k)
+        of_keys = None if cu_seqlens_k is None else longest_k
+        attn_mask = checked_mask_of_sequences(attn_mask, name, q, q.shape[-2], longest, of_keys)
     options = Options(op, cast, scale, dropout_p, is_causal, longest, longest_k)
     tensors = q, k, v, attn_mask, _seed(q, dropout_p), None, None, cu_seqlens, cu_seqlens_k
     return Attention, needs_autograd(op, q, k, v), options, tensors

@@ -61,14 +61,14 @@ def _bwd_flops(
 attention_fwd = register(
     "attention_fwd(Tensor q, Tensor? k, Tensor? v, Tensor? mask, Tensor? seed, float scale, float dropout_p,"
     f" bool causal=False, {_POSITIONS}) -> (Tensor o, Tensor lse)",
-    aten=aten.attention_fwd, launch="attention.launch", fake=_fwd_fake, flops=flops,
+    aten=aten.attention_fwd, fake=_fwd_fake, flops=flops,
     decomposition=decompositions.attention_fwd,
 )  # fmt: skip
 attention_bwd = register(
     "attention_bwd(Tensor do, Tensor q, Tensor? k, Tensor? v, Tensor? mask, Tensor o, Tensor lse, Tensor? seed,"
     f" float scale, float dropout_p, bool causal=False, bool wants_mask=False, {_POSITIONS})"
     " -> (Tensor dq, Tensor dk, Tensor dv, Tensor drows, Tensor dcolumns, Tensor dmask)",
-    aten=aten.attention_bwd, launch="attention.launch", fake=_bwd_fake, flops=_bwd_flops,
+    aten=aten.attention_bwd, fake=_bwd_fake, flops=_bwd_flops,
 )  # fmt: skip
 
 

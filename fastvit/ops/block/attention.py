@@ -148,7 +148,7 @@ def _prepared(
             raise ValueError(f"rotary.num_prefix_tokens must be 0 with cu_seqlens, got {rotary.num_prefix_tokens}")
     mask = None
     if attn_mask is not None and longest is not None:
-        mask = checked_mask_of_sequences(attn_mask, "x", x, num_heads, longest, longest)
+        mask = checked_mask_of_sequences(attn_mask, "x", x, num_heads, longest)
     elif attn_mask is not None:
         mask = checked_mask(attn_mask, "x", x, (B, num_heads, N, N))
     sin, cos = (None, None) if rotary is None else broadcast_tables(rotary)

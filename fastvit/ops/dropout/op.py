@@ -27,7 +27,6 @@ dropout_op = register(
     "dropout(Tensor x, Tensor seed, float p, Tensor? layer_scale=None, Tensor? row_scale=None, Tensor? residual=None)"
     " -> Tensor",
     aten=aten.dropout,
-    launch="dropout.launch",
     fake=_fake,
     decomposition=decompositions.dropout,
 )
@@ -43,11 +42,8 @@ class _Options(NamedTuple):
     p: float
 
 
-_Inputs = inputs("x", "seed")
-
-
 class _Dropout(FusedNode):
-    Inputs = _Inputs
+    Inputs = inputs("x", "seed")
     saves = ("seed",)
 
     @staticmethod

@@ -77,7 +77,6 @@ layer_norm_fwd = register(
     "layer_norm_fwd(Tensor x, Tensor weight, Tensor? bias, float eps, ScalarType? out_dtype, bool rms=False)"
     " -> (Tensor y, Tensor mean, Tensor rstd)",
     aten=aten.layer_norm_fwd,
-    launch="layer_norm.launch",
     fake=_fwd_fake,
     decomposition=decompositions.layer_norm_fwd,
 )
@@ -86,14 +85,12 @@ layer_norm_bwd = register(
     " Tensor? row_scale=None, ScalarType? total_dtype=None, bool want_y=False)"
     " -> (Tensor dx, Tensor dweight, Tensor dbias, Tensor y, Tensor total)",
     aten=aten.layer_norm_bwd,
-    launch="layer_norm.launch",
     fake=_bwd_fake,
 )
 add_layer_norm_fwd = register(
     "add_layer_norm_fwd(Tensor residual, Tensor branch, Tensor weight, Tensor? bias, Tensor? layer_scale,"
     " Tensor? row_scale, float eps, bool rms=False) -> (Tensor sum, Tensor y, Tensor mean, Tensor rstd)",
     aten=aten.add_layer_norm_fwd,
-    launch="layer_norm.launch",
     fake=_add_fwd_fake,
     decomposition=decompositions.add_layer_norm_fwd,
 )
@@ -102,7 +99,6 @@ add_layer_norm_bwd = register(
     " Tensor? layer_scale, Tensor? row_scale)"
     " -> (Tensor ds, Tensor dbranch, Tensor dweight, Tensor dbias, Tensor dlayer_scale)",
     aten=aten.add_layer_norm_bwd,
-    launch="layer_norm.launch",
     fake=_add_bwd_fake,
 )
 
@@ -180,13 +176,10 @@ class _AddOptions(NamedTuple):
     dtypes: tuple[torch.dtype, torch.dtype]  # of residual and branch
 
 
-_AddInputs = inputs("residual", "branch", "weight", "bias", "layer_scale", "row_scale")
-
-
 class _AddLayerNorm(FusedNode):
     """The sum, and its norm."""
 
-    Inputs = _AddInputs
+    Inputs = inputs("residual", "branch", "weight", "bias", "layer_scale", "row_scale")
     keeps = ("mean", "rstd")
     saves = ("branch", "weight", "layer_scale", "row_scale", "result", "mean", "rstd")
     single = False

@@ -72,29 +72,27 @@ def _dact_flops(dy: Any, weight: Any, *_: Any, **__: Any) -> int:
 linear_fwd = register(
     "linear_fwd(Tensor x, Tensor weight, Tensor? bias, str activation, Tensor? layer_scale=None,"
     " Tensor? row_scale=None, Tensor? residual=None, Tensor? value_weight=None, Tensor? value_bias=None) -> Tensor",
-    aten=aten.linear_fwd, launch="linear.launch", fake=_fwd_fake, flops=_fwd_flops,
+    aten=aten.linear_fwd, fake=_fwd_fake, flops=_fwd_flops,
     decomposition=decompositions.linear_fwd,
 )  # fmt: skip
 linear_act_fwd = register(
     "linear_act_fwd(Tensor x, Tensor weight, Tensor? bias, str activation, Tensor? value_weight=None,"
     " Tensor? value_bias=None) -> (Tensor h, Tensor pre)",
-    aten=aten.linear_act_fwd, launch="linear.launch", fake=_act_fwd_fake, flops=_act_fwd_flops,
+    aten=aten.linear_act_fwd, fake=_act_fwd_fake, flops=_act_fwd_flops,
     decomposition=decompositions.linear_act_fwd,
 )  # fmt: skip
 gated_act = register(
     "gated_act(Tensor pre, str activation) -> Tensor",
     aten=aten.gated_act,
-    launch="linear.launch",
     fake=_gated_act_fake,
 )
 linear_dact = register(
     "linear_dact(Tensor dy, Tensor weight, Tensor pre, str activation) -> (Tensor dpre, Tensor h, Tensor dbias)",
-    aten=aten.linear_dact, launch="linear.launch", fake=_dact_fake, flops=_dact_flops,
+    aten=aten.linear_dact, fake=_dact_fake, flops=_dact_flops,
 )  # fmt: skip
 act_bwd = register(
     "act_bwd(Tensor dh, Tensor pre, str activation) -> (Tensor dpre, Tensor dbias)",
     aten=aten.act_bwd,
-    launch="linear.launch",
     fake=_act_bwd_fake,
 )
 
@@ -109,13 +107,10 @@ class _Options(NamedTuple):
     residual_dtype: torch.dtype | None
 
 
-_Inputs = inputs("x", "weight", "bias", "layer_scale", "row_scale", "residual")
-
-
 class _Linear(FusedNode):
     """residual + row_scale * layer_scale * (x @ weight.T + bias); without a gradient also with an activation."""
 
-    Inputs = _Inputs
+    Inputs = inputs("x", "weight", "bias", "layer_scale", "row_scale", "residual")
     casts = ("x", "weight", "bias")
     saves = ("x", "weight", "bias", "layer_scale", "row_scale")
 
@@ -141,13 +136,10 @@ class _Linear(FusedNode):
         return by_name | {"x": dx, "weight": dweight, "bias": dbias, "layer_scale": dlayer_scale}
 
 
-_ActInputs = inputs("x", "weight", "bias")
-
-
 class _LinearAct(FusedNode):
     """activation(x @ weight.T + bias)"""
 
-    Inputs = _ActInputs
+    Inputs = inputs("x", "weight", "bias")
     casts = ("x", "weight", "bias")
     keeps = ("pre",)
     saves = ("x", "weight", "pre")

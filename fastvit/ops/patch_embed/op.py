@@ -31,7 +31,6 @@ patch_embed_fwd = register(
     "patch_embed_fwd(Tensor image, Tensor weight, Tensor? bias, Tensor? pos_embed, Tensor? prefix, Tensor? normalize)"
     " -> Tensor",
     aten=aten.patch_embed_fwd,
-    launch="patch_embed.launch",
     fake=aten.new_tokens,
     flops=lambda image, weight, *_, out_shape=None, **__: _gemm_flops(image, weight),
     decomposition=decompositions.patch_embed_fwd,
@@ -39,14 +38,12 @@ patch_embed_fwd = register(
 patch_embed_bwd_weight = register(
     "patch_embed_bwd_weight(Tensor dout, Tensor image, Tensor weight, Tensor? normalize) -> Tensor",
     aten=aten.patch_embed_bwd_weight,
-    launch="patch_embed.launch",
     fake=lambda dout, image, weight, *_: weight,
     flops=lambda dout, image, weight, *_, out_shape=None, **__: _gemm_flops(image, weight),
 )
 patch_embed_bwd_image = register(
     "patch_embed_bwd_image(Tensor dout, Tensor weight, SymInt[] size, ScalarType dtype) -> Tensor",
     aten=aten.patch_embed_bwd_image,
-    launch="patch_embed.launch",
     fake=aten.new_image,
     flops=lambda dout, weight, *_, out_shape=None, **__: _gemm_flops(out_shape, weight),
 )
@@ -61,11 +58,8 @@ class _Options(NamedTuple):
     cast: torch.dtype | None  # autocast's dtype, for the weight
 
 
-_Inputs = inputs("image", "weight", "bias", "pos_embed", "prefix", "normalize")
-
-
 class _PatchEmbed(FusedNode):
-    Inputs = _Inputs
+    Inputs = inputs("image", "weight", "bias", "pos_embed", "prefix", "normalize")
     casts = ("weight",)
     saves = ("image", "weight", "normalize")
 

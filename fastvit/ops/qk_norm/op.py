@@ -33,7 +33,6 @@ qk_norm_fwd = register(
     "qk_norm_fwd(Tensor q, Tensor k, Tensor q_weight, Tensor? q_bias, Tensor k_weight, Tensor? k_bias, Tensor? sin,"
     " Tensor? cos, float eps, bool rms, bool interleaved) -> (Tensor q_out, Tensor k_out)",
     aten=aten.qk_norm_fwd,
-    launch="qk_norm.launch",
     fake=lambda q, k, *_: (q, k),
     decomposition=decompositions.qk_norm_fwd,
 )
@@ -42,7 +41,6 @@ qk_norm_bwd = register(
     " Tensor? cos, float eps, bool rms, bool has_bias, bool interleaved)"
     " -> (Tensor dq, Tensor dk, Tensor dq_weight, Tensor dk_weight, Tensor dq_bias, Tensor dk_bias)",
     aten=aten.qk_norm_bwd,
-    launch="qk_norm.launch",
     fake=_bwd_fake,
 )
 
@@ -55,12 +53,11 @@ class _Options(NamedTuple):
     interleaved: bool
 
 
-_Inputs = inputs("q", "k", "q_weight", "q_bias", "k_weight", "k_bias", "sin", "cos")
 _STATISTICS = "q_mean", "q_rstd", "k_mean", "k_rstd"
 
 
 class _QkNorm(FusedNode):
-    Inputs = _Inputs
+    Inputs = inputs("q", "k", "q_weight", "q_bias", "k_weight", "k_bias", "sin", "cos")
     saves = ("q", "k", "q_weight", "k_weight", "sin", "cos", *_STATISTICS)
     single = False
 

@@ -37,7 +37,6 @@ class Rotary(NamedTuple):
 rotary_op = register(
     "rotary(Tensor x, Tensor sin, Tensor cos, int rotated, bool interleaved, bool transposed) -> Tensor",
     aten=aten.rotary,
-    launch="rotary.launch",
     fake=lambda x, *_: x,
     decomposition=decompositions.rotary,
 )
@@ -49,11 +48,8 @@ class _Options(NamedTuple):
     interleaved: bool
 
 
-_Inputs = inputs("x", "sin", "cos")
-
-
 class _Rotary(FusedNode):
-    Inputs = _Inputs
+    Inputs = inputs("x", "sin", "cos")
     saves = ("x", "sin", "cos")
 
     @staticmethod

@@ -37,7 +37,6 @@ def register(
     schema: str,
     *,
     aten: Callable[..., Any],
-    launch: str,
     fake: Callable[..., Any],
     flops: Callable[..., int] | None = None,
     decomposition: Callable[..., Any] | None = None,
@@ -50,20 +49,20 @@ def register(
     schema: "name(Tensor x, ...) -> ..."; the first argument is a tensor on the op's device. No argument is mutated
         and no output aliases an input or another output.
     aten: positional arguments as in the schema. Of several results, None is one that the call does not have; the
-        dispatcher's op, and `fake`, return an empty tensor instead.
-    launch: the module of `fastvit.ops`, such as "attention.launch", with a function of the op's name and arguments for
-        Triton. It may raise `KernelUnsupported`.
+        dispatcher's op, and `fake`, return an empty tensor instead. `launch.py` next to its module has a function of
+        the op's name with the same arguments for Triton, which may raise `KernelUnsupported`.
     fake: the op on fake tensors; shapes, dtypes and strides exactly as both implementations return them. An argument
         stands for a contiguous result like it.
     flops: as `torch.utils.flop_counter.register_flop_formula` takes it, shapes for tensors, `out_shape` by keyword.
     decomposition: the op in functions that exporters know, for a forward op.
     """
     name = schema[: schema.index("(")]
-    LAUNCH_MODULES.add(f"fastvit.ops.{launch}")
+    launch_module = aten.__module__.removesuffix("aten") + "launch"
+    LAUNCH_MODULES.add(launch_module)
 
     @functools.cache
     def launcher() -> Callable[..., Any]:
-        function: Callable[..., Any] = getattr(importlib.import_module(f"fastvit.ops.{launch}"), name)
+        function: Callable[..., Any] = getattr(importlib.import_module(launch_module), name)
         return function
 
     def op(*args: Any, path: Path | None = None, out: Any = None) -> Any:

@@ -10,11 +10,11 @@ from typing import Any
 
 from fastvit.ops.runtime import backend as backends
 from fastvit.study.explore.document import Progress
-from fastvit.study.fitting.costs import FitStep, costs_of
+from fastvit.study.fitting.costs import costs_of
 from fastvit.study.fitting.report import in_words
 from fastvit.study.memory.plan import Parts, plan
 from fastvit.study.memory.scaled_step import ScaledStep
-from fastvit.study.memory.step import Setting
+from fastvit.study.memory.step import Setting, StepSpec
 from fastvit.study.sources.model_source import PROVIDERS, ModelSource
 
 MODES = ("train", "infer")
@@ -73,7 +73,7 @@ def collect(
                 refused.append(f"what blocks recompute: {error}")
     # check the last provider, usually the fused ops, whose launches depend most on sizes
     last = providers[-1]
-    right = plan(source, last, size, _START, Setting("train", "bfloat16"), gpu=gpu).parts.peak
+    right = plan(StepSpec(source, size, _START, Setting("train", "bfloat16"), gpu, last)).planned.peak
     off = abs(sum(plans[last]["train"]["bfloat16"][start][_START]) / right - 1)
     return {
         "parts": [f.name for f in fields(Parts)][:-1], "providers": providers, "modes": MODES, "dtypes": DTYPES,
@@ -106,7 +106,7 @@ def recomputation(
     found: dict[str, Any] = {}
     for dtype, by_batch in peaks.items():
         least, most = min(by_batch), max(by_batch)
-        first, last = (costs_of(FitStep(source, size, b, Setting("train", dtype), gpu)) for b in (least, most))
+        first, last = (costs_of(StepSpec(source, size, b, Setting("train", dtype), gpu)) for b in (least, most))
         found[dtype] = {}
         for batch, peak in by_batch.items():
             costs = first.towards(last, (batch - least) / (most - least))

@@ -16,27 +16,9 @@ from fastvit.study.fitting.choices import NOTHING, Choice, choices_of, has_halve
 from fastvit.study.fitting.search import BlockCosts, Gap, StepCosts
 from fastvit.study.memory.allocations import Allocations
 from fastvit.study.memory.plan import trace_step
-from fastvit.study.memory.step import Setting
+from fastvit.study.memory.step import StepSpec
 from fastvit.study.sources import model_source
-from fastvit.study.sources.model_source import ModelSource, output_of
-
-
-class FitStep(NamedTuple):
-    """The step that has to fit.
-
-    Attributes:
-        source: the model; its blocks run as fused ops where they can.
-        image_size: (height, width) in pixels.
-        gpu: plan for a GPU; else for a CPU.
-        accumulates: gradients of earlier batches exist.
-    """
-
-    source: ModelSource
-    image_size: tuple[int, int]
-    batch: int
-    setting: Setting
-    gpu: bool
-    accumulates: bool = False
+from fastvit.study.sources.model_source import output_of
 
 
 @dataclass
@@ -69,8 +51,10 @@ class Trace:
         ValueError: the blocks do not run once each, in the order of the model's modules.
     """
 
-    def __init__(self, step: FitStep, choices: Sequence[Choice] | int) -> None:
-        def prepare(model: nn.Module, seen: Allocations) -> None:
+    def __init__(self, step: StepSpec, choices: Sequence[Choice] | int) -> None:
+        seen = _Counted(step.gpu)
+
+        def prepare(model: nn.Module) -> None:
             blocks = blocks_of(model)
             self.names = tuple(blocks)
             self.kinds = [Kind(_signature(block), choices_of(block)) for block in blocks.values()]
@@ -79,14 +63,10 @@ class Trace:
                 put_on(block, choice)
             self._follow([*blocks.values()], seen)
 
-        found = trace_step(
-            step.source, "fastvit", step.image_size, step.batch, step.setting, gpu=step.gpu, seen=_Counted(step.gpu),
-            prepare=prepare, accumulates=step.accumulates,
-        )  # fmt: skip
+        found = trace_step(step, seen, prepare)
         if self._ran != [*range(len(self.names))]:
             raise ValueError(f"{step.source.name} does not run {self.names[0]} to {self.names[-1]} once each, in order")
-        seen, self._begin, self._last = found.seen, found.begin, found.last
-        assert isinstance(seen, _Counted)
+        self._begin, self._last = found.begin, found.last
         # the search adds bytes, and FLOPs as often as blocks have options, in 64 bits
         flops = sum(count for _, count in seen.flops) * sum(len(kind.options) for kind in self.kinds)
         if max(flops, sum(storage.nbytes for storage in seen.storages)) >= 2**63:
@@ -198,7 +178,7 @@ def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
     return {name: module for name, module in model.named_modules() if type(module) is kind and module not in left_out}
 
 
-def costs_of(step: FitStep) -> StepCosts:
+def costs_of(step: StepSpec) -> StepCosts:
     """Trace the step with every choice of every kind of block, several choices in one trace, and return the costs."""
     traces, known = list[Trace](), dict[tuple[Kind, Choice], BlockCosts]()
     while not traces or any((kind, choice) not in known for kind in traces[0].kinds for choice in kind.options):

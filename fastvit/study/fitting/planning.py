@@ -7,13 +7,13 @@ from typing import NamedTuple
 
 from fastvit.modules.arguments import Pair
 from fastvit.study.fitting.choices import BLOCK, BY_DEFAULT, NOTHING, Choice
-from fastvit.study.fitting.costs import FitStep, Trace, costs_of
+from fastvit.study.fitting.costs import Trace, costs_of
 from fastvit.study.fitting.report import Fit, FitPoint, in_words
 from fastvit.study.fitting.search import StepCosts
 from fastvit.study.memory.growth import Progress, check_batch, checked_budget, checked_device, silent
-from fastvit.study.memory.step import Setting
+from fastvit.study.memory.search import largest_that_fits
+from fastvit.study.memory.step import Setting, StepSpec
 from fastvit.study.sources.find import find
-from fastvit.study.sources.model_source import ModelSource
 
 _POINTS = 16  # budgets of the frontier
 _TRIES = 4  # plans, each for a budget that is lower by what the last one was over
@@ -45,17 +45,14 @@ def fit(
     """
     source = find(model)
     size, _ = source.sizes(image_size)
-    setting = Setting("train", dtype, optimizer)
-    return plan_fit(source, size, batch, setting, checked_budget(budget), checked_device(device), progress)
+    step = StepSpec(source, size, batch, Setting("train", dtype, optimizer), checked_device(device) == "cuda")
+    return plan_fit(step, checked_budget(budget), progress)
 
 
-def plan_fit(
-    source: ModelSource, size: tuple[int, int], batch: int, setting: Setting, budget: int, device: str,
-    progress: Progress = silent,
-) -> Fit:  # fmt: skip
-    """Return the result of `fit` for a source of the model."""
-    check_batch(batch)
-    whole = FitStep(source, size, batch, setting, device == "cuda")
+def plan_fit(whole: StepSpec, budget: int, progress: Progress = silent) -> Fit:
+    """Return the result of `fit` for a step of the fused model."""
+    check_batch(whole.batch)
+    name, device = whole.source.name, "cuda" if whole.gpu else "cpu"
     progress("what each choice costs")
     costs = costs_of(whole)
     room, tries = budget, _TRIES
@@ -67,7 +64,7 @@ def plan_fit(
         # The search took the peak for lower than it is. This is below the sum of this plan, which cannot come again
         room = plan.costs.peak(plan.choices) - over
     if over > 0 and plan.largest_batch:
-        raise ValueError(f"no plan for {source.name}: a step takes {over:,} bytes more than its blocks do one by one")
+        raise ValueError(f"no plan for {name}: a step takes {over:,} bytes more than its blocks do one by one")
     costs = plan.costs
     n = len(costs.blocks)
 
@@ -76,15 +73,15 @@ def plan_fit(
 
     usual = {"nothing": NOTHING, "activations, as by default": BY_DEFAULT, "every block": BLOCK}
     alternatives = [
-        point(name, [choice] * n)
-        for name, choice in usual.items()
+        point(what, [choice] * n)
+        for what, choice in usual.items()
         if all(choice in options for options in costs.blocks)
     ]
     off = abs(trace.peak - costs.peak(plan.choices))
     bound = costs.recomputed(_cheapest(costs, max(budget, trace.peak) + off))
     fits = trace.peak <= budget
     return Fit(
-        model=source.name, device=device, image_size=size, batch=batch, setting=setting, budget=budget,
+        model=name, device=device, image_size=whole.image_size, batch=whole.batch, setting=whole.setting, budget=budget,
         blocks=trace.names, choices=plan.choices, micro_batch=plan.step.batch * fits,
         accumulation=plan.accumulation * fits, largest_batch=plan.largest_batch * fits,
         peak=trace.peak, recomputed=costs.recomputed(plan.choices) / costs.flops,
@@ -96,33 +93,28 @@ def plan_fit(
 class _Plan(NamedTuple):
     """A step that fits by its costs, or if none does, the least step of one image. Numbers as in `Fit`."""
 
-    step: FitStep
+    step: StepSpec
     costs: StepCosts
     choices: tuple[Choice, ...]
     largest_batch: int
     accumulation: int
 
 
-def _plan(step: FitStep, costs: StepCosts, budget: int, progress: Progress) -> _Plan:
+def _plan(step: StepSpec, costs: StepCosts, budget: int, progress: Progress) -> _Plan:
     """Plan a step with these costs, or one of fewer images."""
-    largest, accumulation = step.batch, 1
+    whole, at_once, accumulation = step, step.batch, 1
     if costs.least_peak() > budget:
         progress("the largest batch")
-        whole, largest = step, _largest_batch(step, costs, budget)
-        most = 0
-        if largest:
+        at_once, accumulation = _largest_batch(whole, budget), 0
+        step = whole._replace(batch=max(at_once, 1))
+        if at_once:
             progress("gradient accumulation")
-            step = whole._replace(accumulates=True)
-            most = _largest_batch(step, costs_of(step), budget)
-        if most:
-            accumulation = -(-whole.batch // most)
-            step = step._replace(batch=-(-whole.batch // accumulation))
-        else:
-            accumulation = 0
-            step = whole._replace(batch=max(largest, 1))
+            if most := _largest_batch(whole._replace(accumulates=True), budget):
+                accumulation = -(-whole.batch // most)
+                step = whole._replace(batch=-(-whole.batch // accumulation), accumulates=True)
         costs = costs_of(step)
     progress("the cheapest choice")
-    return _Plan(step, costs, _cheapest(costs, max(budget, costs.least_peak())), largest, accumulation)
+    return _Plan(step, costs, _cheapest(costs, max(budget, costs.least_peak())), at_once, accumulation)
 
 
 def _cheapest(costs: StepCosts, budget: int) -> tuple[Choice, ...]:
@@ -142,20 +134,8 @@ def _frontier(costs: StepCosts) -> list[FitPoint]:
     return [found[peak] for peak in sorted(found)]
 
 
-def _largest_batch(step: FitStep, costs: StepCosts, budget: int) -> int:
-    """Return the largest batch below the step's that fits; 0 for none.
-
-    Bytes grow with the batch on a straight line, which two batches give; the result is traced. A batch of one has a
-    trace of its own, because a sum over one image is a view."""
-    if step.batch > 2:
-        two = costs_of(step._replace(batch=2))
-        low, high = 1, step.batch
-        while high - low > 1:
-            middle = (low + high) // 2
-            fits = two.towards(costs, (middle - 2) / (step.batch - 2)).least_peak() <= budget
-            low, high = (middle, high) if fits else (low, middle)
-        while low > 1:
-            if costs_of(step._replace(batch=low)).least_peak() <= budget:
-                return low
-            low -= -(-low // 16)
-    return int(step.batch > 1 and costs_of(step._replace(batch=1)).least_peak() <= budget)
+def _largest_batch(step: StepSpec, budget: int) -> int:
+    """Return the largest batch below the step's that fits; 0 for none."""
+    if step.batch == 1:
+        return 0
+    return largest_that_fits(lambda batch: costs_of(step._replace(batch=batch)).least_peak(), budget, step.batch - 1)

@@ -40,7 +40,7 @@ class Fit:
         micro_batch: images at a time: `batch` if a step of it fits; 0 if not even one image does.
         accumulation: batches of `micro_batch` whose gradients make a step of `batch`; 0 if gradients of earlier batches
             leave no room for an image: `micro_batch` is `largest_batch` then.
-        largest_batch: images at a time that fit without accumulation, at most `batch`: the most, or a few less.
+        largest_batch: the most images at a time that fit without accumulation, at most `batch`.
         peak: planned bytes of a step of `micro_batch` with the choices, from a trace of that step.
         recomputed: FLOPs that are computed again, over those of the step without recomputation.
         least_recomputed: no choice that fits recomputes less than this share, if the sum that the search takes for its

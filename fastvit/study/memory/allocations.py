@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_iter, tree_map, tree_map_only, tree_unflatten
 
@@ -236,11 +237,10 @@ class Allocations(TorchDispatchMode):
 
 
 def _changes_nothing(func: Any, args: Any) -> bool:
-    """Tell whether func is pointwise, in place, and on meta tensors only, which have no values: most of an optimizer's
-    step."""
-    if not _is_in_place(func):
+    """Tell whether func is pointwise, in place, and on tensors without values only: most of an optimizer's step."""
+    if torch.is_grad_enabled() or not _is_in_place(func):
         return False
-    return all(t.is_meta for t in ([args[0]] if isinstance(args[0], Tensor) else args[0]))
+    return all(isinstance(t, FakeTensor) for t in ([args[0]] if isinstance(args[0], Tensor) else args[0]))
 
 
 @functools.cache

@@ -10,7 +10,7 @@ from torch import nn
 from fastvit.modules.arguments import Pair
 from fastvit.study.memory.allocations import Allocations
 from fastvit.study.memory.plan import trace_step
-from fastvit.study.memory.step import DTYPES, Setting
+from fastvit.study.memory.step import DTYPES, Setting, StepSpec
 from fastvit.study.sources.find import find
 from fastvit.study.sources.model_source import PROVIDERS, blocks, output_of
 
@@ -80,7 +80,9 @@ def block(
     """
     source = find(model)
     size, patch = source.sizes(image_size, patch_size)
-    setting, B = Setting(dtype=dtype, optimizer="none"), 2
+    spec = StepSpec(
+        source, size, 2, Setting(dtype=dtype, optimizer="none"), gpu=True, provider=provider, patch_size=patch
+    )
     seen, marks, widths, outside = _Steps(gpu=True), list[int](), list[int](), set[int]()
 
     def leave(module: nn.Module, args: Any, out: Any) -> None:
@@ -88,15 +90,15 @@ def block(
         widths.append(output_of(out).shape[-1])
         outside.update(seen.see(out))
 
-    def prepare(built: nn.Module, _: Allocations) -> None:
+    def prepare(built: nn.Module) -> None:
         if not (listed := blocks(built)):
             raise ValueError(f"{type(built).__name__} has no list of blocks")
         listed[0].register_forward_pre_hook(lambda *_: marks.append(len(seen.steps)))
         listed[0].register_forward_hook(leave)
 
-    trace = trace_step(source, provider, size, B, setting, gpu=True, patch_size=patch, seen=seen, prepare=prepare)
+    trace = trace_step(spec, seen, prepare)
     kept = trace.kept - trace.groups["weights"] - trace.groups["inputs"] - outside
-    token = B * seen.tokens * widths[0] * DTYPES[dtype].itemsize
+    token = spec.batch * seen.tokens * widths[0] * DTYPES[dtype].itemsize
     ops = (BlockOp(name, seen.bytes_of(kept & set(made)) / token) for name, made in seen.steps[marks[0] : marks[1]])
     return BlockCost(provider, seen.tokens, tuple(ops))
 

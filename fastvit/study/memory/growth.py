@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch.utils._pytree import tree_iter
@@ -12,10 +12,10 @@ from torch.utils._pytree import tree_iter
 from fastvit._units import MOST_BYTES, MOST_IMAGES, read_bytes
 from fastvit.modules.arguments import Pair
 from fastvit.study.memory.peak import exponent, peak_bytes
-from fastvit.study.memory.plan import Parts, plan
-from fastvit.study.memory.step import DTYPES, Setting, Step, Together, images_of
+from fastvit.study.memory.plan import MemoryPoint, plan
+from fastvit.study.memory.step import DTYPES, Setting, Step, StepSpec, Together
 from fastvit.study.sources.find import find
-from fastvit.study.sources.model_source import PROVIDERS, ModelSource
+from fastvit.study.sources.model_source import PROVIDERS
 
 DEVICES = ("cpu", "cuda")
 Progress = Callable[[str], None]
@@ -23,31 +23,6 @@ Progress = Callable[[str], None]
 
 def silent(_: str) -> None:
     """Report no progress."""
-
-
-@dataclass(frozen=True)
-class MemoryPoint:
-    """One step of one provider.
-
-    Attributes:
-        provider: "eager", "sdpa" or "fastvit".
-        image_size: (height, width) in pixels; of a list, the first.
-        tokens: N, prefix tokens included; of a list, those of all images.
-        batch: images; of a list, images of each size.
-        planned: parts of the peak in bytes.
-        activations, attention: planned bytes of everything but weights, gradients, optimizer state and images, and of
-            the (B, H, N, N) matrices among it, each at its own peak, before the optimizer's step.
-        measured: the peak in bytes, or None if nothing was measured, or the device had too little memory.
-    """
-
-    provider: str
-    image_size: tuple[int, int]
-    tokens: int
-    batch: int
-    planned: Parts
-    activations: int
-    attention: int
-    measured: int | None = None
 
 
 @dataclass(frozen=True)
@@ -145,7 +120,9 @@ def memory(
     points = []
     for (size, patch), batch, provider in itertools.product(sizes[:1] if together else sizes, batches, providers):
         progress(f"{provider}, {size[0]}x{size[1]}{f' and {len(mix) - 1} more' if mix else ''}, batch {batch}")
-        points.append(_point(source, provider, size, patch, batch, setting, kind, measured, mix))
+        of_model = source.image_size if mix else size
+        spec = StepSpec(source, of_model, batch, setting, kind == "cuda", provider, patch, mix)
+        points.append(_point(spec, measured))
     patch = sizes[0][1] if sizes else source.patch_size
     return MemoryStudy(model, kind, patch, setting, tuple(points), mix)
 
@@ -186,39 +163,26 @@ def checked_device(device: str | None) -> str:
     return device
 
 
-def _point(
-    source: ModelSource, provider: str, size: tuple[int, int], patch: tuple[int, int], batch: int, setting: Setting,
-    kind: str, measured: bool, together: Together,
-) -> MemoryPoint:  # fmt: skip
-    found, of_model = None, source.image_size if together else size
-    planned = plan(source, provider, of_model, batch, setting, gpu=kind == "cuda", patch_size=patch, together=together)
+def _point(spec: StepSpec, measured: bool) -> MemoryPoint:
+    found = plan(spec)
     if measured:
         try:
-            found = measure(source, provider, of_model, batch, setting, torch.device(kind), patch, together=together)
+            found = replace(found, measured=measure(spec))
         except RuntimeError as error:  # a CPU's allocator has no error of its own
             if not (isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)):
                 raise
-            if kind == "cuda":
+            if spec.gpu:
                 torch.cuda.empty_cache()
-    return MemoryPoint(
-        provider, size, planned.tokens, batch, planned.parts, planned.activations, planned.attention, found
-    )
+    return found
 
 
-def measure(
-    source: ModelSource, provider: str, image_size: tuple[int, int], batch: int, setting: Setting, device: torch.device,
-    patch_size: tuple[int, int] | None = None, together: Together = (),
-) -> int:  # fmt: skip
-    """Run a step and return its peak in bytes: what exists before the step, and the most that it allocates on top.
-
-    Args:
-        together: as in `plan`.
-    """
-    dtype = DTYPES[setting.dtype]
+def measure(spec: StepSpec) -> int:
+    """Run a step and return its peak in bytes: what exists before the step, and the most that it allocates on top."""
+    device = torch.device("cuda" if spec.gpu else "cpu")
     with device:
-        model = source.build(provider, image_size, patch_size).to(dtype)
-        pixels = images_of(model, batch, image_size, dtype, together)
-    step = Step(model, pixels, setting, gpu=device.type == "cuda")
+        model = spec.source.build(spec.provider, spec.image_size, spec.patch_size).to(DTYPES[spec.setting.dtype])
+        pixels = spec.images(model)
+    step = Step(model, pixels, spec.setting, spec.gpu)
     with torch.enable_grad():
         step.make_state()
         step.run()  # caches and lazy initialisation do not count

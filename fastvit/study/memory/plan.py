@@ -12,14 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map_only
 
 from fastvit.blocks.hooks import without_hooks
 from fastvit.study.memory.allocations import Allocations, as_on
-from fastvit.study.memory.step import DTYPES, Setting, Step, Together, images_of
-from fastvit.study.sources.model_source import ModelSource, one_line_errors
-
-_CPU = torch.device("cpu")
+from fastvit.study.memory.step import DTYPES, Step, StepSpec
+from fastvit.study.sources.model_source import one_line_errors
 
 
 @dataclass(frozen=True)
@@ -55,44 +52,43 @@ class Parts:
 
 
 @dataclass(frozen=True)
-class MemoryPlan:
-    """The planned memory of one step.
+class MemoryPoint:
+    """One step of one provider.
 
     Attributes:
-        parts: bytes at the peak.
-        tokens: N.
-        activations, attention: the largest number of bytes of all activations, and of the N x N matrices among them,
-            each at its own peak, before the optimizer's step.
+        provider: "eager", "sdpa" or "fastvit".
+        image_size: (height, width) in pixels; of a list, the first.
+        tokens: N, prefix tokens included; of a list, those of all images.
+        batch: images; of a list, images of each size.
+        planned: parts of the peak in bytes.
+        activations, attention: planned bytes of everything but weights, gradients, optimizer state and images, and of
+            the (B, H, N, N) matrices among it, each at its own peak, before the optimizer's step.
+        measured: the peak in bytes, or None if nothing was measured, or the device had too little memory.
     """
 
-    parts: Parts
+    provider: str
+    image_size: tuple[int, int]
     tokens: int
+    batch: int
+    planned: Parts
     activations: int
     attention: int
+    measured: int | None = None
 
 
-def plan(
-    source: ModelSource, provider: str, image_size: tuple[int, int], batch: int, setting: Setting, *, gpu: bool,
-    patch_size: tuple[int, int] | None = None, together: Together = (),
-) -> MemoryPlan:  # fmt: skip
-    """Plan the memory of a step, whose options `source.build` and `Setting` describe.
-
-    Args:
-        gpu: plan for a GPU, where fused ops run Triton kernels; else for a CPU.
-        together: sizes of a list of images, with a batch of each, instead of a batch of the model's image_size.
+def plan(spec: StepSpec) -> MemoryPoint:
+    """Plan the memory of a step. On a GPU, fused ops run Triton kernels.
 
     Raises:
         ValueError: `setting.graphs` for a CPU, and other wrong arguments.
     """
-    if setting.graphs and not gpu:
+    if spec.setting.graphs and not spec.gpu:
         raise ValueError("graphs=True is planned for device='cuda' only, which needs no GPU")
-    seen, begin, last, _, groups = trace_step(
-        source, provider, image_size, batch, setting, gpu=gpu, patch_size=patch_size, together=together
-    )
+    seen, begin, last, _, groups = trace_step(spec)
     at_peak, parts = seen.held(begin), {}
     given = groups["weights"] | groups["optimizer"] | groups["inputs"]
     passes = set(range(len(seen.storages))) - given
-    if setting.graphs:  # the graph's memory is never released, so the peak is in the optimizer's step
+    if spec.setting.graphs:  # the graph's memory is never released, so the peak is in the optimizer's step
         temporaries = seen.held(last, of={n for n, came in seen.events[last:] if came})
         at_peak = given | groups["gradients"] | temporaries
         parts["graph"] = seen.bytes_of(seen.held(begin, last, passes)) + seen.bytes_of(groups["inputs"])
@@ -102,7 +98,8 @@ def plan(
     parts["temporaries"] = seen.bytes_of(at_peak)
     activations = passes - groups["gradients"]
     largest = [seen.bytes_of(seen.held(begin, last, storages)) for storages in (activations, groups["attention"])]
-    return MemoryPlan(Parts(**parts), seen.tokens, *largest)
+    size, *_ = spec.together or (spec.image_size,)
+    return MemoryPoint(spec.provider, size, seen.tokens, spec.batch, Parts(**parts), *largest)
 
 
 class StepTrace(NamedTuple):
@@ -124,60 +121,47 @@ class StepTrace(NamedTuple):
 
 
 def trace_step(
-    source: ModelSource, provider: str, image_size: tuple[int, int], batch: int, setting: Setting, *, gpu: bool,
-    patch_size: tuple[int, int] | None = None, together: Together = (), seen: Allocations | None = None,
-    prepare: Callable[[nn.Module, Allocations], None] = lambda *_: None, accumulates: bool = False,
-) -> StepTrace:  # fmt: skip
-    """Run a step on fake tensors. Arguments as in `plan`.
-
-    The passes run on fake CPU tensors. These share storages with meta tensors, on which the optimizer's in-place ops
-    can be skipped.
+    spec: StepSpec, seen: Allocations | None = None, prepare: Callable[[nn.Module], None] = lambda _: None
+) -> StepTrace:
+    """Run a step on fake CPU tensors.
 
     Args:
         seen: records the step; None for new `Allocations`.
-        prepare: called with the model and `seen` before the step.
-        accumulates: gradients of earlier batches exist, and the step adds to them.
+        prepare: called with the model before the step.
     """
-    dtype = DTYPES[setting.dtype]
-    model = source.on_meta(provider, image_size, patch_size).to("meta", dtype)
-    with torch.device("meta"):
-        with one_line_errors(source.name):
-            images = images_of(model, batch, image_size, dtype, together)
-        step = Step(model, images, setting, gpu)
+    name, gpu = spec.source.name, spec.gpu
+    model = spec.source.on_meta(spec.provider, spec.image_size, spec.patch_size).to("meta", DTYPES[spec.setting.dtype])
+    fakes = FakeTensorMode(allow_non_fake_inputs=True)
+    _as_fake(model, fakes)
+    with fakes, one_line_errors(name):
+        images = spec.images(model)
+    step = Step(model, images, spec.setting, gpu)
     seen = Allocations(gpu) if seen is None else seen
     weights = set(seen.see([*model.parameters(), *model.buffers()]))
-    inputs = set(seen.see(step.images))
+    inputs = set(seen.see(images))
     with seen:
         step.make_state()
     optimizer = set(seen.see(step.state()))
     begin, ends = len(seen.events), dict[str, tuple[int, set[int]]]()
-    fakes = FakeTensorMode(allow_non_fake_inputs=True)
-    fake = without_data(model, fakes)
-    step.images = tree_map_only(Tensor, lambda t: FakeTensor(fakes, t, _CPU), step.images)
-    prepare(model, seen)
-    if accumulates:
-        with fakes, seen:
+    prepare(model)
+    if spec.accumulates:
+        with seen:
             for p in step.parameters:
-                fake[p].grad = torch.zeros_like(fake[p])
+                p.grad = torch.zeros_like(p)
     with fakes, as_on(gpu), torch.enable_grad(), contextlib.ExitStack() as stack:
         if gpu:
             stack.enter_context(_GpuFunctions())
-        with seen, without_hooks(model), one_line_errors(source.name):
+        with seen, without_hooks(model), one_line_errors(name):
             loss = step.passes(lambda what: ends.update({what: (len(seen.events), seen.alive())}))
-    for p in step.parameters:
-        if (grad := fake[p].grad) is not None:
-            p.grad = torch.empty(0, dtype=p.dtype, device="meta").set_(
-                grad.untyped_storage(), 0, p.shape, grad.stride()
-            )
     with seen:
         step.update()
     del loss
     gradients = set(seen.see([p.grad for p in step.parameters if p.grad is not None]))
     if not seen.tokens:
-        raise ValueError(f"no attention is seen in {source.name}: it is no ViT")
+        raise ValueError(f"no attention is seen in {name}: it is no ViT")
     matrices = {n for n, storage in enumerate(seen.storages) if seen.is_attention_matrix(storage)}
     kept = ends["forward"][1]
-    saved = kept if setting.mode == "train" else set()
+    saved = kept if spec.setting.mode == "train" else set()
     groups = {
         "weights": weights, "gradients": gradients, "optimizer": optimizer, "inputs": inputs,
         "saved": saved - matrices, "attention": matrices,
@@ -185,22 +169,18 @@ def trace_step(
     return StepTrace(seen, begin, list(ends.values())[-1][0], kept, groups)
 
 
-def without_data(model: nn.Module, fakes: FakeTensorMode) -> dict[Tensor, Tensor]:
-    """Replace the meta tensors of a model, in place, by fake CPU tensors of the same storages.
-
-    Returns:
-        {meta tensor: fake tensor}, for parameters, buffers and other attributes of modules.
-    """
+def _as_fake(model: nn.Module, fakes: FakeTensorMode) -> None:
+    """Replace the meta tensors of a model, in place, by fake CPU tensors: parameters, buffers and other attributes of
+    modules."""
     made: dict[Tensor, Tensor] = {}
     for module in model.modules():
         for tensors in (module._parameters, module._buffers, vars(module)):
             for name, t in tensors.items():
                 if isinstance(t, Tensor):
                     if t not in made:
-                        fake = FakeTensor(fakes, t.detach().to("meta"), _CPU)
+                        fake = FakeTensor(fakes, t.detach().to("meta"), torch.device("cpu"))
                         made[t] = nn.Parameter(fake, t.requires_grad) if isinstance(t, nn.Parameter) else fake
                     tensors[name] = made[t]  # type: ignore[assignment]
-    return made
 
 
 class _GpuFunctions(TorchFunctionMode):

@@ -25,14 +25,10 @@ from fastvit.ops.runtime.backend import Path
 from fastvit.study.memory.allocations import Allocations, OpTrace, as_on, without_data
 from fastvit.study.memory.peak import running_peak
 from fastvit.study.memory.plan import Parts, trace_step
-from fastvit.study.memory.step import Setting
+from fastvit.study.memory.step import Setting, StepSpec
 from fastvit.study.sources.model_source import ModelSource
 
 _SIDES, _BATCHES = (29, 46), (16, 37)  # of the two traces: no two products grow by the same factor
-
-
-# A fused op, its arguments in both traces as in `OpTrace`, and how they are nested
-_Arguments = tuple[Any, tuple[Any, ...], tuple[Any, ...], TreeSpec]
 
 
 def _products(batch: int, side: int, prefix: int, patch: int) -> list[int]:
@@ -73,9 +69,8 @@ class ScaledStep:
         self.name, self.prefix, traces, products = source.name, prefix, list[_Trace](), list[list[int]]()
         for batch, side, patch in zip(batches, _SIDES, (patches[0], patches[-1]), strict=True):
             size = side * patch, side * patch
-            seen, begin, *_, groups = trace_step(
-                source, provider, size, batch, setting, gpu=gpu, patch_size=(patch, patch)
-            )
+            spec = StepSpec(source, size, batch, setting, gpu, provider, patch_size=(patch, patch))
+            seen, begin, *_, groups = trace_step(spec)
             traces.append(_with_joint_scratch(seen, begin, list(groups.values())))
             products.append(_products(batch, side, prefix, patch))
         first, second = traces
@@ -84,7 +79,8 @@ class ScaledStep:
         self.pairs, self.seen = [*zip(*products, strict=True)], seen
         self.term = functools.cache(self._term)
         self.scratch_of_run = functools.cache(_scratch_of_run)  # only here: it depends on settings, such as threads
-        self.again: dict[_Arguments, list[int]] = {}  # ops with different arguments; the model's blocks share them
+        # {op, its arguments in both traces, how they are nested: storages}: the model's blocks share most
+        self.again: dict[tuple[Any, tuple[Any, ...], tuple[Any, ...], TreeSpec], list[int]] = {}
         for n, op in first.ops.items():
             key = op.op, op.leaves, second.ops[n].leaves, op.nested
             self.again.setdefault(key, []).append(n)

@@ -9,9 +9,9 @@ from fastvit._units import MOST_IMAGES, MOST_PIXELS
 from fastvit.modules.arguments import Pair
 from fastvit.study.memory.growth import check_batch, checked_budget, checked_device
 from fastvit.study.memory.plan import plan
-from fastvit.study.memory.step import Setting
+from fastvit.study.memory.step import Setting, StepSpec
 from fastvit.study.sources.find import find
-from fastvit.study.sources.model_source import ModelSource, checked_size
+from fastvit.study.sources.model_source import checked_size
 
 
 def largest_batch(
@@ -33,8 +33,12 @@ def largest_batch(
     """
     source = find(model)
     size, patch = source.sizes(image_size, patch_size)
-    peak = _planned_peak(source, provider, patch, device, setting)
-    return _largest(lambda batch: peak(size, batch), checked_budget(budget), MOST_IMAGES)
+    spec = StepSpec(source, size, 1, Setting(**setting), checked_device(device) == "cuda", provider, patch)
+
+    def peak(batch: int) -> int:
+        return plan(spec._replace(batch=batch)).planned.peak
+
+    return largest_that_fits(peak, checked_budget(budget), MOST_IMAGES)
 
 
 def largest_image(
@@ -56,20 +60,15 @@ def largest_image(
     side = patch[0]
     if side != patch[1]:
         raise ValueError(f"the patches of {source.name} must be square, got {patch}")
-    peak = _planned_peak(source, provider, patch, device, setting)
-    most = MOST_PIXELS // side
-    return side * _largest(lambda n: peak((n * side, n * side), batch), checked_budget(budget), most, power=2)
+    spec = StepSpec(source, patch, batch, Setting(**setting), checked_device(device) == "cuda", provider, patch)
+
+    def peak(patches: int) -> int:
+        return plan(spec._replace(image_size=(patches * side, patches * side))).planned.peak
+
+    return side * largest_that_fits(peak, checked_budget(budget), MOST_PIXELS // side, power=2)
 
 
-def _planned_peak(
-    source: ModelSource, provider: str, patch: tuple[int, int], device: str | None, options: dict[str, Any]
-) -> Callable[[tuple[int, int], int], int]:
-    """Return a function of image size and batch: the planned peak of a step in bytes."""
-    gpu, setting = checked_device(device) == "cuda", Setting(**options)
-    return lambda size, batch: plan(source, provider, size, batch, setting, gpu=gpu, patch_size=patch).parts.peak
-
-
-def _largest(peak: Callable[[int], int], budget: int, most: int, power: int = 1) -> int:
+def largest_that_fits(peak: Callable[[int], int], budget: int, most: int, power: int = 1) -> int:
     """Return the largest n from 1 to `most` with peak(n) <= budget, or 0. peak must not decrease; if it is nearly
     linear in n**power, few n are tried."""
     known = {1: peak(1)}

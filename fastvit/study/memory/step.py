@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
 from fastvit.study.sources import model_source
-from fastvit.study.sources.model_source import call, images_for
+from fastvit.study.sources.model_source import ModelSource, call, images_for
 
 MODES = ("train", "infer")
 OPTIMIZERS = ("adamw", "sgd", "none")
@@ -48,13 +49,37 @@ class Setting:
 Together = tuple[tuple[int, int], ...]  # sizes of the images of a list; () for a batch of one size
 
 
-def images_of(
-    model: nn.Module, batch: int, image_size: tuple[int, int], dtype: torch.dtype, together: Together
-) -> Tensor | list[Tensor]:
-    """Return random images for a step of a model: a batch, or with `together` a list with a batch of each size."""
-    if not together:
-        return images_for(model, batch, image_size, dtype)
-    return [images_for(model, batch, size, dtype) for size in together]
+class StepSpec(NamedTuple):
+    """Describes one step of a model.
+
+    Attributes:
+        source: builds the model.
+        image_size: (height, width) in pixels.
+        batch: images; of a list, images of each size.
+        setting: the other options.
+        gpu: on a GPU; else on a CPU.
+        provider: "eager", "sdpa" or "fastvit".
+        patch_size: (height, width) in pixels; None for the model's.
+        together: sizes of a list of images, with a batch of each, instead of a batch of the model's image_size.
+        accumulates: gradients of earlier batches exist, and the step adds to them.
+    """
+
+    source: ModelSource
+    image_size: tuple[int, int]
+    batch: int
+    setting: Setting
+    gpu: bool
+    provider: str = "fastvit"
+    patch_size: tuple[int, int] | None = None
+    together: Together = ()
+    accumulates: bool = False
+
+    def images(self, model: nn.Module) -> Tensor | list[Tensor]:
+        """Return random images: a batch, or with `together` a list with a batch of each size."""
+        dtype = DTYPES[self.setting.dtype]
+        if not self.together:
+            return images_for(model, self.batch, self.image_size, dtype)
+        return [images_for(model, self.batch, size, dtype) for size in self.together]
 
 
 class Step:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import fnmatch
 import itertools
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 
@@ -237,10 +238,9 @@ _JOINT_LAYER = re.compile(r"\b(in|out)_proj\.(weight|bias)$")  # one layer for a
 
 def parameters_by_part(model: nn.Module) -> Parameters:
     """Count every parameter once; a shared one belongs to the part of its first name."""
-    counts: dict[str, int] = {}
+    counts = Counter[str]()
     for name, parameter in model.named_parameters():
-        for part, count in _shares(model, name, parameter).items():
-            counts[part] = counts.get(part, 0) + count
+        counts.update(_shares(model, name, parameter))
     return Parameters(**counts)
 
 

@@ -70,23 +70,17 @@ def _find(name: str) -> ModelSource:
 def _from_zoo(name: str) -> ModelSource:
     config = zoo.config(name)
 
-    def make(provider: str, image_size: tuple[int, int] | None = None, **options: Any) -> nn.Module:
-        if image_size is not None:
-            options["img_size"] = image_size
+    def make(provider: str, **options: Any) -> nn.Module:
         return zoo.create_model(name, **options) if provider == "fastvit" else plain_model(name, provider, **options)
 
     size, patch = (checked_pair(key, config.get(key, default)) for key, default in _ZOO_DEFAULTS)
-    return ModelSource(name, "fastvit", make, size, patch, normalization=statistics(name))
+    return ModelSource(name, "fastvit", make, size, patch, statistics(name), "img_size")
 
 
 def _from_timm(name: str, timm: Any) -> ModelSource:
     config = timm.get_pretrained_cfg(name)
-    # convolutions take any size, and their constructors none
-    any_size = config is not None and not config.fixed_input_size
 
-    def make(provider: str, image_size: tuple[int, int] | None = None, **options: Any) -> nn.Module:
-        if image_size is not None and not any_size:
-            options["img_size"] = image_size
+    def make(provider: str, **options: Any) -> nn.Module:
         with one_line_errors(name):
             model: nn.Module = timm.create_model(name, **options)
         return as_provider(provider, model)
@@ -95,7 +89,8 @@ def _from_timm(name: str, timm: Any) -> ModelSource:
         patch = patch_size_of(timm.create_model(name))
     size = checked_pair("image_size", tuple(config.input_size[1:]) if config else 224)
     normalization = (tuple(config.mean), tuple(config.std)) if config else IMAGENET
-    return ModelSource(name, "timm", make, size, patch, normalization)
+    size_option = "img_size" if config is None or config.fixed_input_size else None  # None: most convolutional models
+    return ModelSource(name, "timm", make, size, patch, normalization, size_option)
 
 
 def _from_transformers(name: str) -> ModelSource:
@@ -115,8 +110,8 @@ def _from_transformers(name: str) -> ModelSource:
     with one_line_errors(path):
         config = transformers.AutoConfig.for_model(values.pop("model_type"), **values)
     config = getattr(config, "vision_config", config)
-    names = {"image_size": "crop_size" if config.model_type == "vjepa2" else "image_size", "patch_size": "patch_size"}
-    size, patch = (getattr(config, key, None) for key in names.values())
+    size_option = "crop_size" if config.model_type == "vjepa2" else "image_size"
+    size, patch = (getattr(config, key, None) for key in (size_option, "patch_size"))
     if size is None or patch is None:
         raise ValueError(f"{path} describes no ViT: {config.model_type} has no image_size and patch_size")
 
@@ -124,12 +119,15 @@ def _from_transformers(name: str) -> ModelSource:
         with one_line_errors(path):
             sized = type(config).from_dict(config.to_dict())
             for key, value in options.items():
-                setattr(sized, names.get(key, key), equal_as_int(value))
+                setattr(sized, key, equal_as_int(value))
             model = transformers.AutoModel.from_config(sized)
         return as_provider(provider, model)
 
-    size, patch = (tuple(value) if isinstance(value, list) else value for value in (size, patch))
-    return ModelSource(name, "transformers", make, checked_pair("image_size", size), checked_pair("patch_size", patch))
+    size, patch = (
+        checked_pair(key, tuple(value) if isinstance(value, list) else value)
+        for key, value in (("image_size", size), ("patch_size", patch))
+    )
+    return ModelSource(name, "transformers", make, size, patch, size_option=size_option)
 
 
 def _from_function(name: str) -> ModelSource:
@@ -146,11 +144,9 @@ def _from_function(name: str) -> ModelSource:
     if not callable(function):
         raise ValueError(f"{module_name} has no function {function_name!r}")
     takes = inspect.signature(function).parameters
-    size_name = "img_size" if "img_size" in takes and "image_size" not in takes else "image_size"  # timm's
+    size_option = "img_size" if "img_size" in takes and "image_size" not in takes else "image_size"  # timm's
 
     def make(provider: str, **options: Any) -> nn.Module:
-        if "image_size" in options:
-            options[size_name] = options.pop("image_size")
         takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in takes.values())
         if unknown := [key for key in options if key not in takes and not takes_any]:
             raise ValueError(f"{name} takes no {unknown[0]}: its model has one only")
@@ -162,9 +158,10 @@ def _from_function(name: str) -> ModelSource:
 
     source = ModelSource(name, "function", make, (1, 1), (1, 1))  # until a model has the function's own sizes
     model = source.on_meta("sdpa")
-    size = takes[size_name].default if size_name in takes else None
+    size = takes[size_option].default if size_option in takes else None
     size = size if size not in (None, inspect.Parameter.empty) else _image_size_of(model)
-    return ModelSource(name, "function", make, checked_pair("image_size", size), patch_size_of(model))
+    size = checked_pair("image_size", size)
+    return ModelSource(name, "function", make, size, patch_size_of(model), size_option=size_option)
 
 
 def from_module(model: nn.Module) -> ModelSource:

@@ -30,11 +30,12 @@ class ModelSource:
         name: as the user wrote it.
         origin: "fastvit", "timm", "transformers", "function" or "module".
         make: function(provider, **options) that builds the model on the default device. options: arguments of its
-            constructor; "image_size" and "patch_size" are (height, width), and there only if they differ from the
+            constructor; sizes of images and patches are (height, width), and there only if they differ from the
             defaults.
         image_size, patch_size: the defaults, (height, width). patch_size is None for a model without a patch embedding,
             such as a ResNet, which takes images of any size; the attribute is (1, 1) then.
         normalization: mean and std of the images that the model expects.
+        size_option: the constructor's name for the image size; None if it takes none and the model takes any size.
 
     Attributes:
         has_patches: False for a model without a patch embedding.
@@ -43,8 +44,10 @@ class ModelSource:
     def __init__(
         self, name: str, origin: str, make: Callable[..., nn.Module], image_size: tuple[int, int],
         patch_size: tuple[int, int] | None, normalization: Statistics = IMAGENET,
+        size_option: str | None = "image_size",
     ) -> None:  # fmt: skip
         self.name, self.origin, self.make, self.normalization = name, origin, make, normalization
+        self.size_option = size_option
         self.image_size, self.patch_size, self.has_patches = image_size, patch_size or (1, 1), patch_size is not None
 
     def build(
@@ -64,8 +67,8 @@ class ModelSource:
         if provider not in PROVIDERS:
             raise ValueError(f"provider must be one of {PROVIDERS}, got {provider!r}")
         size, patch = self.sizes(image_size, patch_size)
-        if size != self.image_size and self.has_patches:
-            options["image_size"] = size
+        if size != self.image_size and self.has_patches and self.size_option:
+            options[self.size_option] = size
         if patch != self.patch_size:
             options["patch_size"] = patch
         return self.make(provider, **options)
@@ -132,28 +135,25 @@ class ModelSource:
         images: there are fewer tokens than patches, or it takes videos.
 
         Args:
-            model: of these sizes. If it does not say, a second one runs up to its first block.
+            model: of these sizes. If it does not say, a second one runs, and its first block shows it.
         """
         declared: int | None = getattr(model, "num_prefix_tokens", None)
         if declared is not None:
             return declared
         if frames_of(model):
             return None
-        patches = image_size[0] // patch_size[0] * (image_size[1] // patch_size[1])
-        prefix = self._tokens(image_size, patch_size) - patches
-        return None if prefix < 0 else prefix
-
-    def _tokens(self, image_size: tuple[int, int], patch_size: tuple[int, int]) -> int:
-        """Return how many tokens (B, N, D) the first block reads; 0 if it reads something else."""
         model = self.on_meta("sdpa", image_size, patch_size)
         with torch.device("meta"):
             pixel_values = images_for(model, 1, image_size, torch.float32)
-        seen: list[int] = []
+        tokens: list[int] = []  # that the first block reads as (B, N, D)
         for first in blocks(model)[:1]:
-            first.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[1] if args[0].dim() == 3 else 0))
+            first.register_forward_pre_hook(
+                lambda _, args: tokens.append(args[0].shape[1] if args[0].dim() == 3 else 0)
+            )
             with without_hooks(model), one_line_errors(self.name), torch.no_grad():
                 call(model, pixel_values)
-        return seen[0] if seen else 0
+        prefix = (tokens[0] if tokens else 0) - image_size[0] // patch_size[0] * (image_size[1] // patch_size[1])
+        return None if prefix < 0 else prefix
 
 
 @contextlib.contextmanager

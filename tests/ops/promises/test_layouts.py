@@ -15,6 +15,9 @@ HEADS = ["attention", "attention mask", "attention relative", "attention_varlen 
 HEADS += ["attention_windows relative", "rotary halves", "qk_norm"]
 TOKENS = ["layer_norm", "add_layer_norm", "linear residual", "layer_norm_linear", "layer_norm_mlp gated", "dropout"]
 TOKENS += ["mlp swiglu", "layer_norm_attention rotary", "patch_embed", "patch_embed video"]
+# and every other op with kernels of its own
+SEEN = {"attention_qkvpacked", "rotary_qkvpacked", "rms_norm"} | {ROWS[name].op for name in HEADS + TOKENS}
+TOKENS += [name for name, row in ROWS.items() if row.op not in SEEN]
 # in the interpreter: of rows that read heads by stride also layouts that keep 16 bytes together
 INTERPRETED = [(name, "unaligned") for name in HEADS + TOKENS]
 INTERPRETED += [(name, "aligned") for name in HEADS if "windows" not in name]

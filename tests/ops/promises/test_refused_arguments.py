@@ -45,12 +45,13 @@ def argument_of(name: str, key: str) -> str:
 
 def wrong_tensors(name: str, key: str, t: Tensor) -> Iterator[tuple[type[Exception], Tensor]]:
     """Yield tensors that differ from t in one way, and what they raise. A row_scale is cast, and so is the layer_scale
-    of a sum. Tokens have any number of dimensions, dropout takes any shape, a single tensor may be on any device."""
+    of a sum. Tokens have any number of dimensions, an op of x alone takes any shape, and a single tensor may be on any
+    device."""
     if key != "row_scale" and (name, key) != ("add_layer_norm", "layer_scale"):
         yield TypeError, t.to(torch.float32 if "seqlens" in key else torch.long)
     if len(ROWS[name].tensors) > 1:
         yield ValueError, t.to("meta")
-    if name != "dropout":
+    if ROWS[name].tensors.keys() != {"x"}:
         yield ValueError, torch.cat([t, t[..., :1]], -1)
     if key not in ("x", "residual", "branch") and (name, key) != ("qk_norm", "qkv"):
         yield ValueError, t[None].repeat(3, *[1] * t.dim())
@@ -166,6 +167,7 @@ BAD: dict[str, Refused] = {
          {"qk_norm": (ops.Norm(ones(D)), ops.Norm(ones(D), kind="rms"))}),
     ],
     "mlp gelu": [(ValueError, "residual must have shape (..., out)", {"residual": ones(B, 1, D)})],
+    "layer_norm_mlp gelu": [(ValueError, "residual must have shape (..., out)", {"residual": ones(B, 1, D)})],
     "mlp swiglu": [
         (ValueError, "fc1_weight must have 2 * hidden rows, of the gate and of the value, got 41",
          {"fc1_weight": ones(41, D), "fc1_bias": None}),
@@ -209,6 +211,8 @@ BAD: dict[str, Refused] = {
         (TypeError, "max_seqlen must be an integer or None", {"max_seqlen": 5.0}),
         (ValueError, "attn_mask must be broadcastable to (1, H, max_seqlen, max_seqlen) = (1, 2, 5, 5), got",
          {"max_seqlen": 5, "attn_mask": ones(2, 1, 5, 5)}),
+        (ValueError, "attn_mask must be broadcastable to (1, H, max_seqlen, max_seqlen_k) = (1, 2, 5, 3), got",
+         {"max_seqlen": 5, "cu_seqlens_k": ENDS, "max_seqlen_k": 3, "attn_mask": ones(5, 5)}),
         (ValueError, "max_seqlen must be at least 1", {"max_seqlen": 0}),
         (ValueError, "max_seqlen_k must be None without cu_seqlens_k, got 5", {"max_seqlen_k": 5}),
         (ValueError, "cu_seqlens_k must have cu_seqlens' shape (4,), got (3,)", {"cu_seqlens_k": ENDS[[0, 1, 3]]}),
@@ -264,6 +268,15 @@ BAD: dict[str, Refused] = {
         (ValueError, "std must be one number in (0, 1]", {"std": (0.2, 0.0, 0.2)}),
     ],
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("op", dict.fromkeys(row.op for row in ROWS.values()))
+def test_a_wrong_value_is_known_for_every_argument(op: str) -> None:
+    """By the rows, `OPTIONS` or `BAD`; except dropout's `training`, which is only looked at."""
+    of_op = {name: row for name, row in ROWS.items() if row.op == op}
+    known = {argument_of(name, key) for name, row in of_op.items() for key in row.tensors} | OPTIONS.keys()
+    known |= {argument for name in of_op for *_, wrong in BAD.get(name, ()) for argument in wrong}
+    assert inspect.signature(getattr(ops, op)).parameters.keys() <= known | {"training"}
 
 
 @pytest.mark.parametrize("name", BAD)
