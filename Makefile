@@ -48,7 +48,7 @@ targets: $(INSTALLED)  ## compile every kernel for every target, by tier, withou
 report: $(INSTALLED)  ## registers, shared memory and instruction counts of every kernel
 	$(BIN)/python -m benchmarks.codegen.report $(ARGS)
 
-results: $(INSTALLED)  ## the pages, tables and pictures of benchmarks/results from the result files
+results: $(INSTALLED)  ## the results page, the README's tables and the pictures, from the result files
 	$(BIN)/python -m benchmarks.report.plot benchmarks/results/cpu/float32.json benchmarks/results/cpu
 	$(BIN)/python -m benchmarks.report.speed benchmarks/results/nvidia_h200/results.jsonl benchmarks/results
 	$(BIN)/python -m benchmarks.report.results

@@ -3,6 +3,7 @@
 pytest benchmarks --benchmark-only                      CPU path in some ten minutes, or the full grid on a GPU
 pytest benchmarks --benchmark-only --quick              one tiny case of every kind, on one core in less than a minute
 pytest benchmarks --benchmark-only --providers eager,sdpa,compile,graph,fastvit --dtype bfloat16
+pytest benchmarks --benchmark-only --results FOLDER     every case is kept at once, and not measured again
 """
 
 from __future__ import annotations
@@ -10,7 +11,10 @@ from __future__ import annotations
 import functools
 import os
 import shutil
+from collections.abc import Generator
 from dataclasses import asdict
+from pathlib import Path
+from typing import Any
 
 os.environ["FASTVIT_STRICT"] = "1"  # a fallback raises, so that none is ever timed
 
@@ -18,6 +22,7 @@ import pytest
 import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
+from benchmarks.gpu.results_file import DONE, MODES, ResultsFile, device_name, words
 from benchmarks.harness import conditions, table
 from benchmarks.harness.clock import Clock
 from benchmarks.harness.measure import Measure, Replay, Session
@@ -29,8 +34,9 @@ from benchmarks.harness.workloads import INSTALLED, workloads
 from fastvit.cli.options import words_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-CASE_SECONDS = {"quick": 0.02, "cpu": 0.5, "gpu": 1.5}  # of timed rounds
+CASE_SECONDS = {"quick": 0.02, "cpu": 0.5, "headline": 0.8, "gpu": 1.5}  # of timed rounds
 SESSION = pytest.StashKey[Session]()
+RESULTS = pytest.StashKey[ResultsFile]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -43,6 +49,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help=f"of {','.join(PROVIDERS)}; default all but the kernels of SDPA by name, on a CPU eager,sdpa,fastvit",
     )
     group.addoption("--bench-seconds", type=float, help="timed seconds for each case and step")
+    text = "keep each case in its results.jsonl at once, without those that it has; on a GPU the headline cases"
+    group.addoption("--results", type=Path, metavar="FOLDER", help=text)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -51,7 +59,7 @@ def pytest_configure(config: pytest.Config) -> None:
     options = config.option
     gpu = torch.cuda.is_available()
     device = torch.device("cuda" if gpu else "cpu")
-    grid = "quick" if options.quick else "gpu" if gpu else "cpu"
+    grid = "quick" if options.quick else "cpu" if not gpu else "headline" if options.results else "gpu"
     if options.quick:
         torch.set_num_threads(1)  # CI runs it next to something else
     default = [name for name in PROVIDERS if name not in BY_NAME] if gpu else ("eager", "sdpa", "fastvit")
@@ -64,6 +72,8 @@ def pytest_configure(config: pytest.Config) -> None:
         replay=Replay(),
         seconds=options.bench_seconds or CASE_SECONDS[grid],
     )
+    if options.results:
+        config.stash[RESULTS] = ResultsFile(options.results, device_name(rehearse=options.quick))
     asked = ("columns", "compare", "histogram", "cprofile")
     if not any(getattr(options, f"benchmark_{name}") for name in asked):
         options.benchmark_quiet = True  # the plugin's table: fastvit alone, in more columns than fit
@@ -83,6 +93,43 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         item.add_marker(pytest.mark.benchmark(timer=config.stash[SESSION].replay))
+    if RESULTS in config.stash:
+        status = {r["name"]: r["status"] for r in config.stash[RESULTS].records() if r["kind"] == "row"}
+        for item in items:
+            if status.get(_name(item)) in DONE:
+                item.add_marker(pytest.mark.skip("measured before"))
+        items.sort(key=lambda item: _name(item) in status)  # what has failed or ended the process comes last
+
+
+def _name(item: Any) -> str:
+    workload, mode = (item.callspec.params[name] for name in ("workload", "mode"))
+    return f"{workload.op} {workload} {MODES[mode]}"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: Any) -> Generator[None, object, object]:
+    """Record that the case begins, and how it ends."""
+    if RESULTS not in item.config.stash:
+        return (yield)
+    results, name = item.config.stash[RESULTS], _name(item)
+    results.add("row", name, "begun")
+    try:
+        result = yield
+    except Exception as error:
+        results.add("row", name, "failed", reason=words(error))
+        _check_context()
+        raise
+    results.add("row", name, "passed", **item.funcargs["benchmark"].extra_info)
+    return result
+
+
+def _check_context() -> None:
+    """End the process if the error has ended the GPU's context: every later case would fail. The next call goes on."""
+    if torch.cuda.is_initialized():
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError as error:
+            pytest.exit(words(error), returncode=1)
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@
     python -m benchmarks.gpu --rehearse             # every kind of command in miniature, on a CPU
 
 Every command is a process of its own with a time limit. The results folder, benchmarks/results/<gpu>, then has all that
-is to be kept: results.jsonl, every result and what became of every command, a line each, written at once; table.md,
-made of it; log/, what each command printed; tuned_<gpu>.json, the launch choices measured; and the files of the
+is to be kept: results.jsonl, every row and what became of every command, a line each, written at once; table.md, made
+of it; log/, what each command printed; tuned_<gpu>.json, the launch choices measured; and the files of the
 benchmarks. A second call continues with what is missing or has failed, unless code or device have changed. Exit
 status: 0 if all is done and right, 1 if not, 2 if the run could not begin.
 """
@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import itertools
 import math
 import signal
 import sys
@@ -29,14 +28,20 @@ from pathlib import Path
 import torch
 
 from benchmarks.gpu import commands, summary
-from benchmarks.gpu.journal import DONE, REHEARSAL, Journal, results_folder
+from benchmarks.gpu.results_file import DONE, REHEARSAL, ResultsFile, device_name, results_folder
 from benchmarks.gpu.runner import Command, Runner
 from benchmarks.harness.provenance import commit, write_text
+from benchmarks.harness.record import environment
 from fastvit._output import not_writable, write_file
 from fastvit.kernels import _tuned
 from fastvit.study.machine import why_no_gpu
 
-_PACKAGES = {"triton": "triton", "pytest": "pytest", "pytest_benchmark": "pytest-benchmark"}  # module -> its package
+_PACKAGES = {
+    "triton": "triton",
+    "pytest": "pytest",
+    "pytest_benchmark": "pytest-benchmark",
+    "rich": "rich",
+}  # module -> its package
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -51,30 +56,25 @@ def main(arguments: list[str] | None = None) -> int:
     if not chosen.list and (reason := complaint(rehearse=chosen.rehearse)):
         print(reason, file=sys.stderr)
         return 2
-    gpu = torch.cuda.is_available() and not chosen.rehearse
-    device = torch.cuda.get_device_name() if gpu else REHEARSAL
+    device = device_name(chosen.rehearse or not torch.cuda.is_available())
     folder = (chosen.out or results_folder(device)).resolve()
     every = commands.rehearsal(folder) if chosen.rehearse else commands.first(folder)
     if not (chosen.rehearse or chosen.first):
         every += commands.rest(folder)
-    expected = {command.name: command.results for command in every}
     if chosen.steps and not (every := [c for c in every if c.name.startswith(tuple(chosen.steps))]):
         parser.error(f"no command begins with {' or '.join(map(repr, chosen.steps))}")
     if reason := not_writable(folder):
         print(f"{reason}; --out chooses another folder", file=sys.stderr)
         return 2
-    journal = Journal(folder, device)
+    results = ResultsFile(folder, device)
     if chosen.list:
         for command in every:
-            print(f"{journal.status(command.name):<10} {command.name:<34} python {' '.join(command.words)}")
+            status = results.status("step", command.name)
+            print(f"{status:<10} {command.name:<34} python {' '.join(command.words)}")
         return 0
-    if not chosen.steps:
-        todo = {command.kind for command in every if journal.status(command.name) not in DONE}
-        every = [command for command in every if not command.prepares or todo & {*command.prepares}]
-    journal.add("plan", "results", "passed", expected=expected)
     seconds = 60 * chosen.minutes if chosen.minutes is not None else commands.FIRST if chosen.first else math.inf
     try:
-        return run(journal, every, seconds)
+        return run(results, every, seconds)
     except KeyboardInterrupt:
         print(f"stopped; what was found is in {folder}, and the next call continues with the rest", file=sys.stderr)
         return 130
@@ -92,31 +92,26 @@ def complaint(*, rehearse: bool) -> str:
     return f"make gpu: missing {words}: {sys.executable} -m pip install {words}" if missing else ""
 
 
-def run(journal: Journal, every: Sequence[Command], seconds: float) -> int:
-    """Run the commands, kind by kind, for at most so many seconds. Return the exit status."""
-    runner = Runner(journal, seconds)
-    runner.say(f"{journal.device}, commit {commit()}, sources {journal.code}, results in {journal.folder}")
+def run(results: ResultsFile, every: Sequence[Command], seconds: float) -> int:
+    """Run the commands for at most so many seconds. Return the exit status."""
+    runner = Runner(results, seconds)
+    runner.say(f"{results.device}, commit {commit()}, sources {results.code}, results in {results.folder}")
+    kind = torch.device("cpu" if results.device == REHEARSAL else "cuda")
+    facts = environment(kind, torch.bfloat16) | {"device": results.device, "commit": commit()}
+    results.add("environment", "machine", "passed", **facts)
     statuses: dict[str, str] = {}
     try:
-        for _, same in itertools.groupby(every, key=lambda command: command.kind):
-            some = list(same)
-            statuses |= runner.run(some, some[0].at_once)
+        statuses = runner.run(every)
     finally:
-        runner.end()
-        keep_tuned(journal)
-        records = journal.records()
-        write_text(journal.folder / "table.md", summary.markdown(records))
+        tuned = _tuned.path_of(results.device)
+        if tuned.exists():  # so that the folder has all that is to be kept
+            write_file(results.folder / tuned.name, tuned.read_bytes())
+        records = results.records()
+        write_text(results.folder / "table.md", summary.markdown(records))
     counts = Counter(statuses.values()).most_common()
     print(f"{len(statuses)} commands: {', '.join(f'{count} {status}' for status, count in counts)}")
-    print(*summary.verdict(records), f"see {journal.folder / 'table.md'}", sep="\n", flush=True)
+    print(*summary.verdict(records), f"see {results.folder / 'table.md'}", sep="\n", flush=True)
     return int(any(status not in DONE for status in statuses.values()))
-
-
-def keep_tuned(journal: Journal) -> None:
-    """Copy the measured launch choices into the results folder, so that it has all that is to be kept."""
-    tuned = _tuned.path_of(journal.device)
-    if journal.device != REHEARSAL and tuned.exists():
-        write_file(journal.folder / tuned.name, tuned.read_bytes())
 
 
 if __name__ == "__main__":

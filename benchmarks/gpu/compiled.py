@@ -2,55 +2,33 @@
 
     python -m benchmarks.gpu.compiled --out FOLDER --model vit_base_patch16_224 --provider sdpa
 
-A process compiles one provider's model in all styles and modes, times each, and writes it into the journal at once.
-What the journal has is left out.
+A process compiles one provider's model in all styles and modes, times each, and writes it into results.jsonl at
+once. What is there already is left out.
 """
 
 from __future__ import annotations
 
+import argparse
+import itertools
 import sys
 import time
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.gpu.journal import device_of, open_journal, parser, words
-from benchmarks.gpu.summary import MODES
+from benchmarks.gpu.results_file import DONE, MODES, ResultsFile, device_name, words
 from benchmarks.harness.clock import Clock, Quantiles
 from benchmarks.harness.draw import Draw
 from benchmarks.harness.providers import compiled
 from benchmarks.harness.timing import measured, per_call
-from benchmarks.harness.workloads import Step, Workload, workloads
+from benchmarks.harness.workloads import Step, Workload
 
 MODELS = ("vit_small_patch16_224", "vit_base_patch16_224")
-REHEARSED = "vit_cifar_small"
-BATCH = 32
-PROVIDERS = ("sdpa", "fastvit", "graph")
+RUNS = [*((model, provider) for model in MODELS for provider in ("sdpa", "fastvit")), (MODELS[1], "graph")]
+REHEARSED = ("vit_cifar_small", "fastvit")
 _STYLES = ("reduce-overhead", "default")
-
-
-def runs(rehearse: bool) -> list[tuple[str, str]]:
-    """Return (model, provider) of every process."""
-    if rehearse:
-        return [(REHEARSED, "fastvit")]
-    return [*((model, provider) for model in MODELS for provider in ("sdpa", "fastvit")), (MODELS[1], "graph")]
-
-
-def results(model: str, provider: str, rehearse: bool) -> dict[str, dict[str, str]]:
-    """Return by name the results that a process of `runs` has to find, in the order in which it compiles them."""
-    workload, about = _workload(model, rehearse), {"model": model, "provider": provider}
-    return {
-        f"model {workload} {provider}, {style}, {title}": about | {"style": style, "mode": mode}
-        for style in (_STYLES[-1:] if rehearse else _STYLES)
-        for mode, title in MODES.items()
-    }
-
-
-def _workload(model: str, rehearse: bool) -> Workload:
-    models = workloads("quick" if rehearse else "headline", ops=("model",))
-    (workload,) = [w for w in models if w.sizes["name"] == model and w.sizes["B"] == (1 if rehearse else BATCH)]
-    return workload
 
 
 def warm(workload: Workload, provider: str, mode: str, device: torch.device, options: dict[str, Any]) -> Step:
@@ -65,32 +43,38 @@ def warm(workload: Workload, provider: str, mode: str, device: torch.device, opt
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = parser(__doc__)
-    options.add_argument("--model", choices=(*MODELS, REHEARSED), required=True)
-    options.add_argument("--provider", choices=PROVIDERS, required=True)
-    chosen = options.parse_args(arguments)
-    device = device_of(chosen)
-    journal, clock = open_journal(chosen.out, device), Clock(device)
-    workload, failed = _workload(chosen.model, chosen.rehearse), 0
-    for name, about in results(chosen.model, chosen.provider, chosen.rehearse).items():
-        if journal.done("compiled", name):
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True, help="folder of the results")
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--provider", choices=("sdpa", "fastvit", "graph"), required=True)
+    parser.add_argument("--rehearse", action="store_true", help="one image of CIFAR on a CPU, compiled by no backend")
+    chosen = parser.parse_args(arguments)
+    if chosen.rehearse:
+        torch.set_num_threads(1)
+    device = torch.device("cpu" if chosen.rehearse else "cuda")
+    sizes = {"B": 1, "px": 32, "depth": 1} if chosen.rehearse else {"B": 32, "px": 224}
+    workload = Workload("model", {"name": chosen.model} | sizes)
+    results, clock, failed = ResultsFile(chosen.out, device_name(chosen.rehearse)), Clock(device), 0
+    for style, mode in itertools.product(_STYLES, MODES):
+        name = f"model {workload} {chosen.provider}, {style}, {MODES[mode]}"
+        if results.status("compiled", name) in DONE:
             continue
-        compiler: dict[str, Any] = {"mode": about["style"]}
-        if chosen.rehearse:
-            compiler = {"inner" if chosen.provider == "graph" else "backend": "eager"}
+        about = {"model": chosen.model, "provider": chosen.provider, "style": style, "mode": mode}
         start = time.time()
         try:
-            step = warm(workload, chosen.provider, about["mode"], device, compiler)
+            step = warm(
+                workload, chosen.provider, mode, device, {"backend": "eager"} if chosen.rehearse else {"mode": style}
+            )
             seconds = time.time() - start
             called = Quantiles.of(per_call({"": step}, device, seconds=0.1, rounds=3)[""])
             samples = measured([clock.time(step) for _ in range(20)])
         except Exception as error:
-            journal.add("compiled", name, "failed", reason=words(error), **about)
+            results.add("compiled", name, "failed", reason=words(error), **about)
             failed += 1
             continue
         alone = asdict(Quantiles.of(samples)) if samples else None
-        journal.add("compiled", name, "passed", compiling=seconds, called=asdict(called), graph=alone, **about)
-        print(f"> {name}: compiled in {seconds:.0f} s, {1e6 * called.median:,.0f} us called", flush=True)
+        results.add("compiled", name, "passed", compiling=seconds, called=asdict(called), time=alone, **about)
+        print(f"{name}: compiled in {seconds:.0f} s, {1e6 * called.median:,.0f} us called", flush=True)
     return int(failed > 0)
 
 

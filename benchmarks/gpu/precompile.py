@@ -18,8 +18,6 @@ from concurrent.futures import ProcessPoolExecutor
 import torch
 
 from benchmarks.codegen.launches import DTYPES, Launch, record, recording
-from benchmarks.gpu import summary
-from benchmarks.gpu.journal import REHEARSAL
 from benchmarks.gpu.runner import SKIPPED
 from benchmarks.harness.workloads import workloads
 from fastvit.kernels import _tuned
@@ -27,14 +25,11 @@ from fastvit.ops.runtime.backend import KernelUnsupported
 from fastvit.study.accuracy import cases
 from fastvit.warmup import compiled, in_processes
 
-Machine = tuple[str, int, str]  # architecture, multiprocessors, name
-REHEARSED: Machine = "sm_90", 132, REHEARSAL
-
 
 def record_checks(target: str, multiprocessors: int) -> list[Launch]:
-    """Return every launch of the ops that are checked, by dtype."""
+    """Return every launch of the ops that `fastvit verify` checks, by dtype."""
     with recording(target, multiprocessors) as recorder:
-        for dtype in summary.DTYPES.values():
+        for dtype in ("bf16", "fp16", "fp32"):
             recorder.dtype = dtype
             for case in cases.cases():
                 tensors = case.tensors(DTYPES[dtype], torch.device("meta"))
@@ -47,8 +42,9 @@ def record_checks(target: str, multiprocessors: int) -> list[Launch]:
     return list(recorder.launches.values())
 
 
-def _ask() -> Machine:
-    """Return the GPU at hand. A process of its own asks: one that has initialised CUDA should not be forked."""
+def _ask() -> tuple[str, int, str]:
+    """Return architecture, multiprocessors and name of the GPU at hand. A process of its own asks: one that has
+    initialised CUDA should not be forked."""
     gpu = torch.cuda.get_device_properties(0)
     return f"sm_{gpu.major}{gpu.minor}", gpu.multi_processor_count, gpu.name
 
@@ -61,22 +57,22 @@ def main(arguments: list[str] | None = None) -> int:
         print("SKIPPED: kernels are compiled beforehand for NVIDIA GPUs only")
         return SKIPPED
     start = time.perf_counter()
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork")) as pool:
-        target, multiprocessors, name = REHEARSED if chosen.rehearse else pool.submit(_ask).result()
-    _tuned.load(target, name)  # configurations depend on measured choices
-    rows = [*workloads("headline"), *workloads("sanitize", ops=("attention",))]
     if chosen.rehearse:
-        rows = workloads("quick", ops=("layer_norm",))
-    launches = record(rows, target, ["bf16"], multiprocessors=multiprocessors, infers=True)
-    if not chosen.rehearse:
+        launches = record(workloads("quick", ops=("layer_norm",)), "sm_90", ["bf16"], infers=True)
+    else:
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork")) as pool:
+            target, multiprocessors, name = pool.submit(_ask).result()
+        _tuned.load(target, name)  # configurations depend on measured choices
+        rows = [*workloads("headline"), *workloads("sanitize", ops=("attention",))]
+        launches = record(rows, target, ["bf16"], multiprocessors=multiprocessors, infers=True)
         launches += record_checks(target, multiprocessors)
-    print(f"> {len(launches)} kernels recorded in {time.perf_counter() - start:.1f} s", flush=True)
-    failed = 0
+    recorded, failed = time.perf_counter() - start, 0
     for launch, reason in in_processes(compiled, launches, min(15, max(2, (os.cpu_count() or 2) - 1))):
         if isinstance(reason, str):
             failed += 1
             print(f"{launch.name} {launch.dtype} {launch.constexprs}: {reason}", flush=True)
-    print(f"> compiled in {time.perf_counter() - start:.1f} s, {failed} did not compile", flush=True)
+    seconds = f"recorded in {recorded:.1f} s, compiled in {time.perf_counter() - start:.1f} s"
+    print(f"{len(launches)} kernels {seconds}, {failed} did not compile")
     return int(failed > 0)
 
 

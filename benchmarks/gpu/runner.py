@@ -1,24 +1,24 @@
 """Run the commands of a run on a GPU, each a process of its own with a limit, and record how they ended.
 
-The output of a command goes into a file of the folder log; its lines that begin with "> " are also printed.
+The output of a command goes into a file of the folder log.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import os
 import signal
 import subprocess
 import sys
 import sysconfig
-import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from benchmarks.gpu.journal import DONE, Journal
+from benchmarks.gpu.results_file import DONE, ResultsFile
 from benchmarks.harness.provenance import ROOT
 
 SKIPPED = 77  # exit status of a command whose tool the machine does not have
@@ -27,6 +27,7 @@ _HOME = os.environ.get("TRITON_HOME", os.path.expanduser("~"))
 VARIABLES = {
     # one cache for all: inductor would give a process of torch.compile another, without the kernels compiled before
     "TRITON_CACHE_DIR": os.environ.get("TRITON_CACHE_DIR", os.path.join(_HOME, ".triton", "cache")),
+    "COLUMNS": "120",  # of tables in a log
 }
 STRICT = {"FASTVIT_STRICT": "1"}  # a fallback raises, so that none is timed; tests set it themselves
 
@@ -39,15 +40,13 @@ class Command:
         name: its kind, and what it is about. Commands of a kind that follow each other may run at the same time.
         words: arguments of the Python interpreter.
         limit: seconds after which it is ended.
-        results: names of what it has to find.
-        prepares: kinds of commands that need what it leaves on this machine. While one of them is to do, it runs again.
+        always: run it although it has passed, because later commands need what it leaves on this machine.
     """
 
     name: str
     words: tuple[str, ...]
     limit: float = 3600.0
-    results: tuple[str, ...] = field(default=(), repr=False)
-    prepares: tuple[str, ...] = ()
+    always: bool = False
 
     @property
     def kind(self) -> str:
@@ -61,19 +60,18 @@ class Command:
 
 
 class Runner:
-    """Runs commands and records their status in the journal.
+    """Runs commands and records their status in results.jsonl.
 
     Args:
         seconds: length of the run, after which every command is ended.
     """
 
-    def __init__(self, journal: Journal, seconds: float = math.inf) -> None:
-        self.journal, self.seconds = journal, seconds
+    def __init__(self, results: ResultsFile, seconds: float = math.inf) -> None:
+        self.results, self.seconds = results, seconds
         self._start = time.monotonic()
-        self._lock = threading.Lock()
-        self._running: dict[str, subprocess.Popen[bytes]] = {}
-        self._ended: set[str] = set()  # names of the commands that a person has stopped
-        self._logs = journal.folder / "log"
+        self._running: set[subprocess.Popen[bytes]] = set()
+        self._stopped = False
+        self._logs = results.folder / "log"
         self._logs.mkdir(exist_ok=True)
 
     @property
@@ -82,38 +80,34 @@ class Runner:
 
     def say(self, text: str) -> None:
         minutes, seconds = divmod(int(self.elapsed), 60)
-        with self._lock:
-            print(f"[{minutes}:{seconds:02d}] {text}", flush=True)
+        print(f"[{minutes}:{seconds:02d}] {text}\n", end="", flush=True)  # one string: lines of threads do not mix
 
-    def run(self, commands: Sequence[Command], at_once: int = 1) -> dict[str, str]:
-        """Run the commands, so many at a time, and wait for them. Return the status of each by name. Those that are
-        done already do not run, unless they prepare others."""
-        with ThreadPoolExecutor(at_once) as pool:
-            futures = {command.name: pool.submit(self._run, command) for command in commands}
-            try:
-                return {name: future.result() for name, future in futures.items()}
-            except BaseException:
-                for future in futures.values():
-                    future.cancel()
-                self.end()
-                raise
-
-    def end(self) -> None:
-        """End all commands that run."""
-        with self._lock:
-            self._ended |= self._running.keys()
-            for process in self._running.values():
-                _kill(process)
+    def run(self, commands: Sequence[Command]) -> dict[str, str]:
+        """Run the commands, kind by kind, and wait for them. Return the status of each by name. Those that are done
+        already do not run again."""
+        statuses: dict[str, str] = {}
+        for _, group in itertools.groupby(commands, key=lambda command: command.kind):
+            same = list(group)
+            with ThreadPoolExecutor(same[0].at_once) as pool:
+                futures = {command.name: pool.submit(self._run, command) for command in same}
+                try:
+                    statuses |= {name: future.result() for name, future in futures.items()}
+                except BaseException:
+                    pool.shutdown(wait=False, cancel_futures=True)
+                    self._stopped = True
+                    for process in [*self._running]:
+                        _kill(process)
+                    raise
+        return statuses
 
     def _run(self, command: Command) -> str:
-        if (before := self.journal.status(command.name)) in DONE and not command.prepares:
+        before = self.results.status("step", command.name)
+        if before in DONE and not command.always:
             self.say(f"{command.name}: done before")
             return before
-        limit = min(command.limit, self.seconds - self.elapsed)
-        if limit < 1:
-            self._record(command, "cut", time.time(), ["no time was left"])
-            return "cut"
-        start, timed_out = time.time(), False
+        start, limit = time.time(), min(command.limit, self.seconds - self.elapsed)
+        if limit < 1 or self._stopped:
+            return self._record(command, "cut", start, ["no time was left"])
         environment = {name: value for name, value in os.environ.items() if not name.startswith(_OURS)} | VARIABLES
         if command.kind != "tests":
             environment |= STRICT
@@ -123,37 +117,29 @@ class Runner:
                 [sys.executable, *command.words], cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=output,
                 stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
-        with self._lock:
-            self._running[command.name] = process
+        self._running.add(process)
         try:
-            process.wait(limit)
+            code = process.wait(limit)
+            status = {0: "passed", SKIPPED: "skipped"}.get(code, f"failed, exit status {code}")
         except subprocess.TimeoutExpired:
-            timed_out = True
+            status = "timed out"
         finally:
             _kill(process)  # and what it has started and not ended
-            code = process.wait()
-            with self._lock:
-                del self._running[command.name]
-        lines = [line.rstrip() for line in log.read_text(errors="replace").splitlines()]
-        for line in lines:
-            if line.startswith("> "):
-                self.say(f"{command.name}: {line[2:]}")
-        last = [_without_folders(line) for line in lines if line and not line.startswith("> ")][-3:]
-        status = {0: "passed", SKIPPED: "skipped"}.get(code, "failed")
-        status = "timed out" if timed_out else "cut" if command.name in self._ended else status
-        self._record(command, status, start, [*last, *[f"exit status {code}"] * (status == "failed")])
-        return status
+            process.wait()
+            self._running.remove(process)
+        lines = [_without_folders(line.rstrip()) for line in log.read_text(errors="replace").splitlines()]
+        return self._record(command, "cut" if self._stopped else status, start, [line for line in lines if line])
 
-    def _record(self, command: Command, status: str, start: float, last: list[str]) -> None:
-        """Record how a command ended. start: seconds since 1970."""
-        end = time.time()
-        self.journal.add("step", command.name, status, ran=[start, end], seconds=round(end - start, 1), last=last)
-        reasons = [f"\n    {line[:300]}" for line in last] if status != "passed" else []
-        self.say(f"{command.name}: {status} after {end - start:.1f} s{''.join(reasons)}")
+    def _record(self, command: Command, status: str, start: float, lines: list[str]) -> str:
+        """Record how a command ended, and its last lines. start: seconds since 1970."""
+        seconds, last = round(time.time() - start, 1), lines[-1 if status in DONE else -3 :]
+        self.results.add("step", command.name, status, seconds=seconds, last=last)
+        self.say("\n    ".join([f"{command.name}: {status} after {seconds} s", *(line[:300] for line in last)]))
+        return status
 
 
 def _without_folders(line: str) -> str:
-    """Return a line for the journal, which is committed: a path in it starts at the project or at the package."""
+    """Return a line for results.jsonl, which is committed: a path in it starts at the project or at the package."""
     for folder in (sysconfig.get_path("purelib"), ROOT):  # the packages may lie in the project
         line = line.replace(f"{folder}/", "")
     return line

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -27,17 +28,22 @@ from benchmarks.gpu.runner import SKIPPED
 from benchmarks.harness.draw import Draw
 from benchmarks.harness.provenance import ROOT
 from benchmarks.harness.workloads import workloads
+from fastvit.kernels._tuned import FOLDER
 from fastvit.ops.runtime import backend as backends
 
 GRAPHS = "graphs"  # models after `fastvit.graphs`
 FINDINGS = 86  # exit status by which the tool says so
-KERNELS = "(attention|layer_norm|linear|gated|act_bwd|patch_embed|column_sum|dropout|rotary|qk_norm)_"
 _PLACES = ("/usr/local/cuda/bin", "/usr/local/cuda/compute-sanitizer", "/opt/cuda/bin")
 
 
 def ops() -> list[str]:
     """Return the ops that have workloads for the sanitizer."""
     return list(dict.fromkeys(workload.op for workload in workloads("sanitize")))
+
+
+def kernels() -> list[str]:
+    """Return the names of all kernels."""
+    return [name for path in FOLDER.glob("*.py") for name in re.findall(r"\ndef (\w+_kernel)\(", path.read_text())]
 
 
 def run(op: str, device: torch.device, *dtypes: torch.dtype) -> None:
@@ -85,8 +91,8 @@ def main(arguments: list[str] | None = None) -> int:
     if chosen.tool is None:
         for op in names:
             if chosen.rehearse:
-                kernels = rehearse(op)
-                print(f"{op}: {len(kernels)} launches of {len(set(kernels))} kernels, in bounds and without races")
+                ran = rehearse(op)
+                print(f"{op}: {len(ran)} launches of {len(set(ran))} kernels, in bounds and without races")
             elif op == GRAPHS:
                 run_graphs(torch.device("cuda"))
             else:
@@ -96,8 +102,9 @@ def main(arguments: list[str] | None = None) -> int:
     if tool is None:
         print(f"SKIPPED: no compute-sanitizer on this machine (PATH, {', '.join(_PLACES)})")
         return SKIPPED
+    ours = "kns=(" + "|".join(kernels()) + ")"
     command = [
-        tool, "--tool", chosen.tool, "--error-exitcode", str(FINDINGS), "--kernel-regex", f"kns={KERNELS}",
+        tool, "--tool", chosen.tool, "--error-exitcode", str(FINDINGS), "--kernel-regex", ours,
         sys.executable, "-m", "benchmarks.gpu.sanitize", *(f"--op={op}" for op in names),
     ]  # fmt: skip
     # every tensor gets an allocation of its own, so that memcheck sees its end; graphs need the allocator's pools

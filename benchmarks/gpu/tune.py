@@ -13,7 +13,7 @@ import functools
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ if "--rehearse" in sys.argv and __name__ == "__main__":
 
 import torch
 
-from benchmarks.gpu.tuner import Run, Tuner, Work
+from benchmarks.gpu.tuner import Run, Tuner
 from benchmarks.harness.clock import HOST_BOUND, Clock
 from benchmarks.harness.draw import Draw
 from benchmarks.harness.provenance import commit, sources
@@ -31,6 +31,7 @@ from benchmarks.harness.record import environment
 from benchmarks.harness.workloads import Workload, workloads
 from fastvit.kernels import _tuned
 from fastvit.ops.runtime import backend as backends
+from fastvit.ops.runtime import device as devices
 
 
 @dataclass(frozen=True)
@@ -69,16 +70,8 @@ TABLES = (  # in this order: a choice between two kernels comes after the tables
 )
 
 
-def works(*, tiny: bool = False) -> Iterator[Work]:
-    """Yield everything that tuning measures. tiny: one small shape for each table, in the interpreter."""
-    for table in TABLES:
-        for workload in workloads("quick", ops=(table.op,))[:1] if tiny else workloads("tune", ops=(table.op,)):
-            for step in table.steps if table.suits(workload.sizes) else ():
-                build = functools.partial(_build, workload, step, table.leaves)
-                yield Work(table.name, f"{workload} {step}", build)
-
-
-def _build(workload: Workload, step: str, leaves: tuple[int, ...], device: torch.device) -> Run:
+def build(workload: Workload, step: str, leaves: tuple[int, ...], device: torch.device) -> Run:
+    """Return the call to time."""
     runner = workload.runner("fastvit", Draw(torch.bfloat16, device))
     if step == "forward":
         return runner.infer
@@ -109,18 +102,22 @@ def main(arguments: list[str] | None = None) -> int:
     torch.manual_seed(0)
     device = torch.device("cpu" if chosen.rehearse else "cuda")
     gpu = "interpreter" if chosen.rehearse else torch.cuda.get_device_name()
+    about = {"gpu": gpu, "arch": devices.arch(torch.empty(0, device=device)), "measured": measured(device)}
     path = chosen.out / _tuned.path_of(gpu).name
+    tuner = Tuner(Clock(device).time, path, about, most=2 if chosen.rehearse else 99)
     host_bound = False
     with backends.use_backend("triton", strict=True):
-        state = functools.partial(measured, device)
-        tuner = Tuner(device, Clock(device).time, path, gpu, state, most=2 if chosen.rehearse else 99)
-        for work in works(tiny=chosen.rehearse):
-            if work.table not in (chosen.table or _tuned.FIELDS):
+        for table in TABLES:
+            if chosen.table and table.name not in chosen.table:
                 continue
-            for line in tuner.tune(work):
-                host_bound |= HOST_BOUND in line
-                print(line, flush=True)
-    print(f"> {path.name}: {len(tuner.entries)} choices differ from the shipped ones")
+            every = workloads("quick" if chosen.rehearse else "tune", ops=(table.op,))
+            for workload in every[:1] if chosen.rehearse else every:
+                for step in table.steps if table.suits(workload.sizes) else ():
+                    call = functools.partial(build, workload, step, table.leaves, device)
+                    for line in tuner.tune(table.name, f"{workload} {step}", call):
+                        host_bound |= HOST_BOUND in line
+                        print(line, flush=True)
+    print(f"{path.name}: {sum(map(len, tuner.data['tables'].values()))} choices differ from the shipped ones")
     return int(host_bound)
 
 

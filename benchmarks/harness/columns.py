@@ -1,4 +1,4 @@
-"""Format a table of 100 columns, more where numbers would be cut, for a terminal or a file."""
+"""Format tables of 100 columns, more where numbers would be cut, for a terminal or a file."""
 
 from __future__ import annotations
 
@@ -30,3 +30,8 @@ def make(columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1
     with console.capture() as captured:
         console.print(table)
     return [line.rstrip().replace("─", "-") for line in captured.get().splitlines()]
+
+
+def fenced(lines: Iterable[str]) -> str:
+    """Return lines of text for a page in Markdown."""
+    return "\n".join(["```text", *lines, "```", ""])

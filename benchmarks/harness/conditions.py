@@ -1,8 +1,7 @@
-"""Record the state of the machine during a run: its load, and its limits at the start and at the end."""
+"""Compare the machine's limits at the start and at the end of a run."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -18,23 +17,13 @@ _LIMITS = {"bytes_per_second": "large copy", "flops_per_second": "matmul", "cach
 
 @dataclass(frozen=True)
 class Conditions:
-    """load: how many processes ran or waited to run, on average over a minute; None where the system does not say."""
-
     start: Ceilings
     end: Ceilings
-    load_before: float | None
-    load_after: float | None
-    cores: int | None
 
     @staticmethod
     def read(data: dict[str, Any]) -> Conditions:
         """Read the conditions of a result file."""
-        return Conditions(**{**data, "start": Ceilings(**data["start"]), "end": Ceilings(**data["end"])})
-
-
-def load() -> float | None:
-    """Return the load of the last minute; None where the system does not say."""
-    return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+        return Conditions(Ceilings(**data["start"]), Ceilings(**data["end"]))
 
 
 def best(several: Sequence[Ceilings]) -> Ceilings:
@@ -44,12 +33,7 @@ def best(several: Sequence[Ceilings]) -> Ceilings:
 
 
 def lines(state: Conditions, records: Sequence[Record], ceilings: Ceilings) -> Iterator[str]:
-    """Yield the load, and reasons to distrust the run: a limit that moved, a share of the limits that cannot be."""
-    if state.load_before is not None and state.load_after is not None:
-        yield (
-            f"load of the last minute {state.load_before:.1f} before the run, {state.load_after:.1f} after it, "
-            f"on {state.cores} cores"
-        )
+    """Yield reasons to distrust the run: a limit that moved, a share of the limits that cannot be."""
     reasons = []
     for field, name in _LIMITS.items():
         start, end = getattr(state.start, field), getattr(state.end, field)

@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 
 Work = Callable[[], object]
-
-
-class Uncapturable(RuntimeError):
-    """CUDA or the work refused the capture; the process's context is sound."""
 
 
 def capture_all(works: Mapping[str, Work]) -> tuple[dict[str, Work], dict[str, str]]:
@@ -20,17 +15,28 @@ def capture_all(works: Mapping[str, Work]) -> tuple[dict[str, Work], dict[str, s
 
     The graphs share their memory, so that all of them need no more than the largest: only one may be replayed at a
     time.
+
+    Raises:
+        RuntimeError: the error that has ended the context.
     """
     for work in works.values():
         _warm_up(work)
-    pool = torch.cuda.graph_pool_handle()
+    stream, pool = torch.cuda.current_stream(), torch.cuda.graph_pool_handle()
     replays: dict[str, Work] = {}
     remarks: dict[str, str] = {}
     for name, work in works.items():
+        graph = torch.cuda.CUDAGraph()
         try:
-            replays[name] = capture(work, pool)
-        except Uncapturable as reason:
-            remarks[name] = f"no graph: {reason}; "
+            with torch.cuda.graph(graph, pool=pool):
+                work()
+            graph.replay()
+            torch.cuda.synchronize()
+            replays[name] = graph.replay
+        except Exception as error:
+            torch.cuda.set_stream(stream)  # a capture that fails at its end leaves its own stream current
+            _check_context()
+            cause = error.__context__ or error  # ending a capture that has failed fails, too
+            remarks[name] = f"no graph: {type(cause).__name__}: {str(cause)[:200]}; "
     return replays, remarks
 
 
@@ -44,27 +50,6 @@ def _warm_up(work: Work) -> None:
             work()
     torch.cuda.current_stream().wait_stream(stream)
     torch.cuda.synchronize()
-
-
-def capture(work: Work, pool: Any = None) -> Work:
-    """Return the function that replays `work`, which has run before.
-
-    Raises:
-        Uncapturable: CUDA or the work refused the capture.
-        RuntimeError: the error that has ended the context.
-    """
-    stream, graph = torch.cuda.current_stream(), torch.cuda.CUDAGraph()
-    try:
-        with torch.cuda.graph(graph, pool=pool):
-            work()
-        graph.replay()
-        torch.cuda.synchronize()
-    except Exception as error:
-        torch.cuda.set_stream(stream)  # a capture that fails at its end leaves its own stream current
-        _check_context()
-        cause = error.__context__ or error  # ending a capture that has failed fails, too
-        raise Uncapturable(f"{type(cause).__name__}: {str(cause)[:200]}") from error
-    return graph.replay
 
 
 def _check_context() -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import functools
 import gc
 import itertools
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -15,7 +14,7 @@ from pytest_benchmark.fixture import BenchmarkFixture
 from torch import Tensor
 
 from benchmarks.harness.clock import HOST_BOUND, Clock, Quantiles
-from benchmarks.harness.conditions import Conditions, load
+from benchmarks.harness.conditions import Conditions
 from benchmarks.harness.draw import Draw
 from benchmarks.harness.graphs import capture_all
 from benchmarks.harness.providers import FIRST_CALLS, OPS
@@ -67,7 +66,6 @@ class Session:
     replay: Replay
     seconds: float  # of timed rounds, for each case
     records: list[Record] = field(default_factory=list)
-    load_before: float | None = field(default_factory=load)
 
     @functools.cached_property
     def ceilings(self) -> Ceilings:
@@ -76,7 +74,7 @@ class Session:
     @functools.cached_property
     def conditions(self) -> Conditions:
         """The conditions of the run, to be read at its end: the limits are measured again."""
-        return Conditions(self.ceilings, self._limits(), self.load_before, load(), os.cpu_count())
+        return Conditions(self.ceilings, self._limits())
 
     def _limits(self) -> Ceilings:
         return measure_ceilings(self.clock, self.dtype, quick=self.grid == "quick")

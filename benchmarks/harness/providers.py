@@ -46,11 +46,10 @@ def attention(
     """kv_heads: heads of k and v, fewer than H. mask: "padding" hides the last third of the keys of every other sample;
     "positions" adds H x N x keys numbers, which all samples share and which require a gradient. keys: how many, N if
     0. "relative" adds decomposed relative positions of a square grid of keys, which eager and SDPA materialise."""
-    options: dict[str, Any] = {"dropout_p": dropout_p} if provider == "fastvit" else {"sdpa": provider == "sdpa"}
-    if causal:
-        options["is_causal"] = True
+    options: dict[str, Any] = {"is_causal": True} if causal else {}
+    fused = {"dropout_p": dropout_p}
     if not (separate or kv_heads or mask or keys):
-        return _runner(provider, draw, "attention_qkvpacked", {"qkv": (B, N, 3, H, d)}, **options)
+        return _runner(provider, draw, "attention_qkvpacked", {"qkv": (B, N, 3, H, d)}, fused=fused, **options)
     keys = keys or N
     shapes: Shapes = {"q": (B, N, H, d), **dict.fromkeys("kv", (B, keys, kv_heads or H, d))}
     if mask == "positions":
@@ -60,7 +59,7 @@ def attention(
     elif mask:
         options["attn_mask"] = visible = torch.ones(B, 1, 1, keys, dtype=torch.bool, device=draw.device)
         visible[1::2, ..., keys - keys // 3 :] = False
-    return _runner(provider, draw, "attention", shapes, **options)
+    return _runner(provider, draw, "attention", shapes, fused=fused, **options)
 
 
 def attention_varlen(
@@ -73,7 +72,7 @@ def attention_varlen(
     of_q = [i * queries for i in range(B + 1)] if queries else ends
     shapes: Shapes = {"q": (of_q[-1], H, d), **dict.fromkeys("kv", (ends[-1], kv_heads or H, d))}
     # numbers on the host for eager: reading them from a GPU would make it wait
-    options: dict[str, Any] = {"cu_seqlens": of_q, "sdpa": provider == "sdpa"}
+    options: dict[str, Any] = {"cu_seqlens": of_q}
     if provider == "fastvit":
         on_device = functools.partial(torch.tensor, dtype=torch.int32, device=draw.device)
         options = {"cu_seqlens": on_device(of_q), "max_seqlen": queries or N}
@@ -95,9 +94,8 @@ def attention_windows(
         shapes |= dict.fromkeys(("rows", "columns"), (B, grid, grid, H, window))
     elif added != "nothing":
         shapes["attn_mask"] = (*[(grid // window) ** 2] * (added == "biases"), H, window**2, window**2)
-    options: dict[str, Any] = {"dropout_p": dropout_p} if provider == "fastvit" else {"sdpa": provider == "sdpa"}
-    options |= {"window": (window, window), "shift": (shift, shift)}
-    return _runner(provider, draw, "attention_windows", shapes, **options)
+    options: dict[str, Any] = {"window": (window, window), "shift": (shift, shift)}
+    return _runner(provider, draw, "attention_windows", shapes, fused={"dropout_p": dropout_p}, **options)
 
 
 def rotary(
@@ -117,11 +115,6 @@ def qk_norm(
     options: dict[str, Any] = {"q": q.requires_grad_(), "k": k.requires_grad_()}
     options["interleaved"] = spelling == "interleaved"
     return _runner(provider, draw, "qk_norm", shapes, sizes(B, N, H=H, d=d), **options)
-
-
-def dropout(provider: str, draw: Draw, B: int, N: int, D: int) -> Runner:
-    x = draw.normal(B, N, D)
-    return Runner(lambda: ops.dropout(x, 0.1), (x,))
 
 
 def layer_norm(provider: str, draw: Draw, B: int, N: int, D: int, norm: str = "layer") -> Runner:
@@ -166,8 +159,7 @@ def layer_norm_attention(
         shapes |= _tables("")
     if qk_norm is not None:
         shapes |= _norms(qk_norm)
-    options: dict[str, Any] = {"sdpa": True} if provider == "sdpa" else {}
-    options |= {"num_heads": H, "interleaved": rotary == "interleaved"}
+    options: dict[str, Any] = {"num_heads": H, "interleaved": rotary == "interleaved"}
     return _runner(provider, draw, "layer_norm_attention", shapes, sizes(B, N, D, H, D // H), **options)
 
 
@@ -187,10 +179,8 @@ def mlp(
     options: dict[str, Any] = {"activation": activation}
     if not (residual or scales or norm):
         options["residual"] = None
-    if provider == "fastvit":
-        options |= {"recompute": recompute, "dropout_p": dropout_p}
-    op = "layer_norm_mlp" if norm else "mlp"
-    return _runner(provider, draw, op, shapes, sizes(B, N, D, hidden=hidden, gated=hidden), **options)
+    op, of = "layer_norm_mlp" if norm else "mlp", sizes(B, N, D, hidden=hidden, gated=hidden)
+    return _runner(provider, draw, op, shapes, of, fused={"recompute": recompute, "dropout_p": dropout_p}, **options)
 
 
 def patch_embed(
@@ -215,13 +205,20 @@ def patch_embed(
 _INPUTS = ("x", "q", "k", "v", "qkv", "residual", "branch", "image", "pixels")
 
 
-def _runner(provider: str, draw: Draw, op: str, shapes: Shapes, of: Sizes | None = None, **arguments: Any) -> Runner:
+def _runner(
+    provider: str, draw: Draw, op: str, shapes: Shapes, of: Sizes | None = None, fused: Sizes | None = None,
+    **arguments: Any,
+) -> Runner:  # fmt: skip
     """Run an op, or its formula in plain PyTorch.
 
     Args:
         shapes: of tensors to draw, as in the table of ops, `study.accuracy.cases`. of: sizes of named dimensions.
-        arguments: of the op, in addition to these tensors.
+        arguments: of the op, in addition to these tensors. fused: those that the formula does not have.
     """
+    if provider == "fastvit":
+        arguments |= fused or {}
+    elif provider == "sdpa":
+        arguments["sdpa"] = True
     row = cases.OpCase(op, shapes)
     drawn = {name: draw.tensor(name, *shape) for name, shape in row.shapes(of or {}).items()}
     function, every = getattr(ops if provider == "fastvit" else eager, op), row.arguments(drawn, **arguments)
@@ -324,7 +321,6 @@ OPS = {
     "attention_windows": Op(attention_windows, _OF_ATTENTION, lambda sizes: {"B": min(sizes["B"], 2)}),
     "rotary": Op(rotary),
     "qk_norm": Op(qk_norm),
-    "dropout": Op(dropout, ("fastvit",)),
     "layer_norm": Op(layer_norm),
     "add_layer_norm": Op(add_layer_norm),
     "linear": Op(linear),
@@ -344,3 +340,17 @@ OPS = {
     "memory, attention": Op(attention, _OF_ATTENTION, lambda sizes: {"H": 1}),
     "memory, block": Op(block, _OF_ATTENTION, lambda sizes: {"D": 64, "H": 1}),
 }
+
+
+def _row(name: str) -> Op:
+    """Return an op as its row of the table of ops has it. Its workloads say the sizes of named dimensions only."""
+    row = _TABLE[name]
+
+    def build(provider: str, draw: Draw, **of: int) -> Runner:
+        return _runner(provider, draw, row.op, row.tensors, sizes(**of), **row.options)
+
+    return Op(build)
+
+
+_TABLE = cases.OF_HEADS | cases.OF_TOKENS
+OPS |= {name: _row(name) for name in _TABLE if name not in OPS}

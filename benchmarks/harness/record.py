@@ -84,8 +84,8 @@ class Record:
 
     @staticmethod
     def read(data: dict[str, Any]) -> Record:
-        """Return the record that `as_dict` has written; older files may lack fields."""
-        known = {f.name: data[f.name] for f in fields(Record) if f.name in data}
+        """Return the record that `as_dict` has written."""
+        known = {f.name: data[f.name] for f in fields(Record)}
         known["providers"] = {name: Provider.read(p) for name, p in known["providers"].items()}
         return Record(**known)
 

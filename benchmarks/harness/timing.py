@@ -121,14 +121,6 @@ class Ceilings:
         bandwidth = max(self.bytes_per_second, self.cached_bytes_per_second or 0.0 if moved < LARGE else 0.0)
         return max(flops / self.flops_per_second, moved / bandwidth)
 
-    def rate(self, flops: float, moved: float, seconds: float) -> str:
-        """Return the rate of a step that takes so many seconds, in the unit of the limit that binds it: "345 TFLOP/s",
-        or "2.1 TB/s" where moving the bytes takes longer than the arithmetic."""
-        arithmetic = self.least_seconds(flops, moved) > self.least_seconds(0, moved)
-        amount, unit = (flops, "TFLOP/s") if arithmetic else (moved, "TB/s")
-        rate = amount / seconds * 1e-12
-        return f"{rate:,.0f} {unit}" if rate >= 100 else f"{rate:.3g} {unit}"
-
 
 def measure_ceilings(clock: Clock, dtype: torch.dtype, *, quick: bool = False) -> Ceilings:
     """Measure the limits of the machine. quick: of five samples each."""

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastvit
 from benchmarks.codegen.stub_driver import stub_gpu
@@ -29,7 +28,7 @@ from benchmarks.harness.draw import Draw
 from benchmarks.harness.provenance import commit
 from benchmarks.harness.timing import Steps, orders
 from benchmarks.harness.workloads import Workload
-from benchmarks.host.stand_ins import NoCompiler, real_work, stand_ins
+from benchmarks.host.stand_ins import real_work, stand_ins
 from fastvit.graphed import recorder
 from fastvit.ops.runtime.launch import launch, launching
 from fastvit.study.machine import cpu_name
@@ -47,7 +46,6 @@ MODEL = Workload("model", {"name": "vit_small_patch16_224", "B": 1, "px": 224})
 MODES = {"forward": ("inference", torch.bfloat16), "both passes": ("training", torch.bfloat16)}
 AUTOCAST = {"both passes, autocast": ("training", torch.float32)}  # float32 parameters, autocast to bfloat16
 _CALLS = {BLOCK.op: 5, MODEL.op: 1}  # others: 20. CUDA queues about 1,000 launches, then the host waits
-_IN_A_GRAPH = "in a graph"
 _PASSES, _ROUNDS, _LOWEST = 4, 50, 10
 
 
@@ -113,30 +111,6 @@ class _NoRecorder(recorder.Recorder):
         return torch.empty(0)
 
 
-class _Registered(TorchDispatchMode):
-    """Collects calls of fastvit's registered ops."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: dict[Any, tuple[Any, ...]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "fastvit":
-            self.calls[func] = args
-        return func(*args, **(kwargs or {}))
-
-
-def rows_of_graphs(device: torch.device) -> Iterator[Row]:
-    """Yield the registered ops of OPS as a graph compiled by torch.compile calls them, without autograd."""
-    collected = _Registered()
-    with collected:
-        for workload in OPS[:3]:
-            workload.step("fastvit", "training", Draw(torch.bfloat16, device))[0]()
-    for op, arguments in collected.calls.items():
-        detached = [a.detach() if isinstance(a, torch.Tensor) else a for a in arguments]
-        yield Row(str(op._schema.name), _IN_A_GRAPH, {"fastvit": partial(op, *detached)}, 20)
-
-
 def measure(every: Sequence[Row], device: torch.device) -> list[dict[str, float]]:
     """Return for each row, by provider, the microseconds of the host for one call: the mean of the lowest rounds.
 
@@ -149,10 +123,9 @@ def measure(every: Sequence[Row], device: torch.device) -> list[dict[str, float]
             step = row.steps[name]
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-            with torch.set_grad_enabled(row.mode != _IN_A_GRAPH):
-                start = time.perf_counter()
-                for _ in range(row.calls):
-                    step()
+            start = time.perf_counter()
+            for _ in range(row.calls):
+                step()
             microseconds[name].append(1e6 * (time.perf_counter() - start) / row.calls)
     return [{name: fmean(sorted(each)[:_LOWEST]) for name, each in of_row.items()} for of_row in samples]
 
@@ -186,7 +159,7 @@ def table(device: torch.device) -> list[str]:
     Raises:
         RuntimeError: without a GPU, if a function of PyTorch in them still computes.
     """
-    every = [*rows(device), *rows_of_replays(device), *rows_of_graphs(device)]
+    every = [*rows(device), *rows_of_replays(device)]
     if device.type == "cpu" and (real := real_work(step for row in every for step in row.steps.values())):
         raise RuntimeError(f"no stand-in for {', '.join(sorted(real))}: add it to stand_ins.cpp")
     columns = "us of the host", "", "eager", "SDPA", "fastvit", "fastvit\n/ eager", "fastvit\n/ SDPA"
@@ -201,11 +174,8 @@ def main() -> int:
         print(*table(torch.device("cuda")), f"\n{torch.cuda.get_device_name()}, {where}", sep="\n")
         return 0
     with stub_gpu(records=False):
-        try:
-            with stand_ins():
-                print(*table(torch.device("cpu")), "", sep="\n")
-        except NoCompiler as error:
-            print(f"Launches only: {error}.\n")
+        with stand_ins():
+            print(*table(torch.device("cpu")), "", sep="\n")
         columns = "us of a launch", "arguments", "Triton's way", "fastvit's"
         print(*make(columns, launches(1000)), f"\n{where}", sep="\n")
     return 0

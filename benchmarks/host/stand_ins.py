@@ -23,35 +23,21 @@ SOURCE = Path(__file__).with_suffix(".cpp")
 _ALLOCATIONS = {"aten::empty.memory_format", "aten::empty_strided", "aten::_unsafe_view"}
 
 
-class NoCompiler(RuntimeError):
-    """The stand-ins cannot be compiled here."""
-
-
 def compiled() -> Path:
     """Compile the stand-ins, once for a version of them and of PyTorch. Return the library, in ~/.cache/fastvit.
 
     Raises:
-        NoCompiler: there is no compiler of the name in CXX, or c++.
+        RuntimeError: there is no compiler of the name in CXX, or c++.
     """
     compiler = shutil.which(os.environ.get("CXX", "c++"))
     if compiler is None:
-        raise NoCompiler("stand-ins for PyTorch's kernels need a C++ compiler: install g++, or set CXX")
+        raise RuntimeError("stand-ins for PyTorch's kernels need a C++ compiler: install g++, or set CXX")
     digest = hashlib.sha256(SOURCE.read_bytes() + torch.__version__.encode()).hexdigest()[:16]
     library = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "fastvit", f"stand_ins-{digest}.so")
     if not library.exists():
         library.parent.mkdir(parents=True, exist_ok=True)
         where = [*(f"-isystem{path}" for path in include_paths()), *(f"-L{path}" for path in library_paths())]
-        command: list[str | Path] = [
-            compiler,
-            "-O2",
-            "-shared",
-            "-fPIC",
-            "-std=c++20",
-            *where,
-            SOURCE,
-            "-ltorch_cpu",
-            "-lc10",
-        ]
+        command = [compiler, "-O2", "-shared", "-fPIC", "-std=c++20", *where, str(SOURCE), "-ltorch_cpu", "-lc10"]
         with tempfile.TemporaryDirectory(dir=library.parent) as folder:  # another process sees all of it or nothing
             new = Path(folder, library.name)
             subprocess.run([*command, "-o", new], check=True)

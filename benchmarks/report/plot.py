@@ -36,8 +36,7 @@ def read(paths: Sequence[Path]) -> tuple[list[Record], Ceilings, list[str]]:
     devices = {(i["environment"]["device"], i["environment"]["dtype"]) for i in info}
     if len(devices) > 1:
         raise ValueError(f"one table of several devices or dtypes: {sorted(devices)}")
-    # older files have no conditions
-    during = [conditions.Conditions.read(run["conditions"]) for run in runs if "conditions" in run]
+    during = [conditions.Conditions.read(run["conditions"]) for run in runs]
     ceilings = conditions.best([*(Ceilings(**i["ceilings"]) for i in info), *(state.end for state in during)])
     records = [Record.read(i) for i in info]
     commit = runs[0]["commit_info"]

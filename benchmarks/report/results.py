@@ -1,5 +1,5 @@
-"""Write benchmarks/results/README.md from the result files next to it, the tables of the main README, and `table.md` of
-each GPU. The page has what most readers look for; with folders, it has every table of these.
+"""Write benchmarks/results/README.md from the result files next to it, and the tables of the main README. The page has
+what most readers look for; with folders, it has every table of these.
 
     pytest benchmarks --benchmark-only --benchmark-json benchmarks/results/cpu/float32.json
     python -m benchmarks.report.results
@@ -17,8 +17,9 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from benchmarks.gpu import journal, summary
+from benchmarks.gpu import results_file, summary
 from benchmarks.harness import columns, conditions, table
+from benchmarks.harness.columns import fenced
 from benchmarks.harness.provenance import ROOT, write_text
 from benchmarks.report import graph_tables, plot
 from benchmarks.report.plot import read
@@ -42,11 +43,7 @@ def render(paths: Sequence[Path], every: bool = True) -> str:
     """Return the section of one run, with a part for each op, or else the most important case of each."""
     records, ceilings, where = read(paths)
     tables = table.render(records, ceilings) if every else table.most_important(records, ceilings)
-    return "\n".join([_fenced(where), *(f"### {title}\n\n{_fenced(lines)}" for title, lines in tables)])
-
-
-def _fenced(lines: Sequence[str]) -> str:
-    return "\n".join(["```text", *lines, "```", ""])
+    return "\n".join([fenced(where), *(f"### {title}\n\n{fenced(lines)}" for title, lines in tables)])
 
 
 def training(path: Path) -> list[str]:
@@ -71,10 +68,10 @@ def page(folders: Sequence[Path] = ()) -> str:
 
 
 def _folder(folder: Path, every: bool) -> Iterator[str]:
-    if records := journal.last(journal.read(folder / "results.jsonl")):
+    if records := results_file.last(results_file.read(folder / "results.jsonl")):
         others = sorted({path.name for path in folder.iterdir() if path.suffix in (".md", ".txt")} - {"README.md"})
         links = ", ".join(f"[{name}]({folder.name}/{name})" for name in others)
-        yield f"## {folder.name}, first minutes\n\n{_fenced(summary.verdict(records))}\nAll of it: {links}.\n"
+        yield f"## {folder.name}, first minutes\n\n{fenced(summary.verdict(records))}\nAll of it: {links}.\n"
     runs: dict[str, list[Path]] = {}  # by dtype
     for path in sorted(folder.glob("*.json")):
         text = path.read_text()  # "" of a run that was cut off
@@ -89,14 +86,9 @@ def _folder(folder: Path, every: bool) -> Iterator[str]:
     for name, lines in _TABLES.items():
         path = folder / f"{name}.json"
         if path.exists():
-            yield f"## {folder.name}, {name}\n\n{_fenced(lines(path))}"
+            yield f"## {folder.name}, {name}\n\n{fenced(lines(path))}"
             if name == "training":
                 yield plot.picture(folder.name, name, "Accuracy and loss of a ViT and a ResNet")
-
-
-def gpu_page(path: Path) -> str:
-    """Return the page of a results.jsonl."""
-    return summary.markdown(journal.last(journal.read(path)))
 
 
 # ---- the table of the main README: op, its case in the result file, what is fused, what is saved ----
@@ -143,12 +135,12 @@ _GPU_HEAD = """\
 
 def gpu_table() -> str:
     """Return the table of attention, blocks and models on a GPU, by the GPU's time alone: least to most over shapes."""
-    rows = [r for r in journal.last(journal.read(GPU)) if r["kind"] == "row" and r["status"] == "passed"]
+    rows = [r for r in results_file.last(results_file.read(GPU)) if r["kind"] == "row" and r["status"] == "passed"]
     lines = [_GPU_HEAD]
     for op, name in _ON_A_GPU.items():
         cells, own = [], [r for r in rows if r["op"] == op]
         for mode in summary.PASSES:
-            ratios = [summary.ratios(r, "graph") for r in own if r["mode"] == mode]
+            ratios = [summary.ratios(r) for r in own if r["mode"] == mode]
             for rival in ("flash", "cudnn"):
                 several = [by_rival[rival] for by_rival in ratios]
                 cells.append(f"{min(several):.2f}-{max(several):.2f}x")
@@ -172,8 +164,6 @@ def main(arguments: list[str] | None = None) -> None:
     chosen = parser.parse_args(arguments)
     write_text(chosen.to, page(chosen.folders))
     if not chosen.folders:
-        for path in RESULTS.glob("*/results.jsonl"):
-            write_text(path.with_name("table.md"), gpu_page(path))
         readme = ROOT / "README.md"
         write_text(readme, with_ops(readme.read_text()))
 

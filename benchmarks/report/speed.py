@@ -12,9 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu import journal
-from benchmarks.gpu.journal import Record
-from benchmarks.gpu.summary import MODES
+from benchmarks.gpu import results_file
+from benchmarks.gpu.results_file import MODES, Record
 from fastvit.cli.terminal import write_figure
 from fastvit.study.memory.plot import COLOURS
 
@@ -30,7 +29,7 @@ _PROVIDERS = {  # name -> key in a result, whether it is compiled, colour and it
 _GROUPS = (  # title, batch, which time, providers
     ("batch 256, as called", 256, "called", ("SDPA (flash)", "SDPA (cuDNN)", "fastvit")),
     ("batch 32, as called", 32, "called", tuple(_PROVIDERS)),
-    ("batch 32, GPU alone", 32, "graph", ("SDPA (flash)", "SDPA (cuDNN)", "SDPA, compiled", "fastvit")),
+    ("batch 32, GPU alone", 32, "time", ("SDPA (flash)", "SDPA (cuDNN)", "SDPA, compiled", "fastvit")),
 )
 _PANELS = ("training", "inference")
 Groups = list[tuple[str, dict[str, float]]]  # title; images a second by provider
@@ -110,7 +109,7 @@ def _panel(panel: Any, title: str, groups: Groups, colours: dict[str, str], name
 
 
 def main(path: Path, folder: Path) -> None:
-    records = journal.last(journal.read(path))
+    records = results_file.last(results_file.read(path))
     for theme, name in FILES.items():
         write_figure(folder / name, draw(records, theme), description=describe(records))
 

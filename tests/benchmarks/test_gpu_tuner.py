@@ -1,6 +1,5 @@
 """The tuner: how a choice is made, what is written, and what cannot be tuned. Times are made up."""
 
-import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -8,13 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.gpu import tune
-from benchmarks.gpu.tuner import Timer, Tuner, Work, candidates, decide, difference
+from benchmarks.gpu.tuner import Run, Timer, Tuner, candidates, decide, difference
 from fastvit.kernels import _attention_configs, _tuned
 
 ARCH, GPU = "sm_90", "Test GPU 80GB"
 KEY = (20, 16, 2, 0, 0)  # of attention_fwd
-CPU = torch.device("cpu")
 Choice = tuple[int, ...] | None
 
 pytestmark = pytest.mark.usefixtures("nothing_tuned")
@@ -23,14 +20,13 @@ pytestmark = pytest.mark.usefixtures("nothing_tuned")
 def test_a_choice_must_be_two_percent_faster():
     """By the median of the rounds: one lucky round, or a machine that slows down half-way, is no gain."""
     for tried, chosen in (
-        ({(1,): [0.981] * 3}, None),
-        ({}, None),
-        ({(1,): [0.979] * 3, (2,): [0.9] * 3, (3,): [1.1] * 3}, (2,)),
-        ({(1,): [0.1, 1.0, 1.0]}, None),
+        ({(1,): [0.981] * 3}, (None, 1.0)),
+        ({}, (None, 1.0)),
+        ({(1,): [0.979] * 3, (2,): [0.5] * 3, (3,): [1.1] * 3, (4,): [float("nan")] * 3}, ((2,), 2.0)),
+        ({(1,): [0.1, 1.0, 1.0]}, (None, 1.0)),
     ):
         assert decide([1.0, 1.0, 1.0], tried) == chosen
-    assert decide([1.0, 3.0, 3.0], {(1,): [1.0, 3.0, 3.0]}) is None
-    assert decide([1.0], {(1,): [0.979]}) == (1,)
+    assert decide([1.0, 3.0, 3.0], {(1,): [1.0, 3.0, 3.0]}) == (None, 1.0)
 
 
 def test_differences_are_relative_to_the_largest_result():
@@ -44,25 +40,26 @@ def by_rows(seconds: dict[int, float]) -> Timer:
     return lambda run: seconds[_attention_configs.attention_fwd(20, 16, 2, False, ARCH).block_m]
 
 
-def tuner(folder: Path, timer: Timer) -> Tuner:
-    return Tuner(CPU, timer, folder / _tuned.path_of(GPU).name, GPU, functools.partial(tune.measured, CPU), most=3)
+def tuner(folder: Path, timer: Timer, sources: str = "kernels") -> Tuner:
+    about = {"gpu": GPU, "arch": ARCH, "measured": {"sources": sources}}
+    return Tuner(timer, folder / _tuned.path_of(GPU).name, about, most=3)
 
 
-def choosing(outcome: Callable[[Choice], float] = lambda choice: 1.0) -> Work:
-    """Return a work whose result is a function of the choice in use, in memory that is written again."""
+def tune(tuner: Tuner, outcome: Callable[[Choice], float] = lambda choice: 1.0) -> list[str]:
+    """Tune a call whose result is a function of the choice in use, in memory that is written again."""
     out = torch.empty(1)
 
-    def run() -> tuple[torch.Tensor, ...]:
-        return (out.fill_(outcome(_tuned.choice(ARCH, "attention_fwd", *KEY))),)
+    def build() -> Run:
+        return lambda: (out.fill_(outcome(_tuned.choice(ARCH, "attention_fwd", *KEY))),)
 
-    return Work("attention_fwd", "outcome", lambda device: run)
+    return [*tuner.tune("attention_fwd", "outcome", build)]
 
 
 def test_the_faster_choice_is_written_and_followed(tmp_path, monkeypatch):
     """The shipped choice has 64 query rows; the candidate with 128 takes half the time. Tuning goes on unless the
     kernels have changed. With other results it is unfit."""
     timer = by_rows({64: 1.0, 128: 0.5})
-    (line,) = tuner(tmp_path, timer).tune(choosing())
+    (line,) = tune(tuner(tmp_path, timer))
     assert "(128, 64, 8, 3), 2.000x" in line
     data = json.loads((tmp_path / _tuned.path_of(GPU).name).read_text())
     fields = {"block_m": 128, "block_n": 64, "num_warps": 8, "num_stages": 3}
@@ -71,10 +68,10 @@ def test_the_faster_choice_is_written_and_followed(tmp_path, monkeypatch):
     _tuned.load(ARCH, GPU)
     assert _attention_configs.attention_fwd(20, 16, 2, False, ARCH).block_m == 128
     again = tuner(tmp_path, timer)
-    assert again.tune(choosing()) == []
-    assert again.entries == {("attention_fwd", KEY): (128, 64, 8, 3)}
-    monkeypatch.setattr(tune, "sources", lambda folder: "other kernels")
-    (line,) = tuner(tmp_path, timer).tune(choosing(lambda choice: 2.0 if choice and choice[0] == 128 else 1.0))
+    assert tune(again) == []
+    assert again.data["tables"] == data["tables"]
+    other = tuner(tmp_path, timer, "other kernels")
+    (line,) = tune(other, lambda choice: 2.0 if choice and choice[0] == 128 else 1.0)
     assert "as shipped; 2 tried, 1 unfit" in line
 
 

@@ -61,12 +61,9 @@ def test_stand_ins_return_what_pytorch_returns(monkeypatch):
     assert torch.equal(torch.ones(2, 3) @ torch.ones(3, 2), torch.full((2, 2), 3.0)), "PyTorch's kernels are back"
 
 
-@pytest.mark.parametrize("has_compiler", [True, False])
-def test_the_command_prints_its_tables(has_compiler):
+def test_the_command_prints_its_tables():
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {} if has_compiler else {"CXX": "no such compiler"}
     command = [sys.executable, "-m", "benchmarks.host"]
     printed = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout
     assert "attention_fwd_kernel" in printed
-    assert ("both passes, autocast" in printed) == has_compiler
-    assert ("need a C++ compiler" in printed) != has_compiler
+    assert "both passes, autocast" in printed
