@@ -244,6 +244,7 @@ GRIDS = {
 TRANSFORMERS = {
     "ViT of transformers": Known(hf("ViTModel")),
     "DeiT": Known(hf("DeiTModel")),
+    "I-JEPA": Known(hf("IJepaModel")),
     "Dinov2": Known(hf("Dinov2Model")),
     "Dinov2, SwiGLU": Known(hf("Dinov2Model", use_swiglu_ffn=True)),
     "Dinov2WithRegisters": Known(hf("Dinov2WithRegistersModel")),

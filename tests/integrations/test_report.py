@@ -112,7 +112,7 @@ def test_reasons_of_unknown_classes_and_their_names(timm) -> None:
 
 
 def test_the_advice_works() -> None:
-    model, image = hugging_face("IJepaModel"), torch.randn(2, 3, 32, 32)
+    model, image = hugging_face("ViTMSNModel"), torch.randn(2, 3, 32, 32)
 
     def run() -> tuple[torch.Tensor, int]:
         with Calls() as calls:
@@ -121,7 +121,7 @@ def test_the_advice_works() -> None:
 
     report = fastvit.accelerate(model)
     assert report.advice == (
-        "to fuse the attention of IJepaAttention: fastvit.integrations.transformers.register_attention(), then "
+        "to fuse the attention of ViTMSNAttention: fastvit.integrations.transformers.register_attention(), then "
         'model.set_attn_implementation("fastvit")',
     )
     assert " ".join(str(report).split()).endswith(report.advice[0])
@@ -139,10 +139,10 @@ def test_advice_only_where_it_helps_and_for_the_model_inside() -> None:
     """Not for a bias, heads of 4, attention that is fused already, and another library."""
     for model in (
         hugging_face("BeitModel", use_relative_position_bias=True),
-        hugging_face("IJepaModel", num_attention_heads=16),
+        hugging_face("ViTMSNModel", num_attention_heads=16),
         hugging_face("ViTModel"),
         vit("beit_base_patch16_224"),
     ):
         assert fastvit.accelerate(model).advice == ()
-    (advice,) = fastvit.accelerate(nn.ModuleDict({"tower": hugging_face("IJepaModel")})).advice
+    (advice,) = fastvit.accelerate(nn.ModuleDict({"tower": hugging_face("ViTMSNModel")})).advice
     assert advice.endswith('then model.tower.set_attn_implementation("fastvit")')

@@ -48,6 +48,7 @@ SAM = {  # SAM's encoder, and those with the same code
 FAMILIES = {  # by the prefix of its classes
     "ViT": Names("vit", *_VIT, "o_proj"),
     "DeiT": Names("deit", *_VIT, "o_proj"),
+    "IJepa": Names("ijepa", *_VIT, "o_proj"),
     "Dinov2": Names("dinov2", *_DINO, mlps=_SWIGLU),
     "Dinov2WithRegisters": Names("dinov2_with_registers", *_DINO, mlps=_SWIGLU),
     "DINOv3ViT": Names("dinov3_vit", *_DINO, mlps=_GATED, patches=_EMBEDDINGS, rotates=True),
