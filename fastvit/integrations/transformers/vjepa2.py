@@ -13,7 +13,10 @@ from fastvit.integrations.transformers import hooks
 from fastvit.ops import Rotary
 
 
-def read_call(module: Any, hidden_states: Tensor, position_mask: Tensor | None = None, **kwargs: Any) -> Call:
+def read_call(
+    module: Any, hidden_states: Tensor, position_mask: Tensor | None = None, output_attentions: Any = None,
+    **kwargs: Any,
+) -> Call:  # fmt: skip
     """Read a call, and compute its rotary positions (Assran et al. 2025, arXiv:2506.09985). position_mask: the
     tubelets' places in the video, (B, N), counted frame by frame and row by row; None for all.
 
@@ -23,7 +26,7 @@ def read_call(module: Any, hidden_states: Tensor, position_mask: Tensor | None =
 
     Angles are float32 at least. transformers computes them in the dtype of q, which in 16 bits rounds places beyond 256
     and the products with the frequencies."""
-    hooks.check_others(kwargs)
+    hooks.check_others({"output_attentions": output_attentions, **kwargs})
     attn = module._modules.get("attention", module)
     size, d, device = attn.grid_size, attn.attention_head_size, hidden_states.device
     places = torch.arange(hidden_states.shape[1], device=device) if position_mask is None else position_mask[:, None]
