@@ -90,35 +90,29 @@ function choice(parent, label, options, onchange) {
   return { get value() { return group.querySelector(":checked").value; } };
 }
 
+// A cell of a table is an element or the content of one
+const cell = (tag, properties, content) => (content instanceof Node ? content : make(tag, properties, content));
+const tableHead = (names) => make("thead", {}, make("tr", {}, ...names.map((name) => cell("th", { scope: "col" }, name))));
+
 // A row of a table, whose first cell is its heading
 function tableRow([heading, ...cells], properties = {}) {
   const name = make("th", { scope: "row" }, ...[heading].flat());
-  return make("tr", properties, name, ...cells.map((cell) => (cell instanceof Node ? cell : make("td", {}, cell))));
+  return make("tr", properties, name, ...cells.map((content) => cell("td", {}, content)));
 }
-
-const tableHead = (names) => make("thead", {}, make("tr", {}, ...names.map((name) => (name instanceof Node ? name : make("th", { scope: "col" }, name)))));
 
 // ---- pictures ----
 
 const photograph = new Image();
 const grey = document.createElement("canvas"); // the picture without colours, under heat maps
-const drawn = []; // drawn again when the picture has loaded or the colour scheme changes
-
-function repaint() { for (const draw of drawn) draw(); }
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", repaint);
-const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+const drawn = []; // functions that draw again when the picture has loaded
 
 photograph.addEventListener("load", () => {
   [grey.width, grey.height] = [photograph.naturalWidth, photograph.naturalHeight];
-  const context = grey.getContext("2d", { willReadFrequently: true });
+  const context = grey.getContext("2d");
   context.drawImage(photograph, 0, 0);
-  const image = context.getImageData(0, 0, grey.width, grey.height);
-  for (let i = 0; i < image.data.length; i += 4) {
-    const [r, g, b] = image.data.subarray(i, i + 3);
-    image.data.fill(0.2126 * r + 0.7152 * g + 0.0722 * b, i, i + 3);
-  }
-  context.putImageData(image, 0, 0);
-  repaint();
+  context.globalCompositeOperation = "saturation"; // of black, which has none
+  context.fillRect(0, 0, grey.width, grey.height);
+  for (const draw of drawn) draw();
 });
 photograph.src = DATA.picture.uri;
 
@@ -199,7 +193,7 @@ function heat(context, values, rows, columns, width, height, points = HEAT, opac
   const image = cells.getContext("2d").createImageData(columns, rows);
   for (let i = 0; i < rows * columns; i++) image.data.set([...ramp(points, values[i]), 255], 4 * i);
   cells.getContext("2d").putImageData(image, 0, 0);
-  if (grey.width > 1 && opacity < 1) context.drawImage(grey, 0, 0, width, height);
+  if (opacity < 1) context.drawImage(grey, 0, 0, width, height);
   context.globalAlpha = opacity;
   context.imageSmoothingEnabled = false;
   context.drawImage(cells, 0, 0, width, height);
@@ -207,14 +201,9 @@ function heat(context, values, rows, columns, width, height, points = HEAT, opac
 }
 
 function legend(parent, points, from, to) {
-  const canvas = make("canvas", { role: "img", "aria-label": `colours from ${from} to ${to}` });
-  [canvas.width, canvas.height] = [160, 1];
-  const context = canvas.getContext("2d");
-  for (let i = 0; i < 160; i++) {
-    context.fillStyle = `rgb(${ramp(points, i / 159)})`;
-    context.fillRect(i, 0, 1, 1);
-  }
-  parent.replaceChildren(make("span", {}, from), canvas, make("span", {}, to));
+  const style = `background: linear-gradient(to right, ${points.map((point) => `rgb(${point})`)})`;
+  const bar = make("i", { role: "img", "aria-label": `colours from ${from} to ${to}`, style });
+  parent.replaceChildren(make("span", {}, from), bar, make("span", {}, to));
 }
 
 // ---- charts ----
