@@ -277,6 +277,7 @@ INITIALISED: dict[str, dict[str, Any]] = {
     "vit_base_patch16_siglip_224": {"mlp_layer": "SwiGLU"},
     "deit_base_distilled_patch16_224": {"norm_layer": "rmsnorm"},
     "eva02_base_patch14_448": {"img_size": 224},
+    "eva_giant_patch14_clip_224": {"init_values": 0.5},  # with parameters next to its layers: gammas, q_bias, v_bias
 }
 
 

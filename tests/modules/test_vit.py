@@ -177,17 +177,6 @@ def test_nothing_learns_the_table(kind: str) -> None:
     assert torch.equal(model.pos_embed, before.bfloat16())
 
 
-def test_eva_is_initialised_again() -> None:
-    """With the parameters that its attention and blocks have next to their layers."""
-    model = Eva(**TINY, init_values=0.5, device="meta").to_empty(device="cpu")
-    block = model.blocks[1]
-    values = {block.gamma_1: 0.5, block.gamma_2: 0.5, block.attn.q_bias: 0.0, block.attn.v_bias: 0.0}
-    for parameter in values:
-        parameter.data.fill_(torch.nan)
-    model.init_weights()
-    assert all((parameter == value).all() for parameter, value in values.items())
-
-
 def test_parameters_of_another_dtype() -> None:
     """FSDP2's mixed precision casts parameters for a call, and no buffers."""
     model = randomised(VisionTransformer(**WIDE, pos_embed="sincos2d"))

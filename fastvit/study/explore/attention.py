@@ -93,7 +93,7 @@ def _by_interest(depth: int, asked: Sequence[int]) -> list[int]:
 
 
 def _note(depth: int, heads: int, kept: list[int], stride: int) -> str:
-    which = "every layer" if len(kept) == depth else f"layers {_ranges(kept)}" if kept else "no layer"
+    which = "every layer" if len(kept) == depth else f"layers {', '.join(map(str, kept))}" if kept else "no layer"
     lines = [
         f"In this page: rollout and the mean of the heads of all {depth} layers, and each of {heads} heads of {which}."
     ]
@@ -101,17 +101,6 @@ def _note(depth: int, heads: int, kept: list[int], stride: int) -> str:
         lines.append(f"Queries are in rows and columns 0, {stride}, {2 * stride}, ... of the grid; keys are all.")
     lines.append("A row is rounded to 255ths of its largest weight.")
     return " ".join(lines)
-
-
-def _ranges(layers: list[int]) -> str:
-    """Write [0, 1, 2, 11] as "0 to 2, 11"."""
-    runs: list[list[int]] = []
-    for layer in layers:
-        if runs and layer == runs[-1][1] + 1:
-            runs[-1][1] = layer
-        else:
-            runs.append([layer, layer])
-    return ", ".join(str(a) if a == b else f"{a}, {b}" if a + 1 == b else f"{a} to {b}" for a, b in runs)
 
 
 def collect_by_layer(model: nn.Module, pixels: Tensor, progress: Progress) -> dict[str, Any]:
