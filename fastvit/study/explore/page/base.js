@@ -128,10 +128,10 @@ function canvasFor(canvas) {
   return [context, width, height];
 }
 
-// A canvas over a grid of patches, one of which is chosen by pointer or keys
+// A canvas over a grid of patches, one of which is chosen by pointer or keys, at first the one in the centre
 //   grid() -> [rows, columns]; draw(context, width, height); chosen([row, column]); name() -> its label
 function gridView(canvas, { grid, draw, chosen, name }) {
-  const view = { at: [0, 0], marked: true };
+  const view = { at: grid().map((n) => Math.floor(n / 2)), marked: true };
   const bounded = (at) => at.map((i, axis) => Math.min(grid()[axis] - 1, Math.max(0, i)));
   view.draw = () => {
     view.at = bounded(view.at);

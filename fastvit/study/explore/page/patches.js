@@ -21,7 +21,6 @@
     chosen: show,
     name: () => `The picture under a grid of ${grid().join(" by ")} patches; row ${view.at[0]}, column ${view.at[1]} is chosen`,
   });
-  view.at = grid().map((n) => Math.floor(n / 2));
 
   function show() {
     view.draw();

@@ -24,7 +24,6 @@ await (async () => {
     chosen: show,
     name: () => `Similarity of positions to row ${view.at[0]}, column ${view.at[1]}; the arrow keys choose another`,
   });
-  view.at = [Math.floor(rows / 2), Math.floor(columns / 2)];
   const index = () => view.at[0] * columns + view.at[1];
 
   function show() {
