@@ -74,6 +74,11 @@ class _Axial(nn.Module):
         key = *of_class, getattr(self, "ref_feat_shape", None), shape, num_prefix_tokens, device
         return remembered(key, device, make)
 
+    def _periods(self, device: torch.device) -> Tensor:
+        """Return temperature^(i / (dim / 4)) for each frequency, float32."""
+        count = self.dim // 4
+        return self.temperature ** (torch.arange(count, device=device, dtype=torch.float32) / count)
+
     def extra_repr(self) -> str:
         return f"dim={self.dim}, temperature={self.temperature:g}"
 
@@ -102,9 +107,7 @@ class RotaryEmbeddingCat(_Axial):
         return counts if self.ref_feat_shape is None else counts / length * self.ref_feat_shape[axis]
 
     def _angles(self, coordinates: Tensor) -> Tensor:
-        count = self.dim // 4
-        exponents = torch.arange(count, device=coordinates.device, dtype=torch.float32) / count
-        return coordinates * (1.0 / self.temperature**exponents)
+        return coordinates * (1.0 / self._periods(coordinates.device))
 
 
 class RotaryEmbeddingDinoV3(_Axial):
@@ -125,6 +128,4 @@ class RotaryEmbeddingDinoV3(_Axial):
         return 2.0 * ((torch.arange(length, **where) + 0.5 + self.grid_offset) / length) - 1.0
 
     def _angles(self, coordinates: Tensor) -> Tensor:
-        count = self.dim // 4
-        exponents = 2.0 * torch.arange(count, device=coordinates.device, dtype=torch.float32) / (self.dim // 2)
-        return 2 * math.pi * coordinates / self.temperature**exponents
+        return 2 * math.pi * coordinates / self._periods(coordinates.device)

@@ -7,7 +7,7 @@ import io
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fastvit._units import MOST_PIXELS
 from fastvit.cli import options, terminal
@@ -15,7 +15,7 @@ from fastvit.cli import options, terminal
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from fastvit.study import AttentionDistance, AttentionMaps, ClsEvolution, Picture, TokenWeights
+    from fastvit.study import AttentionDistance, AttentionMaps, ClsEvolution, Picture
 
 _EXAMPLES = """examples:
   fastvit attention vit_small_patch14_dinov2 cat.jpg \\
@@ -74,51 +74,48 @@ def run(args: argparse.Namespace) -> int:
     pictures = [study.read_picture(image, size, args.mean or mean, args.std or std) for image in args.images]
     model = source.with_weights(args.weights, args.image_size)
     if args.by_layer:
-        _run_by_layer(args, model, [picture.pixels for picture in pictures])
+        _run_by_layer(args, model, size, [picture.pixels for picture in pictures])
     else:
-        _run_maps(args, model, pictures[0], size)
+        _run_maps(args, model, size, pictures[0])
     if args.weights is None and source.origin != "function":
         print(f"fastvit: {args.model} has random weights, without --weights", file=sys.stderr)
     return 0
 
 
-def _run_maps(args: argparse.Namespace, model: nn.Module, picture: Picture, size: tuple[int, int]) -> None:
+def _run_maps(args: argparse.Namespace, model: nn.Module, size: tuple[int, int], picture: Picture) -> None:
     """Compute, and print or draw, the maps of one picture."""
     from fastvit import study
 
     queries = None if args.query is None else [args.query]
     maps = study.attention_maps(model, picture.pixels, args.layer, args.head, queries)
-    rollout = study.attention_rollout(model, picture.pixels, queries) if args.rollout else None
-    if args.out is not None:
-        terminal.write(args.out, _drawn(args, picture, maps, rollout))
-    if args.json:
-        print(json.dumps(_values(args, size, maps, rollout)))
-    elif args.out is None:
-        _show(args, maps, rollout)
-
-
-def _run_by_layer(args: argparse.Namespace, model: nn.Module, images: list[Tensor]) -> None:
-    """Compute and print figures by layer. images: (3, H, W) each"""
-    from fastvit import study
-
-    distance, evolution = study.attention_distance(model, images), study.cls_evolution(model, images)
-    if args.json:
-        print(json.dumps(_values_by_layer(args, distance, evolution)))
-    else:
-        _show_by_layer(args.model, images, distance, evolution)
-
-
-def _rows(maps: AttentionMaps, rollout: TokenWeights | None) -> dict[str, Tensor]:
-    """Return the rows of heads and rollout by name, (N,) each."""
     rows = {f"head {head}": row[0] for head, row in zip(maps.heads, maps.rows[0], strict=True)}
-    return rows if rollout is None else rows | {"rollout": rollout.rows[0]}
+    if args.rollout:
+        rows["rollout"] = study.attention_rollout(model, picture.pixels, queries).rows[0]
+    if args.out is not None:
+        terminal.write(args.out, _drawn(picture, maps, rows))
+    if args.json:
+        values = {
+            "model": args.model,
+            "image": args.images[0],
+            "weights": args.weights,
+            "image_size": size,
+            "grid": maps.grid,
+            "num_prefix_tokens": maps.num_prefix_tokens,
+            "layer": maps.layers[0],
+            "depth": maps.depth,
+            "query": maps.queries[0],
+            "rows": {name: row.tolist() for name, row in rows.items()},
+        }
+        print(json.dumps(values))
+    elif args.out is None:
+        _show(args.model, maps, rows)
 
 
-def _drawn(args: argparse.Namespace, picture: Picture, maps: AttentionMaps, rollout: TokenWeights | None) -> bytes:
+def _drawn(picture: Picture, maps: AttentionMaps, rows: dict[str, Tensor]) -> bytes:
     from fastvit.study.attention.drawing import draw_maps
 
     tiles = []
-    for name, row in _rows(maps, rollout).items():
+    for name, row in rows.items():
         patches = row[maps.num_prefix_tokens :]
         tiles.append((f"{name}, up to {_percent(patches.max())}", patches.unflatten(0, maps.grid)))
     sheet = draw_maps(picture.shown, f"layer {maps.layers[0]}, {_query_name(maps)}", tiles, maps.queries[0])
@@ -127,45 +124,34 @@ def _drawn(args: argparse.Namespace, picture: Picture, maps: AttentionMaps, roll
     return file.getvalue()
 
 
-def _values(
-    args: argparse.Namespace, size: tuple[int, int], maps: AttentionMaps, rollout: TokenWeights | None
-) -> dict[str, Any]:
-    return {
-        "model": args.model,
-        "image": args.images[0],
-        "weights": args.weights,
-        "image_size": size,
-        "grid": maps.grid,
-        "num_prefix_tokens": maps.num_prefix_tokens,
-        "layer": maps.layers[0],
-        "depth": maps.depth,
-        "query": maps.queries[0],
-        "rows": {name: row.tolist() for name, row in _rows(maps, rollout).items()},
-    }
-
-
-def _show(args: argparse.Namespace, maps: AttentionMaps, rollout: TokenWeights | None) -> None:
+def _show(model: str, maps: AttentionMaps, rows: dict[str, Tensor]) -> None:
     (h, w), prefix = maps.grid, maps.num_prefix_tokens
     top = min(_TOP, h * w)
-    rows = []
-    for name, row in _rows(maps, rollout).items():
+    cells = []
+    for name, row in rows.items():
         values, places = row[prefix:].topk(top)
         best = [f"({i // w},{i % w}) {_percent(v)}" for v, i in zip(values, places.tolist(), strict=True)]
-        rows.append([name, _percent(row[:prefix].sum()) if prefix else "none", *best])
-    title = f"{args.model}, float32: {_query_name(maps)} in layer {maps.layers[0]} of {maps.depth}, {h} x {w} patches"
-    terminal.print_table(["", "prefix", *(f"top {n + 1}" for n in range(top))], rows, title=title)
+        cells.append([name, _percent(row[:prefix].sum()) if prefix else "none", *best])
+    title = f"{model}, float32: {_query_name(maps)} in layer {maps.layers[0]} of {maps.depth}, {h} x {w} patches"
+    terminal.print_table(["", "prefix", *(f"top {n + 1}" for n in range(top))], cells, title=title)
     terminal.console().print(
         "\nprefix: weight of the tokens before the patches; top: (row,column) of the patches with most weight"
     )
 
 
-def _values_by_layer(args: argparse.Namespace, distance: AttentionDistance, evolution: ClsEvolution) -> dict[str, Any]:
-    (h, w), (height, width) = distance.grid, distance.patch_size
-    return {
+def _run_by_layer(args: argparse.Namespace, model: nn.Module, size: tuple[int, int], images: list[Tensor]) -> None:
+    """Compute and print figures by layer. images: (3, H, W) each"""
+    from fastvit import study
+
+    distance, evolution = study.attention_distance(model, images), study.cls_evolution(model, images)
+    if not args.json:
+        _show_by_layer(args.model, images, distance, evolution)
+        return
+    values = {
         "model": args.model,
         "images": args.images,
         "weights": args.weights,
-        "image_size": (h * height, w * width),
+        "image_size": size,
         "grid": distance.grid,
         "patch_size": distance.patch_size,
         "distance": distance.distance.tolist(),
@@ -173,6 +159,7 @@ def _values_by_layer(args: argparse.Namespace, distance: AttentionDistance, evol
         "state": "patches" if evolution.pooled else "cls",
         "cosine": evolution.cosine.tolist(),
     }
+    print(json.dumps(values))
 
 
 def _show_by_layer(name: str, images: list[Tensor], distance: AttentionDistance, evolution: ClsEvolution) -> None:

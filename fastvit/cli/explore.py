@@ -25,7 +25,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     options.add_weights(parser)
     options.add_image_size(parser)
     text = "layers, from 0, whose heads come first if the page has no room for all"
-    parser.add_argument("--layers", type=_layers, metavar="N,...", help=text)
+    parser.add_argument("--layers", type=options.several(options.index), metavar="N,...", help=text)
     parser.add_argument("--out", default="explore.html", metavar="FILE", help="the page")
 
 
@@ -39,10 +39,3 @@ def run(args: argparse.Namespace) -> int:
     )  # fmt: skip
     terminal.write(args.out, found.html())
     return 0
-
-
-def _layers(text: str) -> list[int]:
-    numbers = [options.whole(word, most=10**6, least=0) for word in text.split(",")]
-    if None in numbers:
-        raise argparse.ArgumentTypeError(f"must be numbers such as 0,6,11, got {text!r}")
-    return [number for number in numbers if number is not None]

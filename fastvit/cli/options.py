@@ -78,10 +78,7 @@ def add_theme(parser: Any) -> None:
 
 def sizes(text: str) -> list[tuple[int, int]]:
     """Read "224,384x512" as [(224, 224), (384, 512)]: height x width."""
-    found = [size(word) for word in text.split(",") if word]
-    if not found:
-        raise argparse.ArgumentTypeError(f"sizes are 224 or 224,384x512, got {text!r}")
-    return found
+    return [size(word) for word in text.split(",")]
 
 
 def size(text: str) -> tuple[int, int]:
@@ -105,12 +102,17 @@ def several(read: Callable[[str], int]) -> Callable[[str], list[int]]:
     return lambda text: [read(word) for word in text.split(",")]
 
 
-def count(text: str, most: int = 2**31 - 1) -> int:
-    """Read a positive integer."""
-    value = whole(text, most)
+def count(text: str, most: int = 2**31 - 1, least: int = 1) -> int:
+    """Read an integer from `least` to `most`."""
+    value = whole(text, most, least)
     if value is None:
-        raise argparse.ArgumentTypeError(f"must be an integer from 1 to {most}, got {text!r}")
+        raise argparse.ArgumentTypeError(f"must be an integer from {least} to {most}, got {text!r}")
     return value
+
+
+def index(text: str) -> int:
+    """Read a number that counts from 0."""
+    return count(text, least=0)
 
 
 def whole(text: str, most: int, least: int = 1) -> int | None:

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from models import randomised
 from study_models import known
-from torch import nn
 
 import fastvit
 from fastvit import zoo
@@ -42,13 +42,8 @@ def small_model() -> Iterator[None]:
 
 def weights(folder: Path) -> Path:
     """Write a file of weights that are large enough for attention and positions to differ."""
-    torch.manual_seed(0)
-    model = fastvit.VisionTransformer(**CONFIG)
-    for p in model.parameters():
-        if p.dim() > 1:
-            nn.init.normal_(p, std=0.3)
     path = folder / "weights.pth"
-    torch.save(model.state_dict(), path)
+    torch.save(randomised(fastvit.VisionTransformer(**CONFIG), 0.3).state_dict(), path)
     return path
 
 
@@ -59,10 +54,6 @@ def picture(folder: Path) -> Path:
     generator = np.random.default_rng(0)
     image.fromarray(generator.integers(0, 255, (60, 50, 3), dtype=np.uint8)).save(path)
     return path
-
-
-def built(path: Path) -> nn.Module:
-    return zoo.create_model(NAME, weights=path).eval()
 
 
 def decoded(text: str, dtype: Any) -> np.ndarray:
@@ -129,6 +120,8 @@ class Opened:
 
     def parts(self, provider: str) -> dict[str, int]:
         """Return the bytes of a provider in the memory table, by part."""
-        cells = self.page.locator(f'#memory-table tr[data-part] td[data-provider="{provider}"]').all()
-        names = [row.get_attribute("data-part") for row in self.page.locator("#memory-table tr[data-part]").all()]
-        return {str(n): int(cell.get_attribute("data-bytes")) for n, cell in zip(names, cells, strict=True)}
+        cells = self.page.locator(f'#memory-table td[data-provider="{provider}"]')
+        found = cells.evaluate_all(
+            "cells => cells.map((cell) => [cell.parentElement.dataset.part, +cell.dataset.bytes])"
+        )
+        return dict(found)

@@ -253,15 +253,14 @@ def test_heads_of_a_distilled_model() -> None:
 # ---- rotary positions ----
 
 
-def test_rotary_tables() -> None:
+def test_rotary_tables(device: torch.device) -> None:
+    """Those of DINOv3 stay float32 in a model of another dtype."""
     options = {"ref_feat_shape": (16, 8), "rotate_half": True, "grid_offset": 1.0, "temperature": 100.0}
-    theirs = import_timm().layers.RotaryEmbeddingCat(32, in_pixels=False, **options)
-    assert torch.equal(RotaryEmbeddingCat(32, **options).get_embed((5, 7)), theirs.get_embed([5, 7]))
-
-
-def test_rotary_tables_of_dinov3_stay_float32(device: torch.device) -> None:
-    ours, theirs = RotaryEmbeddingDinoV3(32), import_timm().layers.RotaryEmbeddingDinoV3(32)
-    torch.testing.assert_close(ours.get_embed((5, 7)), theirs.get_embed((5, 7)), rtol=1e-6, atol=1e-6)
+    library = import_timm().layers
+    theirs = library.RotaryEmbeddingCat(32, in_pixels=False, **options).get_embed([5, 7])
+    assert torch.equal(RotaryEmbeddingCat(32, **options).get_embed((5, 7)), theirs)
+    theirs = library.RotaryEmbeddingDinoV3(32).get_embed((5, 7))
+    torch.testing.assert_close(RotaryEmbeddingDinoV3(32).get_embed((5, 7)), theirs, rtol=1e-6, atol=1e-6)
     model = randomised(fastvit.create_model(DINOV3, depth=1, device=device, dtype=torch.bfloat16))
     assert model.rope.get_embed((2, 3), device).dtype is torch.float32
     assert not [key for key in model.state_dict() if "rope" in key]
@@ -277,6 +276,7 @@ INITIALISED: dict[str, dict[str, Any]] = {
     "vit_base_patch16_siglip_224": {"mlp_layer": "SwiGLU"},
     "deit_base_distilled_patch16_224": {"norm_layer": "rmsnorm"},
     "eva02_base_patch14_448": {"img_size": 224},
+    "eva_giant_patch14_clip_224": {"init_values": 0.5},  # with parameters next to its layers: gammas, q_bias, v_bias
 }
 
 

@@ -7,6 +7,7 @@ import torch
 from library_imports import import_timm
 from models import close, twins
 from torch import Tensor
+from torch.utils._pytree import tree_flatten
 
 import fastvit
 from fastvit import VisionTransformer
@@ -43,17 +44,10 @@ def with_timm(case: str) -> tuple[Any, Any, Tensor]:
 
 def assert_same(got: Any, want: Any) -> None:
     """Check for one structure with close tensors; those with a grid are contiguous."""
-    assert type(got) is type(want)
-    if isinstance(want, Tensor):
-        assert got.is_contiguous() or got.dim() < 4
-        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
-    elif isinstance(want, dict):
-        assert got.keys() == want.keys()
-        for key in want:
-            assert_same(got[key], want[key])
-    else:
-        for a, b in zip(got, want, strict=True):
-            assert_same(a, b)
+    (ours, structure), (theirs, expected) = tree_flatten(got), tree_flatten(want)
+    assert structure == expected
+    assert all(t.is_contiguous() or t.dim() < 4 for t in ours)
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("case", MODELS)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from oracle import assert_as_accurate
-from studied_attention import GRID, PAIRS, VISIBLE, Odd, image, materialised, pair, sdpa, vit
+from studied_attention import GRID, VISIBLE, Odd, image, materialised, pair, sdpa, vit
 from torch import Tensor, nn
 
 from fastvit import ops, study
@@ -25,18 +25,28 @@ def dense_rollout(weights: Tensor) -> Tensor:
 # ---- rows ----
 
 
-@pytest.mark.parametrize("kind", PAIRS)
-def test_rows_are_the_references_softmax(kind):
+@pytest.mark.parametrize(("kind", "chunk"), [("vit", 1), ("eva", 600), ("dinov3", attention_weights.CHUNK)])
+def test_rows_and_rollout_are_the_references_softmax(kind, chunk, monkeypatch):
+    """Of all layers and heads, and of some; with weights computed a row, some rows, and all rows at a time."""
+    monkeypatch.setattr(attention_weights, "CHUNK", chunk)
     ours, theirs = pair(kind)
-    maps = study.attention_maps(ours, image(), queries=["cls", (1, 2), (3, 5)])
+    queries = ("cls", (1, 2), (3, 5))
+    maps, rollout = (f(ours, image(), queries=queries) for f in (study.attention_maps, study.attention_rollout))
     everything = materialised(theirs, image())
     prefix = everything.shape[-1] - GRID[0] * GRID[1]
     assert (maps.num_prefix_tokens, maps.grid, maps.depth) == (prefix, GRID, 3)
-    assert (maps.layers, maps.heads, maps.queries) == ((0, 1, 2), (0, 1, 2), ("cls", (1, 2), (3, 5)))
+    assert (maps.layers, maps.heads, maps.queries) == ((0, 1, 2), (0, 1, 2), queries)
     numbers = [0, prefix + 1 * 6 + 2, prefix + 3 * 6 + 5]
     assert everything.max() > 0.3  # far from uniform
     torch.testing.assert_close(maps.rows, everything[:, :, numbers], **VISIBLE)
     assert torch.equal(maps.patches[..., 2, 5], maps.rows[..., prefix + 2 * 6 + 5])
+    torch.testing.assert_close(rollout.rows.double(), dense_rollout(everything)[numbers], **VISIBLE)
+    assert (rollout.queries, rollout.grid, rollout.patches.shape) == (queries, GRID, (3, *GRID))
+    some = study.attention_maps(ours, image(), [-1, 0, -3], [2, 0], [(3, 5), "cls"])
+    assert (some.layers, some.heads) == ((2, 0, 0), (2, 0))
+    torch.testing.assert_close(some.rows, everything[[2, 0, 0]][:, [2, 0]][:, :, [numbers[2], 0]], **VISIBLE)
+    one = study.attention_maps(ours, image(), -1, -1, "cls")
+    torch.testing.assert_close(one.rows, everything[2:, 2:, :1], **VISIBLE)
 
 
 def test_rows_and_rollout_under_autocast_are_as_accurate_as_eager_ones():
@@ -87,18 +97,6 @@ def test_masks_and_shared_keys():
     torch.testing.assert_close(maps.rows[0], weights[:, [1, 18]], **VISIBLE)
 
 
-@pytest.mark.parametrize(("kind", "chunk"), [("vit", 1), ("eva", 600)])
-def test_rollout_is_its_definition(kind, chunk, monkeypatch):
-    """With weights computed a row at a time, and some at a time."""
-    monkeypatch.setattr(attention_weights, "CHUNK", chunk)
-    ours, theirs = pair(kind)
-    rollout = study.attention_rollout(ours, image(), queries=["cls", (2, 1)])
-    expected = dense_rollout(materialised(theirs, image()))
-    numbers = [0, rollout.num_prefix_tokens + 2 * 6 + 1]
-    torch.testing.assert_close(rollout.rows.double(), expected[numbers], **VISIBLE)
-    assert (rollout.queries, rollout.grid, rollout.patches.shape) == (("cls", (2, 1)), GRID, (2, *GRID))
-
-
 # ---- what is computed, and what does not change ----
 
 
@@ -135,16 +133,6 @@ def test_what_is_compiled_runs_as_what_it_was_compiled_from():
 
 
 # ---- arguments ----
-
-
-def test_some_of_them_are_those_of_all():
-    model = vit()
-    everything = study.attention_maps(model, image(), queries=["cls", (3, 5)])
-    maps = study.attention_maps(model, image(), [-1, 0, -3], [2, 0], [(3, 5), "cls"])
-    assert (maps.layers, maps.heads) == ((2, 0, 0), (2, 0))
-    torch.testing.assert_close(maps.rows, everything.rows[[2, 0, 0]][:, [2, 0]][:, :, [1, 0]], rtol=0.0, atol=1e-6)
-    one = study.attention_maps(model, image(), -1, -1, "cls")
-    torch.testing.assert_close(one.rows, everything.rows[2:, 2:, :1], rtol=0.0, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -199,36 +187,34 @@ def with_several_lengths(q: Tensor) -> Tensor:
     return ops.attention_varlen(*(q[0].transpose(0, 1),) * 3, torch.tensor([0, 10, 24])).transpose(0, 1)
 
 
-UNSEEN: dict[str, tuple[Any, str]] = {
-    "causal op": (lambda q: ops.attention(q, q, q, is_causal=True, layout="bhnd"), "it is causal"),
-    "windows": (lambda q: sdpa(q.unflatten(2, (2, 12))[0].transpose(0, 1)), "2 sequences of 12 tokens, as in windows"),
-    "fewer tokens": (lambda q: sdpa(q[:, :, ::2]), "over 12 tokens, of an image of 4 x 6 patches"),
-    "several lengths": (with_several_lengths, "sequences of several lengths"),
-    "windows op": (within_windows, "it is within windows"),
-    "relative": (with_relative_positions, "it has relative positions"),
-    "eager": (lambda q: (q @ q.transpose(2, 3)).softmax(-1), "computes 24 x 24 weights"),
-}
+def of_other_sizes(q: Tensor) -> list[Tensor]:
+    return [sdpa(t) for t in (q, torch.cat([q, q], 2), q[:, :1])]
 
 
-@pytest.mark.parametrize("kind", UNSEEN)
-def test_attention_of_other_kinds_is_named(kind):
-    attend, message = UNSEEN[kind]
-    with pytest.raises(ValueError, match=f"layer 0's attention is not seen: .*{message}"):
+UNSEEN: list[tuple[Any, str]] = [
+    (lambda q: ops.attention(q, q, q, is_causal=True, layout="bhnd"), "layer 0's .* not seen: it is causal"),
+    (lambda q: sdpa(q.unflatten(2, (2, 12))[0].transpose(0, 1)), "over 2 sequences of 12 tokens, as in windows"),
+    (lambda q: sdpa(q[:, :, ::2]), "it is over 12 tokens, of an image of 4 x 6 patches"),
+    (with_several_lengths, "it is within sequences of several lengths"),
+    (within_windows, "it is within windows"),
+    (with_relative_positions, "it has relative positions"),
+    (lambda q: (q @ q.transpose(2, 3)).softmax(-1), "it computes 24 x 24 weights"),
+    (of_other_sizes, "layer 1's attention is not seen: it is over 48 tokens, where others are over 24"),
+    (lambda q: q, "the model has no self-attention that is seen"),
+]
+
+
+@pytest.mark.parametrize(("attend", "message"), UNSEEN)
+def test_attention_that_is_not_seen_is_named(attend, message):
+    with pytest.raises(ValueError, match=message):
         study.attention_maps(Odd(attend), image())
 
 
-def test_models_without_attention_or_patches_and_layers_of_other_sizes():
-    def attend(q: Tensor) -> Any:
-        return [sdpa(t) for t in (q, torch.cat([q, q], 2), q[:, :1])]
-
-    overlapping = Odd(sdpa)
-    overlapping.patches = nn.Conv2d(3, 32, 9, 8)
-    for model, layers, message in (
-        (Odd(attend), None, "layer 1's attention is not seen: it is over 48 tokens, where others"),
-        (Odd(attend), [0, 2], "layers have different numbers of heads"),
-        (Odd(lambda q: q), None, "no self-attention that is seen"),
-        (overlapping, None, "Odd has no grid of patches"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            study.attention_maps(model, image(), layers)
-    assert study.attention_maps(Odd(attend), image(), layers=[0, 2], heads=0).rows.shape == (2, 1, 1, 24)
+def test_layers_of_other_numbers_of_heads_and_no_patches():
+    model = Odd(of_other_sizes)
+    with pytest.raises(ValueError, match="layers have different numbers of heads"):
+        study.attention_maps(model, image(), layers=[0, 2])
+    assert study.attention_maps(model, image(), layers=[0, 2], heads=0).rows.shape == (2, 1, 1, 24)
+    model.patches = nn.Conv2d(3, 32, 9, 8)
+    with pytest.raises(ValueError, match="Odd has no grid of patches"):
+        study.attention_maps(model, image())

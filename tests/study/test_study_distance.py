@@ -68,21 +68,6 @@ def test_weights_of_patches_add_up_to_1_without_prefix_tokens(bias):
     torch.testing.assert_close(distance, study.attention_distance(model, image()).distance, **CLOSE)
 
 
-@pytest.mark.parametrize(
-    ("model", "given", "message"),
-    [
-        (Odd(sdpa), [image(), "cat.jpg"], r"images\[1\] must be a tensor, got str"),
-        (Odd(sdpa), [], r"images must be one or more of one shape, got \[\]"),
-        (Odd(sdpa), [image(), image(16, 48)], r"one shape, got \[\(3, 16, 48\), \(3, 32, 48\)\]"),
-        (Odd(sdpa), image(8, 8), "images must have two patches or more, got one"),
-        (Odd(lambda q: [sdpa(q), sdpa(q[:, :1])]), image(), "layers must be given one at a time"),
-    ],
-)
-def test_images_without_distances(model, given, message):
-    with pytest.raises(TypeError if "a tensor" in message else ValueError, match=message):
-        study.attention_distance(model, given)
-
-
 # ---- CLS ----
 
 
@@ -170,16 +155,26 @@ def test_blocks_that_return_tuples_and_grids():
         assert study.cls_evolution(Sums(change), image()).cosine.shape == (1, 2)
 
 
-@pytest.mark.parametrize(
-    ("model", "message"),
-    [
-        (Odd(sdpa), "Odd has no list of blocks that run"),
-        (Sums(lambda x: x[0]), r"block 0 \(Linear\) must return \(1, N, D\), got \(24, 32\)"),
-        (Sums(lambda x: x[:, :12]), "block 0 does not return all tokens: it is over 12 tokens, of an image of 4 x 6"),
-        (nn.Sequential(nn.Conv2d(3, 8, 8, 8), nn.Conv2d(8, 8, 1)), r"block 0 \(Conv2d\) has no self-attention"),
-    ],
-    ids=["no blocks", "no batch", "fewer tokens", "no attention"],
-)
-def test_models_whose_blocks_are_not_seen(model, message):
-    with pytest.raises(ValueError, match=message):
-        study.cls_evolution(model, image())
+CONVOLUTIONS = nn.Sequential(nn.Conv2d(3, 8, 8, 8), nn.Conv2d(8, 8, 1))
+WRONG: list[tuple[Any, nn.Module, Any, str]] = [
+    (study.attention_distance, Odd(sdpa), [image(), "cat.jpg"], r"images\[1\] must be a tensor, got str"),
+    (study.attention_distance, Odd(sdpa), [], r"images must be one or more of one shape, got \[\]"),
+    (study.attention_distance, Odd(sdpa), [image(), image(16, 48)], r"one shape, got \[\(3, 16, 48\), \(3, 32, 48\)\]"),
+    (study.attention_distance, Odd(sdpa), image(8, 8), "images must have two patches or more, got one"),
+    (study.attention_distance, Odd(lambda q: [sdpa(q), sdpa(q[:, :1])]), image(), "layers must be given one at a time"),
+    (study.cls_evolution, Odd(sdpa), image(), "Odd has no list of blocks that run"),
+    (study.cls_evolution, Sums(lambda x: x[0]), image(), r"block 0 \(Linear\) must return \(1, N, D\), got \(24, 32\)"),
+    (
+        study.cls_evolution,
+        Sums(lambda x: x[:, :12]),
+        image(),
+        "block 0 does not return all tokens: it is over 12 tokens",
+    ),
+    (study.cls_evolution, CONVOLUTIONS, image(), r"block 0 \(Conv2d\) has no self-attention"),
+]
+
+
+@pytest.mark.parametrize(("function", "model", "given", "message"), WRONG)
+def test_wrong_images_and_models_without_distances_or_blocks(function, model, given, message):
+    with pytest.raises(TypeError if "a tensor" in message else ValueError, match=message):
+        function(model, given)

@@ -71,7 +71,10 @@ def test_facts_attention_layers_and_positions(explored):
     for row, other in zip(page.data["models"], study.models(exploring.NAMES), strict=True):
         assert (row["name"], row["tokens"], row["flops"]) == (other.name, other.tokens, other.flops)
         assert row["parameters"] == other.parameters.total
-    model, pixels = exploring.built(weights), study.read_picture(image, 40, (0.5,) * 3, (0.5,) * 3).pixels
+    model, pixels = (
+        zoo.create_model(NAME, weights=weights).eval(),
+        study.read_picture(image, 40, (0.5,) * 3, (0.5,) * 3).pixels,
+    )
     queries = ["cls", *((row, column) for row in range(5) for column in range(5))]
     attention, layers = page.data["attention"], page.data["layers"]
     assert attention["queries"] == [0, *range(2, 27)]

@@ -45,7 +45,7 @@ def draw_maps(shown: Image, caption: str, maps: Sequence[tuple[str, Tensor]], qu
         if not isinstance(query, str):
             _mark(draw, (x, y), size, query, (maps[0][1].shape[0], maps[0][1].shape[1]))
         draw.rectangle((x, y + size[1], x + size[0] - 1, y + size[1] + _BAR - 1), fill=_PAPER)
-        draw.text((x + size[0] / 2, y + size[1] + _BAR / 2), _fitting(draw, text, size[0] - 8), fill=_INK, anchor="mm")
+        draw.text((x + size[0] / 2, y + size[1] + _BAR / 2), text, fill=_INK, anchor="mm")
     return sheet
 
 
@@ -71,12 +71,3 @@ def _mark(
     top, bottom = (corner[1] + round(size[1] * i / grid[0]) for i in (row, row + 1))
     for away, colour in ((1, "white"), (2, "black")):  # around the patch, so that it stays visible
         draw.rectangle((left - away, top - away, right - 1 + away, bottom - 1 + away), outline=colour)
-
-
-def _fitting(draw: ImageDraw, text: str, width: float) -> str:
-    """Shorten the text until it fits."""
-    shorter = text
-    while len(shorter) > 1 and draw.textlength(text) > width:
-        shorter = shorter[:-1]
-        text = f"{shorter}..."
-    return text

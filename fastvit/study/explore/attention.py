@@ -3,17 +3,17 @@ distances and the evolution of CLS by layer."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
+from fastvit.study.attention import weights
 from fastvit.study.attention.layers import attention_distance, cls_evolution
 from fastvit.study.attention.maps import attention_maps, attention_rollout
+from fastvit.study.attention.recording import AttentionCall
 from fastvit.study.explore import document
 from fastvit.study.explore.document import Progress
-
-_CHUNK = 1 << 26  # weights computed in one run of the model: 256 MiB
 
 
 def collect(
@@ -39,55 +39,48 @@ def collect(
     for layer in layers or ():
         if not 0 <= layer < depth:
             raise ValueError(f"layers must be in 0..{depth - 1}, got {layer}")
-    has_cls, tokens = "cls" in one.queries, prefix + h * w
-    stride = _stride(h, w, has_cls, tokens, depth, room)
+    has_cls, N = "cls" in one.queries, prefix + h * w
+    stride = _stride(h, w, has_cls, N, depth, room)
     queries: list[Any] = ["cls"] if has_cls else []
     queries += [(row, column) for row in range(0, h, stride) for column in range(0, w, stride)]
-    numbers = [0 if query == "cls" else prefix + query[0] * w + query[1] for query in queries]
+    tokens = weights.QueryTokens(model, queries)
 
-    maps: dict[str, dict[str, str]] = {}
-    by_head: list[dict[str, dict[str, str]]] = []
+    def packed(call: AttentionCall) -> list[dict[str, str]]:
+        """Return the mean of a layer's heads, and then each of them."""
+        step(f"layer {call.layer}")
+        rows = weights.softmax(call, tokens.numbers)
+        return [document.quantized(head) for head in (rows.mean(0), *rows)]
+
     with progress(depth + 1, "attention") as step:
         step("rollout")
-        maps["rollout"] = document.quantized(attention_rollout(model, pixels, queries).rows)
-        for layer, rows in _layers(model, pixels, queries, depth, heads * len(queries) * tokens):
-            step(f"layer {layer}")
-            maps[f"{layer}.mean"] = document.quantized(rows.mean(0))
-            by_head.append({f"{layer}.{head}": document.quantized(rows[head]) for head in range(heads)})
+        maps = {"rollout": document.quantized(attention_rollout(model, pixels, queries).rows)}
+        _, found, _ = weights.by_layer(model, weights.one_image(pixels), tokens, None, packed)
+    maps |= {f"{layer}.mean": mean for layer, (mean, *_) in enumerate(found)}
     registers, kept = prefix - has_cls, []
     for layer in _by_interest(depth, layers or ()):
-        if _characters(maps) + _characters(by_head[layer]) > room:
+        by_head = {f"{layer}.{head}": rows for head, rows in enumerate(found[layer][1:])}
+        if _characters(maps) + _characters(by_head) > room:
             break
-        maps |= by_head[layer]
+        maps |= by_head
         kept.append(layer)
     prefix_words = ["CLS"] * has_cls + [f"{registers} register{'s' * (registers > 1)}"] * (registers > 0)
     return {
-        "grid": [h, w], "prefix": prefix, "tokens": tokens, "layers": list(range(depth)), "heads": heads,
-        "queries": numbers, "stride": stride, "prefix_names": ["CLS"] if has_cls else [],
+        "grid": [h, w], "prefix": prefix, "tokens": N, "layers": list(range(depth)), "heads": heads,
+        "queries": tokens.numbers, "stride": stride, "prefix_names": ["CLS"] if has_cls else [],
         "prefix_text": " and ".join(prefix_words), "maps": maps, "note": _note(depth, heads, sorted(kept), stride),
     }  # fmt: skip
-
-
-def _layers(
-    model: nn.Module, pixels: Tensor, queries: list[Any], depth: int, weights: int
-) -> Iterator[tuple[int, Tensor]]:
-    """Yield number and rows (H, queries, N) of every layer. Small layers share a run of the model."""
-    several = max(1, _CHUNK // weights)
-    for start in range(0, depth, several):
-        found = attention_maps(model, pixels, layers=range(start, min(depth, start + several)), queries=queries)
-        yield from zip(found.layers, found.rows, strict=True)
 
 
 def _characters(maps: dict[str, dict[str, str]]) -> int:
     return sum(len(text) for packed in maps.values() for text in packed.values()) + 64 * len(maps)
 
 
-def _stride(h: int, w: int, has_cls: bool, tokens: int, depth: int, room: int) -> int:
+def _stride(h: int, w: int, has_cls: bool, N: int, depth: int, room: int) -> int:
     """Return the least stride with which rollout and means fit into the room, even if nothing could be deflated."""
     stride = 1
     while True:
         queries = has_cls + -(-h // stride) * -(-w // stride)
-        size = document.most_characters(queries * tokens) + document.most_characters(4 * queries) + 64
+        size = document.most_characters(queries * N) + document.most_characters(4 * queries) + 64
         if (depth + 1) * size <= room or queries <= 2:
             return stride
         stride += 1
@@ -100,7 +93,7 @@ def _by_interest(depth: int, asked: Sequence[int]) -> list[int]:
 
 
 def _note(depth: int, heads: int, kept: list[int], stride: int) -> str:
-    which = "every layer" if len(kept) == depth else f"layers {_ranges(kept)}" if kept else "no layer"
+    which = "every layer" if len(kept) == depth else f"layers {', '.join(map(str, kept))}" if kept else "no layer"
     lines = [
         f"In this page: rollout and the mean of the heads of all {depth} layers, and each of {heads} heads of {which}."
     ]
@@ -108,17 +101,6 @@ def _note(depth: int, heads: int, kept: list[int], stride: int) -> str:
         lines.append(f"Queries are in rows and columns 0, {stride}, {2 * stride}, ... of the grid; keys are all.")
     lines.append("A row is rounded to 255ths of its largest weight.")
     return " ".join(lines)
-
-
-def _ranges(layers: list[int]) -> str:
-    """Write [0, 1, 2, 11] as "0 to 2, 11"."""
-    runs: list[list[int]] = []
-    for layer in layers:
-        if runs and layer == runs[-1][1] + 1:
-            runs[-1][1] = layer
-        else:
-            runs.append([layer, layer])
-    return ", ".join(str(a) if a == b else f"{a}, {b}" if a + 1 == b else f"{a} to {b}" for a, b in runs)
 
 
 def collect_by_layer(model: nn.Module, pixels: Tensor, progress: Progress) -> dict[str, Any]:

@@ -80,7 +80,7 @@ def collect(
         "sizes": sizes, "patches": patches, "batches": BATCHES, "plan": plans,
         "budgets": BUDGETS, "fit": fit,
         "tokens": {f"{s}x{p}": (s // p) ** 2 + prefix for s in sizes for p in patches},
-        "start": {"size": size[0], "patch": patch[0], "batch": _START, "mode": "train", "dtype": "bfloat16"},
+        "start": {"size": size[0], "patch": patch[0], "batch": _START},
         "device": "cuda" if gpu else "cpu", "note": _note(gpu, last, off, size[0], bool(fit), refused),
     }  # fmt: skip
 

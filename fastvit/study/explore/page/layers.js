@@ -14,43 +14,35 @@
   }
   const pixels = (x) => x.toFixed(1);
   const mean = (values) => values.reduce((a, b) => a + b, 0) / values.length;
-  const signed = (x, digits = 2) => x.toFixed(digits).replace(/^-(?!0\.0+$)/, "−").replace("-", "");
   const count = (layers.distance ?? layers.cosine).length;
 
-  // A chart over layers, with its grid: [svg, x of a layer, y of a value]
-  function grid(box, columns, low, high, label) {
+  // A chart over layers: [svg, x of a layer, y of a value]
+  function chart(box, columns, low, high, label) {
     const width = Math.max(260, box.clientWidth);
     const [height, left, right, top, bottom] = [270, 44, 12, 12, 46];
-    const svg = newChart(width, height, label);
     const x = (layer) => left + 8 + (layer / Math.max(1, columns - 1)) * (width - left - right - 16);
     const y = (value) => height - bottom - ((value - low) / (high - low)) * (height - top - bottom);
     const rough = (high - low) / 8;
     const power = 10 ** Math.floor(Math.log10(rough));
     const step = power * [1, 2, 5, 10].find((s) => s * power >= rough);
+    const rows = [];
     for (let k = Math.ceil(low / step); k * step <= high * 1.0001; k++) {
-      shape(svg, "line", { x1: left, x2: width - right, y1: y(k * step), y2: y(k * step), stroke: "var(--line)" });
-      shape(svg, "text", { x: left - 8, y: y(k * step) + 4, "text-anchor": "end" }, step < 1 ? signed(k * step, 1) : integer(k * step));
+      rows.push([y(k * step), step < 1 ? signed(k * step, 1) : integer(k * step)]);
     }
-    let last = -Infinity;
-    for (let layer = 0; layer < columns; layer++) {
-      if (x(layer) - last < 24) continue; // no room for this label
-      last = x(layer);
-      shape(svg, "text", { x: last, y: height - bottom + 20, "text-anchor": "middle" }, layer);
-    }
+    const names = [...Array(columns).keys()].map((layer) => [x(layer), layer]);
+    const svg = newChart(width, height, label, { left, right, bottom, room: 24 }, rows, names);
     shape(svg, "text", { x: (left + width - right) / 2, y: height - 6, "text-anchor": "middle" }, "layer");
-    return [svg, x, y, width - right];
+    return [svg, x, y];
   }
-
-  const line = (svg, points, colour) => shape(svg, "polyline", { points: points.join(" "), fill: "none", stroke: `var(--${colour})`, "stroke-width": 2.5, "stroke-linejoin": "round" });
 
   function distances() {
     const { distance, uniform } = layers;
     const box = $("distance-chart");
     const means = distance.map(mean);
     const label = `Attention distance by layer: on average ${pixels(means[0])} px in layer 0 and ${pixels(means.at(-1))} px in layer ${count - 1}; uniform attention has ${pixels(uniform)} px`;
-    const [svg, x, y, right] = grid(box, count, 0, Math.max(uniform, ...distance.flat()) * 1.04, label);
-    shape(svg, "line", { x1: x(0) - 8, x2: right, y1: y(uniform), y2: y(uniform), stroke: "var(--ink)", "stroke-width": 1.5, "stroke-dasharray": "6 4" });
-    line(svg, means.map((value, i) => `${x(i)},${y(value)}`), "sdpa");
+    const [svg, x, y] = chart(box, count, 0, Math.max(uniform, ...distance.flat()) * 1.04, label);
+    dashed(svg, x(0) - 8, x(Math.max(1, count - 1)) + 8, y(uniform));
+    polyline(svg, means.map((value, i) => `${x(i)},${y(value)}`), "sdpa");
     distance.forEach((heads, i) => heads.forEach((value, head) => {
       const dot = shape(svg, "circle", { cx: x(i), cy: y(value), r: 3.5, fill: "var(--sdpa)", "fill-opacity": 0.7 });
       shape(dot, "title", {}, `layer ${i}, head ${head}: ${pixels(value)} px`);
@@ -63,8 +55,8 @@
     const { cosine, state } = layers;
     const box = $("evolution-chart");
     const label = `Cosine of ${state} after each block to the last: ${signed(cosine[0])} after block 0, ${signed(cosine.at(-2) ?? 1)} after the last but one`;
-    const [svg, x, y] = grid(box, cosine.length, Math.min(0, ...cosine) * 1.04, 1, label);
-    line(svg, cosine.map((value, i) => `${x(i)},${y(value)}`), "fastvit");
+    const [svg, x, y] = chart(box, cosine.length, Math.min(0, ...cosine) * 1.04, 1, label);
+    polyline(svg, cosine.map((value, i) => `${x(i)},${y(value)}`), "fastvit");
     cosine.forEach((value, i) => {
       const dot = shape(svg, "circle", { cx: x(i), cy: y(value), r: 4, fill: "var(--fastvit)" });
       shape(dot, "title", {}, `after block ${i}: ${signed(value)}`);
@@ -82,9 +74,8 @@
       );
     }
     if (layers.cosine) columns.push(["Cosine", (i) => (i < layers.cosine.length ? signed(layers.cosine[i]) : "–")]);
-    const head = make("tr", {}, ...columns.map(([name]) => make("th", { scope: "col" }, name)));
-    const rows = [...Array(count).keys()].map((i) => make("tr", {}, ...columns.map(([, of], k) => make(k ? "td" : "th", k ? {} : { scope: "row" }, of(i)))));
-    $("layers-table").replaceChildren(make("thead", {}, head), make("tbody", {}, ...rows));
+    const rows = [...Array(count).keys()].map((i) => tableRow(columns.map(([, of]) => of(i))));
+    $("layers-table").replaceChildren(tableHead(columns.map(([name]) => name)), make("tbody", {}, ...rows));
   }
 
   if (layers.distance) onWidth($("distance-chart"), distances);

@@ -18,15 +18,14 @@
     patch: slider(row, "Patch size", memory.patches, memory.start.patch, show, (p) => `${p} px`),
     batch: slider(row, "Batch", memory.batches, memory.start.batch, show),
     budget: slider(row, "Budget", memory.budgets, 24, show, (b) => `${b} GiB`),
-    mode: choice(row, "Step", memory.modes.map((m) => [m, { train: "Training", infer: "Inference" }[m]]), memory.start.mode, show),
-    dtype: choice(row, "Type", memory.dtypes.map((d) => [d, d]), memory.start.dtype, show),
+    mode: choice(row, "Step", memory.modes.map((m) => [m, { train: "Training", infer: "Inference" }[m]]), show),
+    dtype: choice(row, "Type", memory.dtypes.map((d) => [d, d]), show),
   };
 
-  // Bytes of every part, or nothing if it was not planned
-  const planned = (provider, image = controls.size.value) => {
-    const of = memory.plan[provider][controls.mode.value][controls.dtype.value];
-    return of[`${image}x${controls.patch.value}`]?.[controls.batch.value];
-  };
+  // Bytes of every part
+  const planned = (provider, image = controls.size.value) => (
+    memory.plan[provider][controls.mode.value][controls.dtype.value][`${image}x${controls.patch.value}`][controls.batch.value]
+  );
   const dtype = () => ({ bfloat16: "bf16", float32: "fp32" })[controls.dtype.value];
   const total = (parts) => parts.reduce((sum, x) => sum + x, 0);
   const unit = (most) => (most >= GIB / 4 ? [GIB, "GiB"] : [2 ** 20, "MiB"]);
@@ -68,37 +67,33 @@
     const budget = controls.budget.value * GIB;
     const most = Math.max(...totals);
     const wide = Math.max(most, budget <= 2 * most ? budget : 0) * 1.02; // a distant budget is off the scale
+    const far = budget > wide;
+    const limit = `left: ${(100 * budget) / wide}%`;
     const children = plans.flatMap(([provider, parts], i) => {
       const label = make("b", { className: provider }, `${NAMES[provider]} ${rounded(totals[i] / scale)} ${name}`);
-      const bar = make("div", { className: "bar" }, ...parts.map((bytes, k) => {
-        const piece = make("i", { title: `${PARTS[memory.parts[k]]}: ${rounded(bytes / scale)} ${name}` });
-        piece.style.cssText = `width: ${(100 * bytes) / wide}%; --colour: var(--${memory.parts[k]})`;
-        return piece;
+      const pieces = parts.map((bytes, k) => make("i", {
+        title: `${PARTS[memory.parts[k]]}: ${rounded(bytes / scale)} ${name}`,
+        style: `width: ${(100 * bytes) / wide}%; --colour: var(--${memory.parts[k]})`,
       }));
-      if (budget <= wide) {
-        const limit = make("div", { className: "limit" });
-        limit.style.left = `${(100 * budget) / wide}%`;
-        bar.append(limit);
-      }
-      return [label, bar];
+      return [label, make("div", { className: "bar" }, ...pieces, ...(far ? [] : [make("div", { className: "limit", style: limit })]))];
     });
-    const axis = make("div", { className: "axis" });
-    const text = make("span", {}, budget <= wide ? `${controls.budget.value} GiB` : `the budget of ${controls.budget.value} GiB is far to the right`);
-    const at = budget <= wide ? Math.min(94, Math.max(6, (100 * budget) / wide)) : 100;
-    text.style.cssText = budget <= wide ? `left: ${at}%` : "right: 0; transform: none";
-    axis.append(text);
-    $("memory-bars").replaceChildren(...children, make("span"), axis);
+    const text = far
+      ? make("span", { style: "right: 0; transform: none" }, `the budget of ${controls.budget.value} GiB is far to the right`)
+      : make("span", { style: `left: ${Math.min(94, Math.max(6, (100 * budget) / wide))}%` }, `${controls.budget.value} GiB`);
+    $("memory-bars").replaceChildren(...children, make("span"), make("div", { className: "axis" }, text));
   }
 
   function table(plans, totals, scale, name) {
-    const head = make("tr", {}, make("th", { scope: "col" }, `In ${name}`), ...plans.map(([p]) => make("th", { scope: "col", className: p }, NAMES[p])));
+    const names = plans.map(([provider]) => make("th", { scope: "col", className: provider }, NAMES[provider]));
+    const row = (part, heading, values) => tableRow([heading, ...values.map((bytes, i) => (
+      make("td", { "data-provider": plans[i][0], "data-bytes": bytes }, rounded(bytes / scale))
+    ))], { "data-part": part });
     const rows = memory.parts.map((part, k) => {
-      const swatch = make("span", { className: "swatch" });
-      swatch.style.setProperty("--colour", `var(--${part})`);
-      return make("tr", { "data-part": part }, make("th", { scope: "row" }, swatch, PARTS[part]), ...plans.map(([p, parts]) => make("td", { "data-provider": p, "data-bytes": parts[k] }, rounded(parts[k] / scale))));
+      const swatch = make("span", { className: "swatch", style: `--colour: var(--${part})` });
+      return row(part, [swatch, PARTS[part]], plans.map(([, parts]) => parts[k]));
     });
-    const foot = make("tr", { "data-part": "peak" }, make("th", { scope: "row" }, "Peak"), ...plans.map(([p], i) => make("td", { "data-provider": p, "data-bytes": totals[i] }, rounded(totals[i] / scale))));
-    $("memory-table").replaceChildren(make("thead", {}, head), make("tbody", {}, ...rows), make("tfoot", {}, foot));
+    const foot = make("tfoot", {}, row("peak", "Peak", totals));
+    $("memory-table").replaceChildren(tableHead([`In ${name}`, ...names]), make("tbody", {}, ...rows), foot);
   }
 
   // ---- peak against image size, both logarithmic ----
@@ -107,7 +102,7 @@
     const box = $("memory-chart");
     const width = Math.max(280, box.clientWidth);
     const [height, left, right, top, bottom] = [Math.min(300, Math.max(230, width * 0.34)), 62, 62, 12, 28];
-    const sizes = memory.sizes.filter((s) => planned(memory.providers[0], s));
+    const { sizes } = memory;
     const lines = memory.providers.map((p) => [p, sizes.map((s) => total(planned(p, s)))]);
     const values = lines.flatMap(([, line]) => line);
     const budget = controls.budget.value * GIB;
@@ -115,26 +110,17 @@
     const high = 2 ** Math.ceil(Math.log2(Math.max(...values, budget) * 1.01));
     const x = (s) => left + (Math.log(s / sizes[0]) / Math.log(sizes.at(-1) / sizes[0] || 2)) * (width - left - right);
     const y = (bytes) => height - bottom - (Math.log(bytes / low) / Math.log(high / low)) * (height - top - bottom);
-    const svg = newChart(width, height, `Peak against image size: ${lines.map(([p, line]) => `${NAMES[p]} from ${rounded(line[0] / GIB)} to ${rounded(line.at(-1) / GIB)} GiB`).join("; ")}`);
+    const label = lines.map(([p, line]) => `${NAMES[p]} from ${rounded(line[0] / GIB)} to ${rounded(line.at(-1) / GIB)} GiB`).join("; ");
     const steps = Math.log2(high / low);
-    const every = Math.ceil(steps / 6);
-    for (let k = 0; k <= steps; k += every) {
-      const bytes = low * 2 ** k;
-      shape(svg, "line", { x1: left, x2: width - right, y1: y(bytes), y2: y(bytes), stroke: "var(--line)" });
-      shape(svg, "text", { x: left - 8, y: y(bytes) + 4, "text-anchor": "end" }, power(bytes));
-    }
-    let last = -Infinity;
-    for (const s of sizes) {
-      if (x(s) - last < 38) continue; // no room for this label
-      last = x(s);
-      shape(svg, "text", { x: last, y: height - 6, "text-anchor": "middle" }, s);
-    }
+    const rows = [];
+    for (let k = 0; k <= steps; k += Math.ceil(steps / 6)) rows.push([y(low * 2 ** k), power(low * 2 ** k)]);
+    const columns = sizes.map((s) => [x(s), s]);
+    const svg = newChart(width, height, `Peak against image size: ${label}`, { left, right, bottom, room: 38 }, rows, columns);
     shape(svg, "line", { x1: x(controls.size.value), x2: x(controls.size.value), y1: top, y2: height - bottom, stroke: "var(--soft)", "stroke-opacity": 0.6 });
-    shape(svg, "line", { x1: left, x2: width - right, y1: y(budget), y2: y(budget), stroke: "var(--ink)", "stroke-width": 1.5, "stroke-dasharray": "6 4" });
+    dashed(svg, left, width - right, y(budget));
     const labels = [];
     for (const [provider, line] of lines) {
-      const points = line.map((bytes, i) => `${x(sizes[i])},${y(bytes)}`).join(" ");
-      shape(svg, "polyline", { points, fill: "none", stroke: `var(--${provider})`, "stroke-width": 2.5, "stroke-linejoin": "round" });
+      polyline(svg, line.map((bytes, i) => `${x(sizes[i])},${y(bytes)}`), provider);
       line.forEach((bytes, i) => shape(svg, "circle", { cx: x(sizes[i]), cy: y(bytes), r: sizes[i] === controls.size.value ? 5 : 3, fill: `var(--${provider})` }));
       labels.push([y(line.at(-1)), provider]);
     }

@@ -13,24 +13,21 @@
   let sorted = "parameters";
   let rising = true;
 
-  const head = make("tr", {}, ...columns.map(([key, label]) => {
-    const button = make("button", { type: "button" }, label);
-    button.addEventListener("click", () => {
-      rising = sorted === key ? !rising : true;
-      sorted = key;
-      show();
-    });
-    return make("th", { scope: "col", "data-key": key }, button);
-  }));
+  function sortBy(key) {
+    rising = sorted === key ? !rising : true;
+    sorted = key;
+    show();
+  }
+  const heads = columns.map(([key, label]) => (
+    make("th", { scope: "col", "data-key": key }, make("button", { type: "button", onclick: () => sortBy(key) }, label))
+  ));
   const body = make("tbody");
-  const table = $("models-table");
-  table.append(make("thead", {}, head), body);
+  $("models-table").append(tableHead(heads), body);
 
-  const id = "models-filter";
-  const filter = make("input", { type: "search", id, placeholder: "dinov2, 384, …", autocomplete: "off", spellcheck: false });
-  filter.addEventListener("input", show);
+  const search = { type: "search", placeholder: "dinov2, 384, …", autocomplete: "off", spellcheck: false, oninput: show };
+  const filter = field($("models-controls"), "Names that contain", make("input", search));
   const count = make("span", { className: "note", role: "status" });
-  $("models-controls").append(make("div", { className: "field" }, make("label", { htmlFor: id, className: "label" }, "Names that contain"), filter), count);
+  $("models-controls").append(count);
 
   function show() {
     const words = filter.value.toLowerCase().split(/\s+/).filter(Boolean);
@@ -41,14 +38,13 @@
       const [x, y] = [value(a), value(b)];
       return (typeof x === "string" ? order.compare(x, y) : x - y) * (rising ? 1 : -1) || order.compare(a.name, b.name);
     });
-    for (const th of head.children) {
+    for (const th of heads) {
       if (th.dataset.key === sorted) th.setAttribute("aria-sort", rising ? "ascending" : "descending");
       else th.removeAttribute("aria-sort");
     }
-    body.replaceChildren(...rows.map((row) => {
-      const cells = columns.map(([, , of, text], i) => make(i ? "td" : "th", i ? {} : { scope: "row" }, text ? text(row) : of(row)));
-      return make("tr", { className: row.name === DATA.model.name ? "chosen" : "" }, ...cells);
-    }));
+    body.replaceChildren(...rows.map((row) => (
+      tableRow(columns.map(([, , of, text = of]) => text(row)), { className: row.name === DATA.model.name ? "chosen" : "" })
+    )));
     count.textContent = `${rows.length} of ${DATA.models.length} models`;
   }
   show();

@@ -21,7 +21,6 @@
     chosen: show,
     name: () => `The picture under a grid of ${grid().join(" by ")} patches; row ${view.at[0]}, column ${view.at[1]} is chosen`,
   });
-  view.at = grid().map((n) => Math.floor(n / 2));
 
   function show() {
     view.draw();
@@ -77,7 +76,7 @@
       return;
     }
     note.className = "note";
-    note.textContent = `Parameters: 3 × P² × D weights${model.bias ? " and D biases" : "; this model has no bias here"}. FLOPs: two for each multiply-add, of one square image.`.replace("3 ×", `${model.channels} ×`);
+    note.textContent = `Parameters: ${model.channels} × P² × D weights${model.bias ? " and D biases" : "; this model has no bias here"}. FLOPs: two for each multiply-add, of one square image.`;
     const numbersOfPatch = model.channels * patch * patch;
     const patches = (image / patch) ** 2;
     const flops = 2 * patches * numbersOfPatch * width;
