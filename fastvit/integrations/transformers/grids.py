@@ -1,5 +1,5 @@
 """Layers over a grid in transformers (version 5): SAM's encoder, those with the same code, and VitDet, (B, H, W, D);
-Swin Transformer, (B, gh * gw, D), with attention within shifted windows."""
+Swin Transformer from version 5.12 on, (B, gh * gw, D), with attention within shifted windows."""
 
 from __future__ import annotations
 
