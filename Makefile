@@ -71,7 +71,7 @@ traffic: $(INSTALLED)  ## bytes that every kernel moves against the least possib
 	$(BIN)/python -m benchmarks.codegen.traffic $(ARGS)
 
 # Pages of their own, in addition to the modules that these export
-PAGES := fastvit fastvit.checkpoints fastvit.eva fastvit.eva_layers fastvit.features fastvit.rope fastvit.graph \
+PAGES := fastvit fastvit.checkpoints fastvit.eva fastvit.layers fastvit.modules.features fastvit.graph \
 	fastvit.graphed fastvit.integrations fastvit.integrations.transformers
 
 docs: $(INSTALLED)  ## the API reference, from the docstrings: out/docs/index.html

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fastvit import export, ops, reference, study
     from fastvit.distilled import VisionTransformerDistilled
-    from fastvit.fitting import fit, unfit
+    from fastvit.eva import Eva
     from fastvit.graph import compile
     from fastvit.graphed import graphs
     from fastvit.integrations import accelerate, accelerated, restore
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from fastvit.modules.attention import Attention
     from fastvit.modules.block import Block
     from fastvit.modules.mlp import Mlp
+    from fastvit.study.fitting.fit import fit, unfit
     from fastvit.vit import VisionTransformer
     from fastvit.zoo import create_model, list_models
 
@@ -26,6 +27,7 @@ __all__ = [
     "Attention",
     "Block",
     "DropPath",
+    "Eva",
     "LayerNorm",
     "LayerScale",
     "Mlp",
@@ -53,7 +55,8 @@ __version__: str
 
 _MODULE_NAMES = {
     "fastvit.distilled": ("VisionTransformerDistilled",),
-    "fastvit.fitting": ("fit", "unfit"),
+    "fastvit.eva": ("Eva",),
+    "fastvit.study.fitting.fit": ("fit", "unfit"),
     "fastvit.graph": ("compile",),
     "fastvit.graphed": ("graphs",),
     "fastvit.integrations": ("accelerate", "accelerated", "restore"),

@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastvit.eva_layers import EvaBlock
 from fastvit.modules.arguments import Pair, by_name, check_choice, check_flags, check_integers, with_known_arguments
-from fastvit.modules.eva import ATTENTION
+from fastvit.modules.eva import ATTENTION, EvaBlock
 from fastvit.modules.norms import NORM_LAYERS, NormLayer
-from fastvit.rope import RotaryEmbeddingCat, RotaryEmbeddingDinoV3
+from fastvit.modules.rope import RotaryEmbeddingCat, RotaryEmbeddingDinoV3
 from fastvit.vit import VisionTransformer, init_linear
 
 __all__ = ["Eva"]

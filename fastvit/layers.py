@@ -8,16 +8,21 @@ linear layer that is quantised or has peft's LoRA is called as a module between 
 
 from fastvit.modules.attention import Attention, CrossAttention
 from fastvit.modules.block import Block, PostNormBlock
+from fastvit.modules.eva import AttentionRope, EvaAttention, EvaBlock
 from fastvit.modules.mlp import GluMlp, Mlp, SwiGLU, SwiGLUPacked
 from fastvit.modules.norms import LayerNorm, RMSNorm
 from fastvit.modules.parts import DropPath, LayerScale, QuickGELU
 from fastvit.modules.patch_embed import PatchEmbed
+from fastvit.modules.rope import RotaryEmbeddingCat, RotaryEmbeddingDinoV3
 
 __all__ = [
     "Attention",
+    "AttentionRope",
     "Block",
     "CrossAttention",
     "DropPath",
+    "EvaAttention",
+    "EvaBlock",
     "GluMlp",
     "LayerNorm",
     "LayerScale",
@@ -27,8 +32,11 @@ __all__ = [
     "QuickGELU",
     "RMSNorm",
     "RmsNorm",
+    "RotaryEmbeddingCat",
+    "RotaryEmbeddingDinoV3",
     "SwiGLU",
     "SwiGLUPacked",
 ]
 
-RmsNorm = RMSNorm  # timm's name of PyTorch's
+RmsNorm = RMSNorm
+"""timm's name of PyTorch's."""

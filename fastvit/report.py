@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args
 
-from fastvit._output import wrapped
+from fastvit._base.output import wrapped
 
 Kind = Literal["attention", "MLP", "LayerNorm", "RMSNorm", "patch embedding", "linear"]
 Status = Literal["accelerated", "part of", "skipped", "as it was"]

@@ -22,7 +22,7 @@ from benchmarks.codegen.aot import TARGETS, Compiled
 from benchmarks.codegen.launches import DTYPES, Launch, record, representatives
 from benchmarks.harness.columns import make
 from benchmarks.harness.workloads import workloads
-from fastvit._output import not_writable, write_file
+from fastvit._base.output import not_writable, write_file
 from fastvit.warmup import in_processes
 
 # Tensor-core multiply-adds per score in units of the (padded) head dimension, by kernel

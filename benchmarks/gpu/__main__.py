@@ -32,7 +32,7 @@ from benchmarks.gpu.results_file import DONE, REHEARSAL, ResultsFile, device_nam
 from benchmarks.gpu.runner import Command, Runner
 from benchmarks.harness.provenance import commit, write_text
 from benchmarks.harness.record import environment
-from fastvit._output import not_writable, write_file
+from fastvit._base.output import not_writable, write_file
 from fastvit.kernels import _tuned
 from fastvit.study.machine import why_no_gpu
 

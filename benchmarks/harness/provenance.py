@@ -6,7 +6,7 @@ import hashlib
 import subprocess
 from pathlib import Path
 
-from fastvit._output import write_file
+from fastvit._base.output import write_file
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -19,8 +19,8 @@ from fastvit.ops import Norm, Rotary
 
 EVA_ATTENTION: Classes = {
     "fastvit.layers.Attention",
-    "fastvit.eva_layers.AttentionRope",
-    "fastvit.eva_layers.EvaAttention",
+    "fastvit.layers.AttentionRope",
+    "fastvit.layers.EvaAttention",
     "timm.layers.attention.AttentionRope",
     "timm.models.eva.EvaAttention",
 }

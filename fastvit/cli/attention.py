@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fastvit._units import MOST_PIXELS
+from fastvit._base.units import MOST_PIXELS
 from fastvit.cli import options, terminal
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import argparse
 import json
 from dataclasses import asdict
 
-from fastvit._output import wrapped
+from fastvit._base.output import wrapped
 from fastvit.cli import options
 
 _MARK = {"ok": " ", "note": "-", "trouble": "!"}

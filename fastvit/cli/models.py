@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastvit import _triton
+from fastvit._base import which_triton
 from fastvit.cli import options, terminal
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def _draw_block(args: argparse.Namespace) -> int:
     if any(sizes and len(sizes) > 1 for sizes in (args.image_size, args.patch_size)):
         raise ValueError("--block draws one size of image and patch, got several")
     terminal.check_picture("--block", args.block)
-    _triton.check("--block")
+    which_triton.check("--block")
     from fastvit.study.memory.block import draw_blocks
 
     size, patch = ((sizes or [None])[0] for sizes in (args.image_size, args.patch_size))

@@ -7,8 +7,8 @@ import difflib
 from collections.abc import Callable
 from typing import Any
 
-from fastvit import _triton
-from fastvit._units import MOST_IMAGES, MOST_PIXELS, read_bytes
+from fastvit._base import which_triton
+from fastvit._base.units import MOST_IMAGES, MOST_PIXELS, read_bytes
 
 MODEL = "name of `fastvit models` or of timm, config.json of transformers, or module:function"
 
@@ -50,8 +50,8 @@ def add_planned_device(parser: argparse.ArgumentParser) -> None:
 
 def _planned_device(text: str) -> str:
     """Check, before torch is imported, that triton is there for a GPU."""
-    if text == "cuda" and not _triton.is_installed():
-        raise argparse.ArgumentTypeError(f"cuda needs triton, which is not installed: {_triton.how_to_install()}")
+    if text == "cuda" and not which_triton.is_installed():
+        raise argparse.ArgumentTypeError(f"cuda needs triton, which is not installed: {which_triton.how_to_install()}")
     return text
 
 

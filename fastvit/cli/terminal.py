@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastvit._output import not_writable, printable, write_file
+from fastvit._base.output import not_writable, printable, write_file
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -8,7 +8,7 @@ import os
 import sys
 import time
 
-from fastvit import _triton
+from fastvit._base import which_triton
 from fastvit.cli import options, terminal
 
 DTYPES = ("fp32", "tf32", "bf16", "fp16", "amp")
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("--multiprocessors is for --target: the GPU at hand says how many it has")
     if os.environ.get("TRITON_INTERPRET", "0") == "1":
         raise ValueError("with TRITON_INTERPRET=1 nothing is compiled")
-    _triton.check("fastvit warmup")
+    which_triton.check("fastvit warmup")
     import torch
 
     from fastvit import warmup

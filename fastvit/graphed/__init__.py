@@ -9,12 +9,12 @@ from functools import partial
 
 from torch import nn
 
-from fastvit._output import wrapped
-from fastvit.features import Backbone
+from fastvit._base.output import wrapped
 from fastvit.graphed.forward import Graphed, graphed_of, method_of
 from fastvit.graphed.rounding import round_batch, round_tokens
 from fastvit.graphed.version import why_not
 from fastvit.modules.arguments import check_integers
+from fastvit.modules.features import Backbone
 from fastvit.report import NotTheModel
 
 __all__ = ["Graph", "GraphsReport", "graphs"]

@@ -16,13 +16,13 @@ from torch.compiler import is_compiling
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from fastvit.blocks.hooks import has_global_hooks
-from fastvit.features import Backbone
 from fastvit.graphed import recorder
 from fastvit.graphed.captured import Arena, Call, Captured, Outputs, copies, replaced, versions_of
 from fastvit.graphed.kind import WARM_UPS, Kind, circumstances, ddp_runs, described, is_constant
 from fastvit.graphed.recorder import Unfit
 from fastvit.graphed.rounding import Leaves
 from fastvit.graphed.version import OPAQUE, Version, why_not
+from fastvit.modules.features import Backbone
 from fastvit.ops.runtime import backend
 from fastvit.ops.runtime.torch_private import current_function_mode, top_saved_tensors_hooks
 

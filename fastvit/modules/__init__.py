@@ -1,1 +1,1 @@
-"""The nn.Modules. `fastvit.layers` and `fastvit.eva_layers` export the public ones."""
+"""The nn.Modules. `fastvit.layers` exports the public ones."""

@@ -91,8 +91,8 @@ class Attention(nn.Module):
             is_causal: token i sees tokens 0 to i, and of these the ones that attn_mask allows.
             cu_seqlens, max_seqlen: x has the tokens of several sequences one after the other, and attention stays
                 within each, as in `fastvit.ops.attention_varlen`. They take neither a mask nor is_causal.
-            rope: sin and cos side by side, (N - num_prefix_tokens, 2 * D / H), as `fastvit.rope` makes them. With
-                cu_seqlens (T, 2 * D / H); prefix tokens have sines of 0 and cosines of 1.
+            rope: sin and cos side by side, (N - num_prefix_tokens, 2 * D / H), as `fastvit.modules.rope` makes them.
+                With cu_seqlens (T, 2 * D / H); prefix tokens have sines of 0 and cosines of 1.
         """
         rotary = None if rope is None else read_timm.rotary(self, x, rope, cu_seqlens)
         attention = read_or_none(read_once, read_timm.read_attention, self)

@@ -27,7 +27,7 @@ class AttentionRope(Attention):
         options: its further arguments: proj_bias, qk_norm, norm_layer.
     """
 
-    __module__ = "fastvit.eva_layers"
+    __module__ = "fastvit.layers"
     _k_bias = True
 
     def __init__(
@@ -57,7 +57,7 @@ class EvaAttention(AttentionRope):
             options: as in `AttentionRope`.
     """
 
-    __module__ = "fastvit.eva_layers"
+    __module__ = "fastvit.layers"
     _k_bias = False
 
 
@@ -88,7 +88,7 @@ class EvaBlock(Block):
         options: further arguments of `Block`: proj_bias, qk_norm.
     """
 
-    __module__ = "fastvit.eva_layers"
+    __module__ = "fastvit.layers"
     _read_halves = staticmethod(read_timm.read_eva_halves)
 
     def __init__(

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastvit.features import Backbone
 from fastvit.modules.arguments import check_integers
+from fastvit.modules.features import Backbone
 from fastvit.modules.packing import Images
 from fastvit.modules.parts import check_takes, mask_arguments
 from fastvit.modules.pooling import AttentionPoolLatent, check_pool, pool_sequences, pool_tokens

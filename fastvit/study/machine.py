@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from fastvit import _triton
+from fastvit._base import which_triton
 
 OK, NOTE, TROUBLE = "ok", "note", "trouble"
 _PACKAGES = {  # optional packages, and their use
@@ -72,13 +72,14 @@ def _versions() -> Iterator[Finding]:
 
 def _triton_version() -> Finding:
     version = version_of("triton")
-    if version is None or not _triton.is_installed():
-        missing = f"not installed: every op runs on ATen; {_triton.how_to_install()}"
+    if version is None or not which_triton.is_installed():
+        missing = f"not installed: every op runs on ATen; {which_triton.how_to_install()}"
         return Finding("versions", "triton", missing, NOTE)
-    if _triton.minor(version) == _triton.minor(_triton.TESTED.get(_triton.minor(torch.__version__), "")):
+    tested = which_triton.TESTED.get(which_triton.minor(torch.__version__), "")
+    if which_triton.minor(version) == which_triton.minor(tested):
         return Finding("versions", "triton", version)
-    pairs = ", ".join(f"{of} with {triton}" for of, triton in _triton.TESTED.items())
-    what = f"{version}: not tested with torch {torch.__version__}, but torch {pairs}; {_triton.how_to_install()}"
+    pairs = ", ".join(f"{of} with {triton}" for of, triton in which_triton.TESTED.items())
+    what = f"{version}: not tested with torch {torch.__version__}, but torch {pairs}; {which_triton.how_to_install()}"
     return Finding("versions", "triton", what, NOTE)
 
 

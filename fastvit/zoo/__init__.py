@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from fastvit import checkpoints
+from fastvit.checkpoints.files import locate, one_state_dict
+from fastvit.checkpoints.hub import repository_of_tag
+from fastvit.checkpoints.loading import Weights
 from fastvit.distilled import VisionTransformerDistilled
 from fastvit.eva import Eva
 from fastvit.modules.arguments import check_known
 from fastvit.vit import VisionTransformer
-from fastvit.weights.files import locate, one_state_dict
-from fastvit.weights.hub import repository_of_tag
-from fastvit.weights.load import Weights
 from fastvit.zoo import eva, vit
 from fastvit.zoo.vit import Config
 

@@ -13,10 +13,10 @@ from models import Calls
 from torch import nn
 
 import fastvit
-from fastvit import VisionTransformer, VisionTransformerDistilled, eva_layers, layers
+from fastvit import VisionTransformer, VisionTransformerDistilled, layers
 from fastvit.eva import Eva
 from fastvit.modules.pooling import AttentionPoolLatent
-from fastvit.rope import RotaryEmbeddingCat, RotaryEmbeddingDinoV3
+from fastvit.modules.rope import RotaryEmbeddingCat, RotaryEmbeddingDinoV3
 
 TINY: dict[str, Any] = {
     "img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 1, "num_heads": 2, "num_classes": 5, "mlp_ratio": 2.0,
@@ -29,7 +29,7 @@ CONSTRUCTORS: dict[Callable[..., nn.Module], dict[str, Any]] = {
     layers.Mlp: MLP, layers.GluMlp: MLP, layers.SwiGLU: MLP,
     layers.PatchEmbed: {"img_size": 8, "patch_size": 4, "embed_dim": 16},
     layers.LayerNorm: {"num_channels": 8}, layers.RMSNorm: {"channels": 8}, layers.LayerScale: {"dim": 8},
-    layers.DropPath: {}, eva_layers.EvaAttention: HEADS, eva_layers.AttentionRope: HEADS, eva_layers.EvaBlock: HEADS,
+    layers.DropPath: {}, layers.EvaAttention: HEADS, layers.AttentionRope: HEADS, layers.EvaBlock: HEADS,
     AttentionPoolLatent: {"in_features": 32, "num_heads": 2},
     RotaryEmbeddingCat: {"dim": 8}, RotaryEmbeddingDinoV3: {"dim": 8},
 }  # fmt: skip
@@ -122,7 +122,7 @@ def distilled() -> Any:
 
 @cache
 def module(name: str) -> Any:
-    kinds = layers.CrossAttention, layers.Block, layers.PostNormBlock, eva_layers.EvaBlock
+    kinds = layers.CrossAttention, layers.Block, layers.PostNormBlock, layers.EvaBlock
     return dict(zip(("cross", "block", "post", "eva"), kinds, strict=True))[name](48, 3)
 
 

@@ -24,7 +24,7 @@ from models import (
 from oracle import inputs
 from torch import Tensor, nn
 
-from fastvit import eva_layers, layers, reference
+from fastvit import layers, reference
 from fastvit.blocks import read_timm
 from fastvit.blocks import run as run_blocks
 from fastvit.modules.parts import DropPath
@@ -196,7 +196,7 @@ ENDS = (0, 5, 6, 15, 31)
 SEQUENCES = {
     PLAIN: lambda: layers.Block(D, H, qkv_bias=True, init_values=0.5),
     POST: lambda: layers.PostNormBlock(D, H, qk_norm=True),
-    "EvaBlock": lambda: eva_layers.EvaBlock(D, H, num_prefix_tokens=0, qkv_fused=False),
+    "EvaBlock": lambda: layers.EvaBlock(D, H, num_prefix_tokens=0, qkv_fused=False),
 }
 
 

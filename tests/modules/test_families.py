@@ -16,7 +16,7 @@ from fastvit import VisionTransformer, reference, zoo
 from fastvit.eva import Eva
 from fastvit.modules.parts import DropPath
 from fastvit.modules.pooling import AttentionPoolLatent
-from fastvit.rope import RotaryEmbeddingCat, RotaryEmbeddingDinoV3
+from fastvit.modules.rope import RotaryEmbeddingCat, RotaryEmbeddingDinoV3
 from fastvit.zoo.eva import CONFIGS as EVAS
 from fastvit.zoo.vit import DISTILLED
 

@@ -15,7 +15,7 @@ from fastvit.distilled import VisionTransformerDistilled
 from fastvit.eva import Eva
 from fastvit.modules import positions
 from fastvit.modules.patch_embed import PatchEmbed
-from fastvit.rope import RotaryEmbeddingCat
+from fastvit.modules.rope import RotaryEmbeddingCat
 
 SIZES = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 2, "num_heads": 3, "num_classes": 5}
 ROPE = {"use_rot_pos_emb": True, "num_reg_tokens": 1}

@@ -14,7 +14,7 @@ import fastvit
 from fastvit import layers, reference
 from fastvit.blocks import read_timm, run
 from fastvit.blocks.spec import AdaptedLinear
-from fastvit.eva_layers import AttentionRope, EvaAttention, EvaBlock
+from fastvit.layers import AttentionRope, EvaAttention, EvaBlock
 
 B, N, D, H = 2, 6, 48, 3
 ROPE = torch.randn(N - 1, 2 * D // H, dtype=torch.float64, generator=torch.Generator().manual_seed(4))

@@ -17,7 +17,7 @@ from module_changes import CHANGES, X, result, undo_of
 from torch import Tensor, nn
 
 import fastvit
-from fastvit import eva_layers, layers
+from fastvit import layers
 from fastvit.blocks import read, read_mlp, read_timm, unchanged
 
 HAS_COMPILER = pytest.mark.skipif(unchanged.compiled() is None, reason="unchanged.c cannot be compiled")
@@ -89,7 +89,7 @@ KEPT: dict[str, Callable[[], nn.Module]] = {
     "Block": lambda: layers.Block(D, H, init_values=0.3, drop_path=0.1, qk_norm=True),
     "PostNormBlock": lambda: layers.PostNormBlock(D, H),
     "a half with a hook": lambda: hooked(layers.Block(D, H)),
-    "EvaBlock": lambda: eva_layers.EvaBlock(D, H, qkv_fused=False, swiglu_mlp=True, init_values=0.3),
+    "EvaBlock": lambda: layers.EvaBlock(D, H, qkv_fused=False, swiglu_mlp=True, init_values=0.3),
     "Attention": lambda: layers.Attention(D, H),
     "SwiGLU": lambda: layers.SwiGLU(D, D),
     "timm": lambda: accelerated(qk_norm=True),
@@ -137,7 +137,7 @@ def test_what_depends_on_values_is_read_in_every_call() -> None:
     timm = import_library("timm")
     parallel = timm.models.vision_transformer.ParallelScalingBlock(D, H)
     fastvit.accelerate(parallel, strict=True)
-    for block, name in ((eva_layers.EvaBlock(D, H), "attn.q_bias"), (parallel, "in_proj.weight")):
+    for block, name in ((layers.EvaBlock(D, H), "attn.q_bias"), (parallel, "in_proj.weight")):
         with torch.no_grad():
             block(X)
             block.get_parameter(name).add_(1.0)

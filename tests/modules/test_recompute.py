@@ -8,7 +8,7 @@ from graph_models import FunctionModule
 from models import D, H, randomised, step, tokens
 from torch import nn
 
-from fastvit import eva_layers, layers, ops
+from fastvit import layers, ops
 from fastvit.blocks import read_timm, run
 from fastvit.blocks.recompute import ATTRIBUTE, DEFAULT, Recompute
 from fastvit.study.memory.peak import saved_bytes
@@ -19,7 +19,7 @@ ATTENTION_CHOICES, MLP_CHOICES = ("none", "attention", "qkv", "all"), ("none", "
 def with_rope():
     """Return an EVA block with rotary positions for all tokens but one."""
     options = {"swiglu_mlp": True, "scale_mlp": True, "init_values": 0.3, "drop_path": 0.4}
-    block = eva_layers.EvaBlock(D, H, qkv_fused=False, **options)
+    block = layers.EvaBlock(D, H, qkv_fused=False, **options)
     rope = nn.Buffer(torch.randn(16, 2 * D // H, generator=torch.Generator().manual_seed(3)))
     return FunctionModule(lambda m, x: m.block(x, m.rope), block=block, rope=rope)
 

@@ -11,7 +11,7 @@ from models import Calls, D, H, blocks, close, randomised, step, tokens
 from torch import nn
 
 import fastvit
-from fastvit import eva_layers, layers
+from fastvit import layers
 
 
 def operators(block: nn.Module) -> list[str]:
@@ -37,7 +37,7 @@ def test_a_block_runs_fused(training: bool) -> None:
 
 
 def eva(**options: Any) -> nn.Module:
-    return eva_layers.EvaBlock(D, H, swiglu_mlp=True, init_values=0.3, **options)
+    return layers.EvaBlock(D, H, swiglu_mlp=True, init_values=0.3, **options)
 
 
 WATCHED: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {

@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 
-from fastvit._output import write_file
+from fastvit._base.output import write_file
 
 
 @pytest.mark.parametrize("linked", [False, True])

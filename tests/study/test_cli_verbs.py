@@ -11,7 +11,7 @@ import types
 import pytest
 from study_models import SMALL
 
-from fastvit import _triton
+from fastvit._base import which_triton
 from fastvit.cli import VERBS, main, terminal
 from fastvit.cli.terminal import described
 
@@ -164,7 +164,7 @@ def test_triton_that_is_not_installed_is_named_before_torch_is_imported(words):
     run = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True, env=environment)
     assert (run.returncode, run.stdout) == (2, "")
     (line,) = run.stderr.splitlines()
-    assert f"needs triton, which is not installed: {_triton.how_to_install()}" in line
+    assert f"needs triton, which is not installed: {which_triton.how_to_install()}" in line
 
 
 def test_the_triton_of_a_torch(monkeypatch):
@@ -174,5 +174,5 @@ def test_the_triton_of_a_torch(monkeypatch):
         ("2.12.1+rocm7.2", ["triton-rocm==3.6.5 ; platform_system == 'Linux'"], "triton-rocm==3.6.5"),
     ):
         torch = types.SimpleNamespace(version=version, requires=requires)
-        monkeypatch.setattr(_triton.importlib.metadata, "distribution", lambda name, torch=torch: torch)
-        assert _triton.how_to_install() == f"pip install {package}, which belongs to torch {version}"
+        monkeypatch.setattr(which_triton.importlib.metadata, "distribution", lambda name, torch=torch: torch)
+        assert which_triton.how_to_install() == f"pip install {package}, which belongs to torch {version}"

@@ -117,7 +117,7 @@ def test_what_is_not_as_it_was_tested_is_named(monkeypatch):
         assert finding("torch", machine._versions).status == status
     monkeypatch.setenv("CC", "no-such-compiler")
     assert finding("C", machine._compilers).value.startswith("CC=no-such-compiler is not there")
-    monkeypatch.setattr(machine._triton, "is_installed", lambda: True)
+    monkeypatch.setattr(machine.which_triton, "is_installed", lambda: True)
     monkeypatch.setattr(torch, "__version__", "2.13.0+cpu")
     for triton_version, status in (("3.7.9", "ok"), ("3.9.0", "note")):
         monkeypatch.setattr(machine, "version_of", lambda package, version=triton_version: version)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import fastvit
 from fastvit import checkpoints
 from fastvit.checkpoints import CheckpointError
-from fastvit.weights import files as weight_files
+from fastvit.checkpoints import files as weight_files
 
 safetensors = pytest.importorskip("safetensors.torch")
 hub = pytest.importorskip("huggingface_hub")

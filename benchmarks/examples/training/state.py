@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from fastvit._output import not_writable, write_file
+from fastvit._base.output import not_writable, write_file
 
 SETTINGS = "settings.json"
 _WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)

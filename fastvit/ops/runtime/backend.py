@@ -23,7 +23,7 @@ from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
 
-from fastvit import _triton
+from fastvit._base import which_triton
 from fastvit.ops.runtime.torch_private import (
     are_functorch_transforms_active,
     clear_saved_tensors,
@@ -39,7 +39,7 @@ from fastvit.ops.runtime.torch_private import (
 BACKENDS = ("auto", "triton", "aten")
 VARIABLES = {"FASTVIT_BACKEND": "auto", "FASTVIT_STRICT": "0"}  # and what stands for a variable that is not set
 INTERPRET = os.environ.get("TRITON_INTERPRET", "0") == "1"
-HAVE_TRITON = _triton.is_installed()
+HAVE_TRITON = which_triton.is_installed()
 
 
 class Path(Enum):

@@ -8,9 +8,9 @@ from typing import NamedTuple
 from torch import nn
 
 from fastvit.blocks.recompute import ATTRIBUTE, DEFAULT, Recompute, recompute_all, recompute_as_by_default
-from fastvit.eva_layers import EvaBlock
 from fastvit.integrations.forward import ClassHandler, fused_forward
 from fastvit.modules.block import Block
+from fastvit.modules.eva import EvaBlock
 
 
 class Choice(NamedTuple):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from fastvit._output import wrapped
+from fastvit._base.output import wrapped
 from fastvit.study.fitting.choices import Choice
 from fastvit.study.memory.plot import COLOURS, style
 from fastvit.study.memory.step import Setting

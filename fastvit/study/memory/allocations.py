@@ -18,7 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_iter, tree_map, tree_map_only, tree_unflatten
 
-from fastvit import _triton, ops
+from fastvit import ops
+from fastvit._base import which_triton
 from fastvit.ops.attention.within import tokens_of
 from fastvit.ops.runtime import backend as backends
 from fastvit.ops.runtime import registry
@@ -255,7 +256,7 @@ def as_on(gpu: bool) -> Iterator[None]:
     if not gpu:
         yield
         return
-    _triton.check("planning for a GPU")
+    which_triton.check("planning for a GPU")
     from fastvit.ops.runtime.launch import nothing_launched
 
     warned, before = registry._warned, set(registry._warned)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch.utils._pytree import tree_iter
 
-from fastvit._units import MOST_BYTES, MOST_IMAGES, read_bytes
+from fastvit._base.units import MOST_BYTES, MOST_IMAGES, read_bytes
 from fastvit.modules.arguments import Pair
 from fastvit.study.memory.peak import exponent, peak_bytes
 from fastvit.study.memory.plan import MemoryPoint, plan

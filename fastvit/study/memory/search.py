@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from fastvit._units import MOST_IMAGES, MOST_PIXELS
+from fastvit._base.units import MOST_IMAGES, MOST_PIXELS
 from fastvit.modules.arguments import Pair
 from fastvit.study.memory.growth import check_batch, checked_budget, checked_device
 from fastvit.study.memory.plan import plan

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
-from fastvit._units import MOST_PIXELS
+from fastvit._base.units import MOST_PIXELS
 from fastvit.blocks.hooks import without_hooks
 from fastvit.modules.arguments import Pair, checked_pair
 from fastvit.study.sources.normalization import IMAGENET, Statistics

@@ -32,7 +32,7 @@ class Backbone(nn.Module):
     fc_norm: nn.Module
     num_prefix_tokens: int
     has_class_token: bool
-    rope: Any  # rotary positions of `fastvit.rope`, or None
+    rope: Any  # rotary positions of `fastvit.modules.rope`, or None
     # Methods of the subclasses: the first block's tokens, (B, P + n, D) of an image, and the patch grid (h, w)
     _embedded: Callable[[Tensor], Tensor]
     _embedded_list: Callable[[Images], Packed]

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastvit._output import printable
-from fastvit.weights.hub import fetch, is_file_name, is_hub_id
+from fastvit._base.output import printable
+from fastvit.checkpoints.hub import fetch, is_file_name, is_hub_id
 
 INDEX = ".index.json"  # ends the name of an index of weights in several files
 FILES = ("model.safetensors", f"model.safetensors{INDEX}", "pytorch_model.bin", f"pytorch_model.bin{INDEX}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fastvit.weights.source import Source, ignored, plain
+from fastvit.checkpoints.source import Source, ignored, plain
 
 _HF_TEXT = ignored("text_model", "text_projection", "logit_scale", "logit_bias")
 _HF_CLIP = Source(

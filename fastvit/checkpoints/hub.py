@@ -9,7 +9,7 @@ from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import Any
 
-from fastvit._output import printable
+from fastvit._base.output import printable
 
 _ID = re.compile(r"(?:(?P<prefix>hf[-_]hub:)?)(?P<repo>\w[\w.-]*/[\w.-]+)(?:@(?P<revision>.+))?")
 

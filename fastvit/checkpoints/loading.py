@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastvit._output import printable
+from fastvit._base.output import printable
+from fastvit.checkpoints.files import CheckpointError, first, locate, one_state_dict, read, unwrapped
+from fastvit.checkpoints.names import SOURCES, fronts, recognised, without_wrapping
+from fastvit.checkpoints.source import Source
 from fastvit.modules.positions import Resize, antialiased, resample_abs_pos_embed
 from fastvit.vit import VisionTransformer
-from fastvit.weights.files import CheckpointError, first, locate, one_state_dict, read, unwrapped
-from fastvit.weights.names import SOURCES, fronts, recognised, without_wrapping
-from fastvit.weights.source import Source
 
 Weights = str | os.PathLike[str] | Mapping[str, Any]
 

@@ -11,7 +11,7 @@ OpenAI's need act_layer="quick_gelu" (the zoo's `*_clip_quickgelu_*`), Hugging F
 Hugging Face's ViT and DeiT norm_layer=partial(LayerNorm, eps=1e-12).
 """
 
-from fastvit.weights.files import CheckpointError, read
-from fastvit.weights.load import load
+from fastvit.checkpoints.files import CheckpointError, read
+from fastvit.checkpoints.loading import load
 
 __all__ = ["CheckpointError", "load", "read"]

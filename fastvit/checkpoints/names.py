@@ -18,9 +18,9 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from fastvit.weights.files import CheckpointError, first
-from fastvit.weights.names_hf import HUGGING_FACE
-from fastvit.weights.source import Source, bilinear, ignored, plain, with_offset
+from fastvit.checkpoints.files import CheckpointError, first
+from fastvit.checkpoints.names_hf import HUGGING_FACE
+from fastvit.checkpoints.source import Source, bilinear, ignored, plain, with_offset
 
 _TIMM = (
     "cls_token", "reg_token", "dist_token", "pos_embed", "patch_embed", "norm_pre", "rope", "norm", "fc_norm", "head",

@@ -1,1 +1,0 @@
-"""Weights of other libraries. `fastvit.checkpoints` exports the public functions."""
