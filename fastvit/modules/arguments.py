@@ -145,7 +145,7 @@ def by_name(argument: str, value: str | Callable[..., nn.Module], table: Mapping
     raise ValueError(f"{argument} must be a class or one of {sorted(table)}, got {value!r}{hint}")
 
 
-# Of arguments whose value alone decides, in every constructor that has one of this name
+# By the name of an argument whose value alone decides, in every constructor that has it
 _CHECKS: dict[str, Callable[..., None]] = {
     name: check
     for check, names in (

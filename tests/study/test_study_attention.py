@@ -27,7 +27,7 @@ def dense_rollout(weights: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(("kind", "chunk"), [("vit", 1), ("eva", 600), ("dinov3", attention_weights.CHUNK)])
 def test_rows_and_rollout_are_the_references_softmax(kind, chunk, monkeypatch):
-    """Of all layers and heads, and of some; with weights computed a row, some rows, and all rows at a time."""
+    """All layers and heads, and some of them; weights are computed a row, some rows, and all rows at a time."""
     monkeypatch.setattr(attention_weights, "CHUNK", chunk)
     ours, theirs = pair(kind)
     queries = ("cls", (1, 2), (3, 5))
