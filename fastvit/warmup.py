@@ -28,9 +28,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 
+from fastvit.blocks import unchanged
 from fastvit.ops.runtime import backend as backends
 from fastvit.ops.runtime import device as devices
-from fastvit.ops.runtime import dtypes, registry
+from fastvit.ops.runtime import dtypes, record, registry
 from fastvit.ops.runtime.backend import KernelUnsupported, Path
 from fastvit.study.machine import why_no_gpu
 from fastvit.study.memory.allocations import without_data
@@ -184,6 +185,12 @@ def gpu_at_hand() -> tuple[str, int]:
     device = torch.device("cuda", torch.cuda.current_device())
     count = torch.cuda.get_device_properties(device).multi_processor_count
     return devices.arch(torch.empty(0, device=device)), count
+
+
+def build_host_code() -> None:
+    """Build what compares and replays calls on the host: two files of C, into Triton's cache."""
+    record.available()
+    unchanged.compiled()
 
 
 def compiled(launch: Launch) -> bool:
