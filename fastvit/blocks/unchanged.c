@@ -1,16 +1,23 @@
 /* Tell whether a module is as it was when it was read, in 6 ns a value. unchanged.py says what that is for.
 
-   record(module, opaque)                    -> a list of what the module contains, or None if it cannot be compared
-   recall(module, record, template, opaque)  -> the template with objects for weak references; None if it has changed
+   record(module, opaque, types)             -> a list of what the module contains, or None if it cannot be compared
+   recall(module, record, template, opaque)  -> the template with objects for what stands for them; None if the module
+                                                has changed
 
    One walk through the module's __dict__ and the dicts, lists, tuples and modules in it makes the record, or compares
-   with it. Plain values are the same if they are the same object, which the record holds. To tensors, modules and
-   callables it has weak references: it keeps none alive, and a new object at an old address is not the same. After each
-   comes the version tag of its type. CPython gives a type another tag, which was never used before, when an attribute
-   of the type or of a base is set: a forward replaced on a class shows, and another class of the object too. Values of
-   other types could change inside: no record is made of a module with one, unless `opaque` is a set of types. Objects of
-   these are then compared by identity, and the walk goes through the attributes of all others, once through each, so
-   that modules may be in cycles. No Python code runs during a walk. */
+   with it. Plain values are the same if they are the same object, which the record holds. To modules and callables it
+   has weak references: it keeps none alive, and a new object at an old address is not the same. After each comes the
+   version tag of its type. CPython gives a type another tag, which was never used before, when an attribute of the type
+   or of a base is set: a forward replaced on a class shows, and another class of the object too.
+
+   A tensor is recorded by its address, because PyTorch swaps no tensor that has weak references
+   (torch.utils.swap_tensors). A new tensor at an old address is taken for the old one. So nothing else of a template may
+   depend on a tensor, and the template's tensors are those that the walk has just met at these addresses.
+
+   Values of other types could change inside: no record is made of a module with one, unless `opaque` is a set of types.
+   Objects of these are then compared by identity, and the walk goes through the attributes of all others, once through
+   each, so that modules may be in cycles. `types`, a set, gets the types of what it goes through: whether attributes are
+   all that such objects have, the caller decides. No Python code runs during a walk. */
 
 #include <Python.h>
 #ifdef Py_GIL_DISABLED
@@ -19,13 +26,13 @@
 
 enum { MOST_ITEMS = 5000 };            /* modules in a cycle, or that lead to the whole model, have more */
 enum { MOST_VALUES = 4000000, DEEPEST = 1000 }; /* with `opaque`: some 30 ms, and 400 bytes each */
-enum Kind { TAG = 1, DICT, SEQUENCE, SEEN }; /* of a number in a record */
+enum Kind { TAG = 1, DICT, SEQUENCE, SEEN, TENSOR }; /* of a number in a record */
 
 typedef struct {
     PyObject *record;
     PyObject **next, **end; /* the items that are left to compare; NULL while the record is made */
     PyObject *opaque; /* NULL if there is none */
-    PyObject *seen;   /* with `opaque`: addresses of the objects whose attributes are recorded */
+    PyObject *types, *seen; /* with `opaque`, while the record is made. seen: addresses of objects that were met */
     int depth;
 } Walk;
 
@@ -60,19 +67,29 @@ static PyObject *referent(PyObject *reference) { /* borrowed: only compared, or 
 #endif
 }
 
+static int note_version(Walk *walk, PyTypeObject *type) {
+    if (walk->next == NULL && type->tp_version_tag == 0)
+        Py_XDECREF(PyObject_GetAttrString((PyObject *)type, "__init__")); /* sets it */
+    return type->tp_version_tag != 0 && note_number(walk, TAG, type->tp_version_tag);
+}
+
 static int note_object(Walk *walk, PyObject *object) {
-    PyTypeObject *type = Py_TYPE(object);
     int noted;
     if (walk->next != NULL) {
         PyObject *item = walk->next < walk->end ? *walk->next++ : Py_None;
         noted = PyWeakref_CheckRef(item) && referent(item) == object;
     } else {
-        if (type->tp_version_tag == 0) Py_XDECREF(PyObject_GetAttrString((PyObject *)type, "__init__")); /* sets it */
         PyObject *item = PyWeakref_NewRef(object, NULL);
-        noted = item != NULL && type->tp_version_tag != 0 && note(walk, item);
+        noted = item != NULL && note(walk, item);
         Py_XDECREF(item);
     }
-    return noted && note_number(walk, TAG, type->tp_version_tag);
+    return noted && note_version(walk, Py_TYPE(object));
+}
+
+static int note_tensor(Walk *walk, PyObject *tensor) {
+    double address = (double)(uintptr_t)tensor;
+    return (uintptr_t)address == (uintptr_t)tensor && note_number(walk, TENSOR, address) &&
+           note_version(walk, Py_TYPE(tensor));
 }
 
 static int visit(Walk *walk, PyObject *value);
@@ -120,52 +137,75 @@ static int visit_attribute(Walk *walk, PyObject *value, const char *name) { /* o
     return noted;
 }
 
-static int visit_other(Walk *walk, PyObject *value) { /* an object of which only the type is known */
-    int weak = PyType_SUPPORTS_WEAKREFS(Py_TYPE(value));
-    if (PySet_Contains(walk->opaque, (PyObject *)Py_TYPE(value)) || PyType_Check(value) || PyModule_Check(value) ||
-        PyFunction_Check(value) || PyCFunction_Check(value))
-        return weak ? note_object(walk, value) : note(walk, value);
-    if (PyMethod_Check(value)) /* a new object wherever it is bound */
-        return visit(walk, PyMethod_GET_FUNCTION(value)) && visit(walk, PyMethod_GET_SELF(value));
-    if (!weak || !note_object(walk, value)) return 0;
-    if (seen_before(walk, value)) return 1;
-    if (Py_TYPE(value) == partial_type)
-        return visit_attribute(walk, value, "func") && visit_attribute(walk, value, "args") &&
-               visit_attribute(walk, value, "keywords");
+static int visit_dict_of(Walk *walk, PyObject *value) {
     PyObject *dict = PyObject_GenericGetDict(value, NULL);
     int noted = dict != NULL && visit(walk, dict);
     Py_XDECREF(dict);
     return noted;
 }
 
-static int visit_set(Walk *walk, PyObject *set) {
-    PyObject *items = PySequence_List(set);
+static int goes_through(Walk *walk, PyObject *value) { /* Tell the caller; 0 if it cannot be told. */
+    return walk->next != NULL || walk->opaque == NULL || PySet_Add(walk->types, (PyObject *)Py_TYPE(value)) == 0;
+}
+
+static int visit_other(Walk *walk, PyObject *value) { /* an object of which only the type is known */
+    int weak = PyType_SUPPORTS_WEAKREFS(Py_TYPE(value));
+    if (PyType_Check(value)) return note_object(walk, value) && note_version(walk, (PyTypeObject *)value);
+    if (PySet_Contains(walk->opaque, (PyObject *)Py_TYPE(value)) || PyFunction_Check(value) || PyCFunction_Check(value))
+        return weak ? note_object(walk, value) : note(walk, value);
+    if (PyMethod_Check(value)) /* a new object wherever it is bound */
+        return visit(walk, PyMethod_GET_FUNCTION(value)) && visit(walk, PyMethod_GET_SELF(value));
+    if (!goes_through(walk, value) || !weak || !note_object(walk, value)) return 0;
+    if (seen_before(walk, value)) return 1;
+    if (Py_TYPE(value) == partial_type)
+        return visit_attribute(walk, value, "func") && visit_attribute(walk, value, "args") &&
+               visit_attribute(walk, value, "keywords");
+    return visit_dict_of(walk, value);
+}
+
+static int visit_list_of(Walk *walk, PyObject *items) { /* steals the list */
     int noted = items != NULL && visit(walk, items);
     Py_XDECREF(items);
     return noted;
 }
 
+static int visit_ordered(Walk *walk, PyObject *dict) { /* Its order is not that of the dict that it is made of. */
+    PyObject *keys = PyODict_Type.tp_iter(dict);
+    int noted = keys != NULL && visit_list_of(walk, PySequence_List(keys));
+    Py_XDECREF(keys);
+    return noted;
+}
+
+static int visit_container(Walk *walk, PyObject *value) { /* of a class derived from a dict, list, tuple or set */
+    if (walk->opaque == NULL) return 1;
+    return goes_through(walk, value) && note_version(walk, Py_TYPE(value)) &&
+           (Py_TYPE(value)->tp_dictoffset == 0 || visit_dict_of(walk, value)) &&
+           (!PyODict_Check(value) || PyDict_GET_SIZE(value) < 2 || visit_ordered(walk, value));
+}
+
 static int visit_value(Walk *walk, PyObject *value) {
-    if (PyDict_Check(value)) return visit_items(walk, value, DICT, PyDict_GET_SIZE(value));
-    if (PyTuple_Check(value) || PyList_Check(value))
+    if (PyDict_Check(value)) {
+        if (!PyDict_CheckExact(value) && !visit_container(walk, value)) return 0;
+        return visit_items(walk, value, DICT, PyDict_GET_SIZE(value));
+    }
+    if (PyTuple_Check(value) || PyList_Check(value)) {
+        if (!PyTuple_CheckExact(value) && !PyList_CheckExact(value) && !visit_container(walk, value)) return 0;
         return visit_items(walk, value, SEQUENCE, PySequence_Fast_GET_SIZE(value));
+    }
     if (PyAnySet_Check(value)) {
+        if (!PyAnySet_CheckExact(value) && !visit_container(walk, value)) return 0;
         if (PySet_GET_SIZE(value) == 0) return note(walk, empty);
-        return walk->opaque != NULL && visit_set(walk, value);
+        return walk->opaque != NULL && visit_list_of(walk, PySequence_List(value));
     }
     if (value == Py_None || PyBool_Check(value) || PyLong_CheckExact(value) || PyFloat_CheckExact(value) ||
         PyUnicode_CheckExact(value))
         return note(walk, value);
     if (!PyObject_TypeCheck(value, module_type)) {
-        if (PyObject_TypeCheck(value, tensor_type)) return note_object(walk, value);
+        if (PyObject_TypeCheck(value, tensor_type)) return note_tensor(walk, value);
         return walk->opaque != NULL ? visit_other(walk, value) : PyCallable_Check(value) && note_object(walk, value);
     }
-    if (!note_object(walk, value)) return 0;
-    if (seen_before(walk, value)) return 1;
-    PyObject *dict = PyObject_GenericGetDict(value, NULL);
-    int noted = dict != NULL && visit(walk, dict);
-    Py_XDECREF(dict);
-    return noted;
+    if (!goes_through(walk, value) || !note_object(walk, value)) return 0;
+    return seen_before(walk, value) || visit_dict_of(walk, value);
 }
 
 static int visit(Walk *walk, PyObject *value) {
@@ -175,7 +215,7 @@ static int visit(Walk *walk, PyObject *value) {
 }
 
 static PyObject *record(PyObject *self, PyObject *const *args, Py_ssize_t count) {
-    Walk walk = {PyList_New(0), NULL, NULL, args[1] == Py_None ? NULL : args[1], PySet_New(NULL), 0};
+    Walk walk = {PyList_New(0), NULL, NULL, args[1] == Py_None ? NULL : args[1], args[2], PySet_New(NULL), 0};
     int collects = PyGC_Disable(); /* it could run code that changes a dict */
     int noted = walk.record != NULL && walk.seen != NULL && visit(&walk, args[0]);
     if (collects) PyGC_Enable();
@@ -187,6 +227,8 @@ static PyObject *record(PyObject *self, PyObject *const *args, Py_ssize_t count)
 }
 
 static PyObject *filled(PyObject *part) { /* NULL if an object of a weak reference is gone */
+    if (PyComplex_CheckExact(part)) /* a tensor's number: the walk has just met it */
+        return Py_NewRef((PyObject *)(uintptr_t)((PyComplexObject *)part)->cval.imag);
     if (PyWeakref_CheckRef(part)) {
         PyObject *object = referent(part);
         return object == NULL || object == Py_None ? NULL : Py_NewRef(object);
@@ -204,7 +246,7 @@ static PyObject *filled(PyObject *part) { /* NULL if an object of a weak referen
 static PyObject *recall(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     PyObject **items = PySequence_Fast_ITEMS(args[1]);
     Walk walk = {args[1], items, items + PyList_GET_SIZE(args[1]),
-                 args[3] == Py_None ? NULL : args[3], NULL, 0};
+                 args[3] == Py_None ? NULL : args[3], NULL, NULL, 0};
     if (!visit(&walk, args[0]) || walk.next < walk.end) {
         PyErr_Clear(); /* of an attribute that is gone */
         Py_RETURN_NONE;
@@ -231,5 +273,7 @@ PyMODINIT_FUNC PyInit_unchanged(void) {
     module_type = (PyTypeObject *)PyObject_GetAttrString(nn, "Module");
     tensor_type = (PyTypeObject *)PyObject_GetAttrString(torch, "Tensor");
     empty = PyList_New(0);
-    return PyModule_Create(&definition);
+    PyObject *module = PyModule_Create(&definition);
+    if (module != NULL && PyModule_AddIntMacro(module, TENSOR) < 0) Py_CLEAR(module);
+    return module;
 }

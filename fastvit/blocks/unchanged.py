@@ -9,9 +9,10 @@ attributes, and the versions of their classes. A description is kept if it follo
   transformers look at configurations and at a context variable, and a subclass may compute attributes, as those do that
   `parametrize` makes. Modules in the module are of known classes too, as `submodules` checks.
 
-What is kept has weak references to tensors and modules, and copy and pickle of the module do not see it. A module with
-an attribute that could change inside, such as a configuration, is read in every call from then on. So is every module
-without a C compiler, and while torch.compile traces.
+What is kept has weak references to modules and addresses of tensors, so that it keeps none alive and lets PyTorch swap
+tensors. Copy and pickle of the module do not see it. A module with an attribute that could change inside, such as a
+configuration, is read in every call from then on. So is every module without a C compiler, and while torch.compile
+traces.
 """
 
 from __future__ import annotations
@@ -36,14 +37,20 @@ _CLASSES = {tuple, Norm, PlainLinear, AdaptedLinear, AttentionSpec, MlpSpec, Hal
 _DEFAULT_EPS = {torch.finfo(torch.float32).eps, torch.finfo(torch.float64).eps}
 _LIBRARIES = "fastvit.", "timm.", "torchvision.", "dinov2.", "dinov3.", "torch.nn.modules."
 
-# module -> (reader, record, description with weak references, or False if reading raised an error). The record is None
-# if the module has to be read in every call.
+# module -> (reader, record, template of the description, or False if reading raised an error). The record is None if
+# the module has to be read in every call.
 _kept: weakref.WeakKeyDictionary[nn.Module, tuple[Any, Any, Any]] = weakref.WeakKeyDictionary()
 
 
 @functools.cache
 def compiled() -> Any:
     return native.load(Path(__file__).with_suffix(".c"))
+
+
+def tensors_in(record: list[Any]) -> dict[int, complex]:
+    """Return what stands in a template for each tensor of a record, by the tensor's id."""
+    kind = compiled().TENSOR
+    return {int(item.imag): item for item in record if type(item) is complex and item.real == kind}
 
 
 def read_once(read: Callable[[Any], T], module: nn.Module) -> T:
@@ -64,12 +71,12 @@ def read_once(read: Callable[[Any], T], module: nn.Module) -> T:
 def _read_and_keep(read: Callable[[Any], T], module: nn.Module) -> T:
     library = compiled()
     is_known = type(module).__module__.startswith(_LIBRARIES)
-    record, template = library.record(module, None) if is_known else None, False
+    record, template = library.record(module, None, None) if is_known else None, False
     try:
         description = read(module)
         if record is not None:
             try:
-                template = _template(description)
+                template = _template(description, tensors_in(record))
             except _NotKept:
                 record = None
     finally:
@@ -83,13 +90,15 @@ class _NotKept(Exception):
     """This description does not follow from what the module contains."""
 
 
-def _template(part: Any) -> Any:
-    """Return a description with weak references to parameters and modules."""
+def _template(part: Any, tensors: dict[int, complex]) -> Any:
+    """Return a description with what stands for parameters and modules."""
     kind = type(part)
     if kind in _CLASSES:
-        return tuple.__new__(kind, [_template(item) for item in part])
+        return tuple.__new__(kind, [_template(item, tensors) for item in part])
     if part is None or kind in (bool, int, str) or (kind is float and part not in _DEFAULT_EPS):
         return part
-    if kind is Parameter or isinstance(part, nn.Module):
+    if isinstance(part, nn.Module):
         return weakref.ref(part)
+    if kind is Parameter and id(part) in tensors:
+        return tensors[id(part)]
     raise _NotKept

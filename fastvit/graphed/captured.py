@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import operator
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -14,6 +13,7 @@ from torch.nn import Parameter
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from fastvit.graphed.recorder import Recorder, Replay, Unfit
+from fastvit.graphed.version import versions_of
 from fastvit.ops.runtime.backend import is_observed
 from fastvit.ops.runtime.torch_private import foreach_clone, is_batched_gradient
 
@@ -254,18 +254,6 @@ class _Group(torch.autograd.Function):
 
 
 _apply = super(torch.autograd.Function, _Group).apply  # not its `apply`, see ops/runtime/autograd.py
-
-
-_version = operator.attrgetter("_version")
-
-
-def versions_of(tensors: Sequence[Tensor]) -> list[int]:
-    """Return how often each was changed in place, as autograd counts; zeros if one is of inference mode, without a
-    count."""
-    try:
-        return [*map(_version, tensors)]
-    except RuntimeError:
-        return [0] * len(tensors)
 
 
 def copies(tensors: Sequence[Tensor]) -> list[Tensor]:

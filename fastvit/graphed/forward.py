@@ -17,11 +17,11 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from fastvit.blocks.hooks import has_global_hooks
 from fastvit.graphed import recorder
-from fastvit.graphed.captured import Arena, Call, Captured, Outputs, copies, replaced, versions_of
+from fastvit.graphed.captured import Arena, Call, Captured, Outputs, copies, replaced
 from fastvit.graphed.kind import WARM_UPS, Kind, circumstances, ddp_runs, described, is_constant
 from fastvit.graphed.recorder import Unfit
 from fastvit.graphed.rounding import Leaves
-from fastvit.graphed.version import OPAQUE, Version, why_not
+from fastvit.graphed.version import OPAQUE, Version, versions_of, why_not
 from fastvit.modules.features import Backbone
 from fastvit.ops.runtime import backend
 from fastvit.ops.runtime.torch_private import current_function_mode, top_saved_tensors_hooks
@@ -54,6 +54,7 @@ class Graphed:
         self._lock = threading.RLock()
         self._arenas: list[Arena] = []
         self._versions: list[Version] = []  # the last used is the first
+        self._refusal: str | None = None  # why no graph can stand for the model as it was in the last call
         self._made = Counter[str]()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -132,27 +133,28 @@ class Graphed:
             captured = self._captured(kind, run, leaves, tensors)
             return self._replay(captured, run, version, leaves, tensors, parameters if wants else None)
 
-    def _current_version(self) -> tuple[Version, list[Tensor], list[Tensor]]:
+    def _current_version(self) -> tuple[Version, Sequence[Tensor], Sequence[Tensor]]:
         """Return the model's present version and its parameters and buffers. Forget versions that will not return."""
         for i, version in enumerate(self._versions):
-            if version.is_of(self.model) and (tensors := version.tensors()) is not None:
+            if (tensors := version.tensors(self.model)) is not None:
                 self._versions.insert(0, self._versions.pop(i))
-                break
-        else:
-            if reason := why_not([*self.model.parameters(), *self.model.buffers()]):
-                raise Unfit(reason)
-            self._made["version"] += 1
-            if self._made["version"] > _MOST_VERSIONS:
-                raise Unfit("the model changes too often: its modes, hooks, parameters or other attributes")
-            version = Version(self.model)
-            alive = [v for v in self._versions if v.tensors() is not None]
-            self._versions = [version, *alive][:_KEPT_VERSIONS]
-            for key in [key for key in self._kinds if key[0] not in self._versions]:
-                for captured in self._kinds.pop(key).captured.values():
-                    del self.captured[captured]
-            tensors = version.tensors()
+                return version, *tensors
+        if reason := why_not([*self.model.parameters(), *self.model.buffers()]):
+            raise Unfit(reason)
+        if self._made["version"] == _MOST_VERSIONS:
+            raise Unfit(
+                self._refusal or "the model changes too often: its modes, hooks, parameters or other attributes"
+            )
+        self._made["version"] += 1
+        version = Version(self.model)
+        self._refusal = version.reason
         if version.reason:
             raise Unfit(version.reason)
+        self._versions = [version, *(v for v in self._versions if not v.is_gone())][:_KEPT_VERSIONS]
+        for key in [key for key in self._kinds if key[0] not in self._versions]:
+            for captured in self._kinds.pop(key).captured.values():
+                del self.captured[captured]
+        tensors = version.tensors(self.model)
         assert tensors is not None
         return version, *tensors
 
@@ -266,7 +268,7 @@ class Graphed:
 
     def _replay(
         self, captured: Captured, run: Callable[..., Any], version: Version, leaves: Leaves, tensors: list[Tensor],
-        parameters: list[Tensor] | None,
+        parameters: Sequence[Tensor] | None,
     ) -> Any:  # fmt: skip
         of = captured.arena.recorder
         state = of.random_state() if captured.draws and parameters is not None else None
@@ -277,7 +279,7 @@ class Graphed:
             cast = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
 
             def again(tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-                if not version.is_of(self.model) or version.tensors() is None:
+                if version.tensors(self.model) is None:
                     raise RuntimeError("the model has changed between a forward pass and its backward pass")
                 inputs = [t.view_as(t) if t.requires_grad else t for t in tensors]
                 views, buffers = replaced(self.model, lambda p: p.view_as(p)), [*self.model.buffers()]

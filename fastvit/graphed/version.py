@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import operator
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +15,7 @@ from torch.nn import Parameter
 
 from fastvit.blocks import unchanged
 from fastvit.blocks.hooks import has_foreign_hooks
-from fastvit.ops.runtime.torch_private import TensorGuards, is_any_autocast_enabled
+from fastvit.ops.runtime.torch_private import StorageWeakRef, TensorGuards, is_any_autocast_enabled
 
 # Types of values that cannot change, and of what graphs put on a model
 OPAQUE = {
@@ -30,69 +32,110 @@ OPAQUE = {
 }
 
 
+# Types whose members are compared, or cannot change
+_COMPARED = {object, dict, OrderedDict, list, tuple, set, frozenset, str, int, float, bytes}
+_MANAGED_DICT = 1 << 4  # a flag of types: what objects have as __dict__ takes no room in them
+
+
 class Version:
     """A model as it was at some time. It keeps neither the model nor its tensors alive.
 
-    model: whose tensors `why_not` takes.
+    model: whose parameters and buffers `why_not` takes.
     reason: why no graph can stand for the model, or None.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        parameters = list(model.parameters())
-        tensors = [*parameters, *model.buffers()]
-        compiled: Any = unchanged.compiled()
-        self._record = None if compiled is None else compiled.record(model, OPAQUE)
-        self._count = len(parameters)
-        self._references = [weakref.ref(t) for t in tensors]
-        self._addresses, self._state = [*map(Tensor.data_ptr, tensors)], _state_of(tensors)
         self._same: dict[Any, Callable[..., bool]] = {}
-        self.reason = None
+        self._record, self.reason, compiled = None, None, unchanged.compiled()
         if compiled is None:
             self.reason = "there is no C compiler, without which changes of the model would not be seen"
-        elif self._record is None:
+            return
+        types: set[type] = set()
+        record = compiled.record(model, OPAQUE, types)
+        hidden = sorted(kind.__name__ for kind in types if not _is_compared(kind))
+        parameters, buffers = list(model.parameters()), list(model.buffers())
+        found = {} if record is None else unchanged.tensors_in(record)
+        order = dict.fromkeys([*map(id, parameters), *map(id, buffers), *found])
+        if hidden:
+            self.reason = f"the model holds a {hidden[0]}, which could change inside unseen"
+        elif record is None or len(order) > len(found):
             self.reason = "the model holds more values than can be compared in every call"
         elif has_foreign_hooks(model):
             self.reason = "there are hooks on modules in it, which replays do not call"
+        else:
+            self._template = tuple([found[i] for i in order])
+            self._counts = len(parameters), len(parameters) + len(buffers)
+            tensors = compiled.recall(model, record, self._template, OPAQUE)
+            self.reason = next(filter(None, map(_why_not, tensors)), None)
+        if self.reason is None:
+            self._record = record
+            self._elsewhere = [i for i, t in enumerate(tensors) if t.device != tensors[0].device]
+            self._addresses, self._state = [*map(Tensor.data_ptr, tensors)], self._state_of(tensors)
+            self._memory = [StorageWeakRef(t.untyped_storage()) for t in tensors] if StorageWeakRef else []
 
-    def tensors(self) -> tuple[list[Tensor], list[Tensor]] | None:
-        """Return the model's parameters and buffers, each once; None if one of them is gone or has moved, or now wants
-        a gradient, or wants none any more."""
-        tensors: list[Any] = [reference() for reference in self._references]
-        try:
-            if [*map(Tensor.data_ptr, tensors)] != self._addresses:
-                return None
-        except TypeError:  # of None: it is gone
+    def tensors(self, model: nn.Module) -> tuple[Sequence[Tensor], Sequence[Tensor]] | None:
+        """Return the model's parameters and buffers, each once; None if the model contains something else than then, or
+        if one of all tensors in it has moved, or now wants a gradient, or wants none any more."""
+        if self._record is None:
+            return None
+        tensors = unchanged.compiled().recall(model, self._record, self._template, OPAQUE)
+        if tensors is None or [*map(Tensor.data_ptr, tensors)] != self._addresses:
             return None
         mode = torch.is_inference_mode_enabled(), is_any_autocast_enabled is None or is_any_autocast_enabled()
-        if mode not in self._same or not self._same[mode](*tensors):
-            if _state_of(tensors) != self._state:
+        if mode not in self._same or self._elsewhere or not self._same[mode](*tensors):
+            if self._state_of(tensors) != self._state:
                 return None
             if TensorGuards is not None and tensors:  # compares in a fifth of the time, within one mode
                 sizes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]
                 guards = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
                 self._same[mode] = guards.check
-        return tensors[: self._count], tensors[self._count :]
+        return tensors[: self._counts[0]], tensors[slice(*self._counts)]
 
-    def is_of(self, model: nn.Module) -> bool:
-        """Return whether the model contains what it contained then."""
-        return self._record is not None and unchanged.compiled().recall(model, self._record, True, OPAQUE) is True
+    def is_gone(self) -> bool:
+        """Return whether memory of a tensor has been freed, so that no model can be of this version again."""
+        return any(memory.expired() for memory in self._memory)
+
+    def _state_of(self, tensors: Sequence[Tensor]) -> Any:
+        # Numbers that a kernel gets from another device are part of its launch
+        numbers = versions_of([tensors[i] for i in self._elsewhere])
+        return [*map(_read, tensors)], [*map(Tensor.stride, tensors)], numbers
+
+
+def _is_compared(kind: type) -> bool:
+    """Return whether objects of a class have nothing but attributes and members: no slots, and no fields of C."""
+    base = kind.__base__
+    if kind is partial or kind in _COMPARED or base is None:
+        return True
+    has_dict = kind.__dictoffset__ != base.__dictoffset__ and not kind.__flags__ & _MANAGED_DICT
+    size = base.__basicsize__ + 8 * (has_dict + (kind.__weakrefoffset__ > base.__weakrefoffset__))
+    return base is not partial and kind.__basicsize__ == size and _is_compared(base)
 
 
 def why_not(tensors: Sequence[Tensor], of: str = "the model has") -> str | None:
     """Return why graphs cannot use tensors, or None. of: whose they are, for the message."""
     for t in tensors:
-        if type(t) not in (Tensor, Parameter):
-            why = ": fully_shard (FSDP2) gathers parameters within every call" * (type(t).__name__ == "DTensor")
-            return f"{of} a {type(t).__name__}{why}"
-        if t.layout is not torch.strided or t.is_nested:
-            return f"{of} a sparse or nested tensor"
+        if reason := _why_not(t, of):
+            return reason
         if t.device != tensors[0].device:
             return f"{of} tensors on several devices"
     return None
 
 
+def _why_not(t: Tensor, of: str = "the model has") -> str | None:
+    if type(t) not in (Tensor, Parameter):
+        why = ": fully_shard (FSDP2) gathers parameters within every call" * (type(t).__name__ == "DTensor")
+        return f"{of} a {type(t).__name__}{why}"
+    return f"{of} a sparse or nested tensor" if t.layout is not torch.strided or t.is_nested else None
+
+
+_version = operator.attrgetter("_version")
 _read = operator.attrgetter("requires_grad", "dtype", "shape")
 
 
-def _state_of(tensors: list[Tensor]) -> Any:
-    return [*map(_read, tensors)], [*map(Tensor.stride, tensors)]
+def versions_of(tensors: Sequence[Tensor]) -> list[int]:
+    """Return how often each was changed in place, as autograd counts; zeros if one is of inference mode, without a
+    count."""
+    try:
+        return [*map(_version, tensors)]
+    except RuntimeError:
+        return [0] * len(tensors)

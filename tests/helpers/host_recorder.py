@@ -73,6 +73,8 @@ class HostRecorder:
             if group == 0:
                 with torch.set_grad_enabled(grad):
                     new[:] = tensors_of(self._run(function)[0])
+            if not captured.out_gradients:
+                captured._live = [], []  # as after a capture: it keeps no memory of the model
             for other, tensors in self.statics.items():
                 for t in tensors if other != number else ():
                     if t.is_floating_point():

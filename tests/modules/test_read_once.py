@@ -222,3 +222,18 @@ def test_threads_share_a_module() -> None:
     done.set()
     thread.join()
     assert not failures
+
+
+@pytest.mark.parametrize("make", [KEPT["Block"], KEPT["timm"]], ids=["ours", "timm"])
+def test_tensors_can_be_swapped(make: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As conversions may do it, and always do it for tensors of other classes."""
+    block = make().eval()
+    want = block(X).detach()
+    monkeypatch.setattr(torch.__future__, "get_swap_module_params_on_conversion", lambda: True)
+    block.double()
+    assert close(block(X.double()).float(), want)
+    other = nn.Parameter(torch.zeros_like(block.norm1.weight))
+    torch.utils.swap_tensors(block.norm1.weight, other)
+    got = block(X.double())
+    assert close(got, copy.deepcopy(block)(X.double()))
+    assert not close(got.float(), want)

@@ -39,6 +39,7 @@ set_dispatch_key_included = _find("_C._dispatch_tls_set_dispatch_key_included")
 # what captures graphs
 top_saved_tensors_hooks = _find("_C._autograd._top_saved_tensors_default_hooks")
 foreach_clone = _find("_foreach_clone")
+StorageWeakRef = _find("multiprocessing.reductions.StorageWeakRef")  # tells whether memory was freed
 # what records and replays calls
 current_function_mode = _find("overrides._get_current_function_mode")
 DisableTorchFunction = _find("_C.DisableTorchFunction")
