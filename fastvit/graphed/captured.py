@@ -139,7 +139,11 @@ class Captured:
         self.replays += 1
         self.arena.recorder.begin_replay()
         for static, t in zip(self.inputs, tensors, strict=True):
-            (static if static.shape == t.shape else static[: t.shape[0]]).copy_(t)
+            if static.shape == t.shape:
+                static.copy_(t)
+            else:
+                static[: len(t)].copy_(t)
+                static[len(t) :].zero_()
         for replay in self._forward:
             replay()
         return copies(self._static if rows is None else [t[:rows] for t in self._static])
@@ -261,6 +265,12 @@ def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
     if foreach_clone is None or not tensors:
         return [t.clone() for t in tensors]
     return list(foreach_clone(tensors))
+
+
+def put_back(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Give tensors earlier values. Autograd does not count it as a change."""
+    for t, value in zip(tensors, values, strict=True):
+        t.data.copy_(value)
 
 
 def leaves_of(outputs: Sequence[Tensor]) -> Iterator[Tensor]:

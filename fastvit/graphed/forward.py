@@ -17,10 +17,18 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from fastvit.blocks.hooks import has_global_hooks
 from fastvit.graphed import recorder
-from fastvit.graphed.captured import Arena, Call, Captured, Outputs, copies, replaced
+from fastvit.graphed.captured import (
+    Arena,
+    Call,
+    Captured,
+    Outputs,
+    copies,
+    put_back,
+    replaced,
+)
 from fastvit.graphed.kind import WARM_UPS, Kind, circumstances, ddp_runs, described, is_constant
 from fastvit.graphed.recorder import Unfit
-from fastvit.graphed.rounding import Leaves
+from fastvit.graphed.rounding import Leaves, grown, rows_are_independent
 from fastvit.graphed.version import OPAQUE, Version, versions_of, why_not
 from fastvit.modules.features import Backbone
 from fastvit.ops.runtime import backend
@@ -30,7 +38,6 @@ _MOST_ARENAS = 4  # calls that wait for their backward pass at one time, each wi
 _MOST_CAPTURES = 16  # for each graph that is kept: more would cost more time than they save
 _MOST_VERSIONS, _KEPT_VERSIONS = 100, 8  # of the model
 _MOST_KINDS = 1000
-_CLOSE = 0.05  # of the largest value: what another batch size may change by rounding
 
 
 class Graphed:
@@ -127,7 +134,7 @@ class Graphed:
             run = self._function(spec, leaves)
             tensors = [v for v in leaves.values if isinstance(v, Tensor)]
             if leaves.rows is not None and not kind.rows_are_independent:
-                return self._compare_rows(kind, run, leaves, tensors, partial(self.plain, *args, **kwargs))
+                return self._compare_rows(kind, run, leaves, tensors, buffers, partial(self.plain, *args, **kwargs))
             if not kind.is_warm(wants):
                 return self._warm_up(kind, run, leaves, tensors, wants)
             captured = self._captured(kind, run, leaves, tensors)
@@ -188,7 +195,7 @@ class Graphed:
         of = self._arena(kind, tensors[0].device).recorder
         random, host, versions = of.random_state(), of.host_state(), versions_of(tensors)
         before = [t.clone() for t in tensors if t.is_inference()]
-        result, waits, checkpoints = of.watch(lambda: run([*map(_grown, tensors, leaves.sizes)]))
+        result, waits, checkpoints = of.watch(lambda: run(grown(tensors, leaves.sizes)))
         kind.draws |= not torch.equal(random, of.random_state())
         kind.forwards += 1
         outputs = Outputs.of(result)
@@ -222,24 +229,27 @@ class Graphed:
         return result
 
     def _compare_rows(
-        self, kind: Kind, run: Callable[..., Any], leaves: Leaves, tensors: list[Tensor], plain: Callable[[], Any]
-    ) -> Any:
+        self, kind: Kind, run: Callable[..., Any], leaves: Leaves, tensors: list[Tensor], buffers: Sequence[Tensor],
+        plain: Callable[[], Any],
+    ) -> Any:  # fmt: skip
         """Run a call as it is, and with more rows unless that has been done. Note whether the results agree."""
         result = plain()
-        if kind.rows_are_independent is None:
+        if kind.rows_are_independent is None and leaves.rows:
+            of, before = self._arena(kind, tensors[0].device).recorder, copies(buffers)
+            random = of.random_state()  # what it draws does not count
+
+            def drawn(tensors: Sequence[Tensor]) -> Any:
+                with of.drawing_from(random):
+                    return run(tensors)
+
+            dtypes, device = {p.dtype for p in self.model.parameters()}, of.device.type
+            if torch.is_autocast_enabled(device):
+                dtypes.add(torch.get_autocast_dtype(device))
             own = Outputs.of(result).tensors
-            of = self._arena(kind, tensors[0].device).recorder
-            with of.drawing_from(of.random_state()):  # what it draws does not count
-                more = Outputs.of(run([*map(_grown, tensors, leaves.sizes)])).tensors
-            kind.rows_are_independent = len(own) == len(more) and all(
-                a.dim() > 0
-                and a.shape == b[: leaves.rows].shape
-                and len(a) == leaves.rows
-                and _are_close(a, b[: len(a)])
-                for a, b in zip(own, more, strict=True)
-            )
+            kind.rows_are_independent = rows_are_independent(drawn, own, tensors, leaves, dtypes)
+            put_back(buffers, before)
             kind.calls += 1
-        if not kind.rows_are_independent:
+        if kind.rows_are_independent is False:
             self.note("its results depend on the batch size, so that it cannot be rounded")
         return result
 
@@ -250,11 +260,11 @@ class Graphed:
             self._made["capture"] += 1
             if self._made["capture"] > _MOST_CAPTURES * self.keep:
                 raise Unfit(f"there were {_MOST_CAPTURES * self.keep} captures: calls are of too many kinds")
-            grown, gradients = [*map(_grown, tensors, leaves.sizes)], frozenset(kind.gradients)
+            larger, gradients = grown(tensors, leaves.sizes), frozenset(kind.gradients)
             for hook in kind.hooks:
                 hook.remove()
             try:
-                captured = Captured(run, arena, self.model, grown, gradients, ddp_runs(), kind.draws)
+                captured = Captured(run, arena, self.model, larger, gradients, ddp_runs(), kind.draws)
             except (Unfit, RuntimeError) as error:  # the latter without memory, or a snapshot of it
                 kind.reason = recorder.described(error)
                 raise Unfit(kind.reason) from error
@@ -286,8 +296,7 @@ class Graphed:
                 before = copies(buffers)
                 with torch.autocast(device, cast[1], cast[0]), of.drawing_from(state), views as parameters:
                     results = Outputs.of(run(inputs)).tensors
-                for t, value in zip(buffers, before, strict=True):
-                    t.data.copy_(value)  # the first time has changed them
+                put_back(buffers, before)  # the first time has changed them
                 return results, [*(t for t in inputs if t.requires_grad), *parameters]
 
             call = Call(captured, tensors, parameters, again)
@@ -318,18 +327,3 @@ def _call(graphed: Graphed, /, *args: Any, **kwargs: Any) -> Any:
 def _is_one_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return whether arguments have no structure, which would take 30 us to compare."""
     return not kwargs and len(args) == 1 and isinstance(args[0], Tensor)
-
-
-def _grown(t: Tensor, size: int | None) -> Tensor:
-    """Return a tensor with more rows, zeros. size: how many in all; None: as many as it has."""
-    if size is None or size == len(t):
-        return t
-    grown = t.new_zeros(size, *t.shape[1:])
-    grown[: len(t)] = t
-    return grown
-
-
-def _are_close(a: Tensor, b: Tensor) -> bool:
-    largest = b.double().nan_to_num(0, 0, 0).abs().max() if b.numel() else 0
-    difference = (a.double() - b.double()).abs().masked_fill(a == b, 0)
-    return bool((difference <= _CLOSE * largest).all())

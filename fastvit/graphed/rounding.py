@@ -1,14 +1,16 @@
-"""Calls that run as larger ones, so that few graphs stand for many sizes."""
+"""Calls that run as larger ones, so that few graphs stand for many sizes, and the check that their results allow it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from fastvit.graphed.captured import Outputs
 from fastvit.graphed.recorder import Unfit
+from fastvit.ops.runtime.device import float32_precision
 
 
 class Leaves(NamedTuple):
@@ -60,3 +62,60 @@ def _least(sizes: Sequence[int], count: int, what: str) -> int:
 def _power_of_two(n: int) -> int:
     """Return the least power of two that is not less than n."""
     return 1 << max(n - 1, 0).bit_length()
+
+
+def grown(tensors: Sequence[Tensor], sizes: Sequence[int | None], *, filled: bool = False) -> list[Tensor]:
+    """Return tensors with more rows: zeros, or if `filled`, other values than zeros that are as valid as the last row.
+
+    sizes: how many rows in all; None: as many as there are.
+    """
+    result = []
+    for t, size in zip(tensors, sizes, strict=True):
+        if size is not None and size > len(t):
+            last = t[-1:].expand(size - len(t), *t.shape[1:])
+            added = (2 * last + 1 if t.is_floating_point() else last) if filled else torch.zeros_like(last)
+            t = torch.cat((t, added))
+        result.append(t)
+    return result
+
+
+def rows_are_independent(
+    run: Callable[[Sequence[Tensor]], Any], own: Sequence[Tensor], tensors: Sequence[Tensor], leaves: Leaves,
+    dtypes: set[torch.dtype],
+) -> bool:  # fmt: skip
+    """Return whether the first rows of a call's results stay as they are when rows are added.
+
+    Runs of one size have to agree exactly, whatever is in the rows that are added. The call's own results come from
+    another size, and PyTorch may choose other kernels for it: the two may differ by their rounding errors, which are
+    taken to be 2 ulp of the largest value in the coarsest dtype for each, and 2^-16 of it for sums in float32.
+
+    Args:
+        run: the model's forward.
+        own: tensors that the call returned as it was.
+        tensors: of the call; `leaves` says how many rows they get.
+        dtypes: in which the model computes, in addition to those of its arguments and results.
+    """
+    zeros, others = (Outputs.of(run(grown(tensors, leaves.sizes, filled=filled))).tensors for filled in (False, True))
+    if not len(own) == len(zeros) == len(others):
+        return False
+    floating = [dtype for dtype in {*dtypes, *(t.dtype for t in (*tensors, *own))} if dtype.is_floating_point]
+    precision = max(torch.finfo(dtype).eps for dtype in floating) if floating else 0
+    if float32_precision() != "highest":
+        precision = max(precision, 2**-10)  # of TF32
+    return all(
+        t.dim() > 0
+        and len(t) == leaves.rows
+        and t.shape[1:] == a.shape[1:] == b.shape[1:]
+        and _agree(a[: leaves.rows], b[: leaves.rows], 0)
+        and _agree(t, a[: leaves.rows], 4 * precision + 2**-16)
+        for t, a, b in zip(own, zeros, others, strict=True)
+    )
+
+
+def _agree(a: Tensor, b: Tensor, tolerance: float) -> bool:
+    """Compare two tensors of one shape. tolerance: of the largest finite value."""
+    if a.is_complex():
+        a, b = torch.view_as_real(a), torch.view_as_real(b)
+    a, b = a.double(), b.double()
+    largest = float(b.nan_to_num(0, 0, 0).abs().max()) if tolerance and b.numel() else 0.0
+    return torch.allclose(a, b, rtol=0, atol=tolerance * largest, equal_nan=True)

@@ -56,10 +56,15 @@ class AcrossTheBatch(nn.Module):
             return out.masked_fill(out > 0, -torch.inf)
         if self.kind == "draws":
             return F.dropout(out)
-        return out + out.mean(0)
+        if self.kind == "scale":
+            scale = x.abs().amax() / 127
+            return self.linear((x / scale).round() * scale)
+        if self.kind == "size":
+            return out * (1 + 1e-4 * len(x))
+        return out + {"centred": 1.0, "weakly": 1e-5}[self.kind] * out.mean(0)
 
 
-@pytest.mark.parametrize("kind", ["mean", "pairs", "centred"])
+@pytest.mark.parametrize("kind", ["mean", "pairs", "centred", "weakly", "scale", "size"])
 def test_results_that_depend_on_the_whole_batch_are_not_rounded(kind: str) -> None:
     model = AcrossTheBatch(kind).eval()
     plain = copy.deepcopy(model)
@@ -99,14 +104,68 @@ def test_lists_of_images(name: str, pool: str) -> None:
         torch.testing.assert_close(out, plain(images))
 
 
+class Clipped(nn.Module):
+    """Scales all rows by their largest value, where that is large."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x / x.abs().amax().clamp(min=50)
+
+
+def test_rows_of_earlier_calls_are_gone() -> None:
+    model = Clipped().eval()
+    plain = copy.deepcopy(model)
+    report = fastvit.graphs(model, batches=(4,))
+    with torch.no_grad():
+        for rows, size in [(3, 1), (3, 1), (3, 1), (4, 500), (3, 1), (2, 1)]:
+            x = size * torch.randn(rows, 4).clamp(-2, 2)
+            torch.testing.assert_close(model(x), plain(x))
+    assert replays(report) == [4]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "autocast"),
+    [*((d, False) for d in (torch.float32, torch.bfloat16, torch.float16)), (torch.float32, True)],
+)
+def test_rounding_is_no_difference(dtype: torch.dtype, autocast: bool) -> None:
+    model = ours(init_values=0.5).to(dtype)
+    report = fastvit.graphs(model, batches=(7,))
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        for rows in (1, 2, 3, 5):
+            model(torch.randn(rows, 3, 32, 32, dtype=dtype))
+    assert replays(report) == [2]
+    assert not report.reasons
+
+
+class Counts(nn.Module):
+    """Counts its calls in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x + 1
+
+
+def test_comparing_leaves_buffers_as_they_are() -> None:
+    model = Counts().eval()
+    fastvit.graphs(model, batches=(4,))
+    with torch.no_grad():
+        for _ in range(5):
+            model(torch.ones(3, 4))
+    assert model.calls == 5
+
+
 def test_results_with_infinities_are_compared() -> None:
     model = AcrossTheBatch("masked").eval()
     plain = copy.deepcopy(model)
     report = fastvit.graphs(model, batches=(4,))
     x = torch.randn(3, 4)
+    x[1] = torch.nan
     with torch.no_grad():
         for _ in range(4):
-            torch.testing.assert_close(model(x), plain(x))
+            torch.testing.assert_close(model(x), plain(x), equal_nan=True)
     assert replays(report) == [2]
 
 
