@@ -45,6 +45,21 @@ class Outputs(NamedTuple):
         return tree_unflatten([tensors[leaf] if type(leaf) is _Place else leaf for leaf in self.leaves], self.spec)
 
 
+class Part(NamedTuple):
+    """A part of the backward pass: a node of autograd.
+
+    outputs: numbers of the outputs whose gradients it takes; none if it goes on with what an earlier part has begun.
+    places: of the tensors that it computes gradients of, among those that want one.
+    gradients: captured ones of these tensors.
+    replay: computes them; None for a part that runs the forward pass again instead.
+    """
+
+    outputs: list[int]
+    places: list[int]
+    gradients: list[Tensor]
+    replay: Replay | None
+
+
 class Arena:
     """Graphs that share memory. What the forward pass of a call has saved there lasts until the next replay."""
 
@@ -78,7 +93,7 @@ class Captured:
         self.run, self.arena, self.model, self.draws = run, arena, model, draws
         self.grouped, self.replays = grouped, 0
         record, before = arena.recorder.record, arena.recorder.bytes()
-        self.inputs = [_static(t) for t in tensors]
+        self.inputs, self._are_leaves = [_static(t) for t in tensors], [t.is_leaf for t in tensors]
         self.description = ", ".join(f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in tensors)
         self._live: tuple[list[Tensor], list[Tensor]] = [], []  # outputs and tensors that want gradients
         (outputs, self._static), self._forward = record(self._run_forward)
@@ -86,17 +101,12 @@ class Captured:
             raise Unfit("it uses a tensor that wants gradients and is no parameter of a module in it")
         self.outputs = outputs._replace(tensors=[])
         self.differentiable = [t.requires_grad for t in outputs.tensors]
-        del outputs
-        self.backward: list[Replay] = []
-        self.groups: list[tuple[list[int], list[Tensor | None]]] = []  # places and static gradients
+        self.parts: list[Part] = []
         self.out_gradients = {i: torch.empty_like(self._static[i]) for i in sorted(with_gradient)}
         if with_gradient:
-            (gradients, group_of), self.backward = record(self._run_backward)
-            if grouped and any(g is None for g in gradients):  # DistributedDataParallel would wait for it
-                raise Unfit("a parameter has no gradient, under DistributedDataParallel")
-            for group in range(len(self.backward)):
-                chosen = [i for i, of_gradient in enumerate(group_of) if of_gradient == group]
-                self.groups.append((chosen, [gradients[i] for i in chosen]))
+            self._capture_backward(outputs.tensors)
+        del outputs
+        self.groups = [part for part in self.parts if part.replay is not None]  # the last to run is the first
         self._live = [], []  # what was saved is released: the memory is there for other captures of this arena
         outside = sum(t.untyped_storage().nbytes() for t in (*self.inputs, *self.out_gradients.values()))
         self.bytes = arena.recorder.bytes() - before + outside
@@ -107,11 +117,28 @@ class Captured:
         inputs = [t.detach().requires_grad_(t.requires_grad) for t in self.inputs]
         torch.clear_autocast_cache()
         # Parameters of their own: no hooks, and no gradient nodes that belong to another stream
-        with replaced(self.model, lambda p: Parameter(p.detach(), p.requires_grad)) as parameters:
-            outputs = Outputs.of(self.run(inputs))
+        with replaced(self.model, as_leaf) as parameters:
+            outputs = Outputs.of(self.run([*map(as_argument, inputs, self._are_leaves)]))
         torch.clear_autocast_cache()
         self._live = outputs.tensors, [t for t in (*inputs, *parameters) if t.requires_grad]
         return outputs, [t.detach() for t in outputs.tensors]
+
+    def _capture_backward(self, outputs: Sequence[Tensor]) -> None:
+        wanted = self._live[1]
+        # A part for each output that no gradient is expected for: autograd calls hooks of all that a node has a
+        # gradient for, so those that only this output depends on must not belong to another node.
+        for i, t in enumerate(outputs):
+            if self.differentiable[i] and i not in self.out_gradients:
+                leaves = {*map(id, leaves_of([t]))}
+                self.parts.append(Part([i], [k for k, w in enumerate(wanted) if id(w) in leaves], [], None))
+        (gradients, group_of), replays = self.arena.recorder.record(self._run_backward)
+        if self.grouped and any(g is None for g in gradients):  # DistributedDataParallel would wait for it
+            raise Unfit("a parameter has no gradient, under DistributedDataParallel")
+        others = {i for part in self.parts for i in part.outputs}
+        for group, replay in reversed([*enumerate(replays)]):
+            chosen = {k: g for k, g in enumerate(gradients) if g is not None and group_of[k] == group}
+            taken = [i for i in range(len(outputs)) if group == 0 and i not in others]
+            self.parts.append(Part(taken, [*chosen], [*chosen.values()], replay))
 
     def _run_backward(self, cut: Replay) -> tuple[list[Tensor | None], list[int]]:
         outputs, wanted = self._live
@@ -148,116 +175,114 @@ class Captured:
             replay()
         return copies(self._static if rows is None else [t[:rows] for t in self._static])
 
-    def replay_backward(self, group: int, given: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Replay a group of the backward pass. Return copies of its gradients. given: for the outputs, for group 0."""
+    def replay_backward(self, part: Part, given: Sequence[Tensor | None]) -> list[Tensor]:
+        """Replay a part of the backward pass. Return copies of its gradients. given: for its outputs."""
         self.arena.recorder.begin_replay()
-        if group == 0:
-            for i, static in self.out_gradients.items():
-                static.copy_(given[i])  # type: ignore[arg-type]
-        self.backward[group]()
-        gradients = self.groups[group][1]
-        copied = copies([g for g in gradients if g is not None])
-        if len(copied) == len(gradients):
-            return copied  # type: ignore[return-value]
-        left = iter(copied)
-        return [None if g is None else next(left) for g in gradients]
+        for i, g in zip(part.outputs, given, strict=False):
+            if g is not None:
+                self.out_gradients[i].copy_(g)
+        assert part.replay is not None
+        part.replay()
+        return copies(part.gradients)
 
     def attach(self, call: Call, outputs: list[Tensor], wanted: Sequence[Tensor]) -> list[Tensor]:
-        """Return the copied outputs as functions of the tensors that want gradients."""
+        """Return the copied outputs as functions of the tensors that want gradients. Each part but the last, the first
+        to run, that goes on with another one gives it a token: an output of one and input of the other."""
         self.arena.call = weakref.ref(call)
         token: Sequence[Tensor] = ()
-        for group in reversed(range(len(self.groups))):
-            places, results = self.groups[group][0], outputs
-            if group:
-                results = [torch.empty(0, device=outputs[0].device)]
-            tensors = wanted if len(places) == len(wanted) else [wanted[i] for i in places]
-            token = _apply(call, group, results, *tensors, *token)
-        return list(token)
+        attached = list(outputs)
+        for part in self.parts:
+            results = [outputs[i] for i in part.outputs] or [torch.empty(0, device=outputs[0].device)]
+            made = _apply(call, part, results, *[wanted[k] for k in part.places], *(token if part.replay else ()))
+            if part.outputs:
+                for i, t in zip(part.outputs, made, strict=True):
+                    attached[i] = t
+            else:
+                token = made
+        return attached
 
 
 class Call:
     """A replayed forward pass that gradients may be wanted of.
 
     tensors, parameters: of the call and of the model.
-    again: function of the call's tensors that runs the forward pass without a graph, as it was. It returns the outputs,
-        and the tensors that want gradients.
-    left: how many groups of gradients have not been computed.
+    again: function (the call's tensors, whether gradients are differentiated) that runs the forward pass without a
+        graph, as it was. It returns the outputs, and the tensors that want gradients.
+    left: how many captured parts have not been computed.
     """
 
     def __init__(
         self, captured: Captured, tensors: Sequence[Tensor], parameters: Sequence[Tensor],
-        again: Callable[[Sequence[Tensor]], tuple[list[Tensor], list[Tensor]]],
+        again: Callable[[Sequence[Tensor], bool], tuple[list[Tensor], list[Tensor]]],
     ) -> None:  # fmt: skip
-        self.captured, self.tensors, self.left = captured, tensors, len(captured.backward)
+        self.captured, self.tensors, self.left = captured, tensors, len(captured.groups)
         self._parameters, self._versions = parameters, versions_of(parameters)
         self._again = again
-        self._recomputed: list[Tensor | None] | None = None
+        self._recomputed: list[Tensor | None] | None = None  # for the captured parts of this backward pass
 
     def gradients(
-        self, group: int, given: Sequence[Tensor | None], saved: Callable[[], Sequence[Tensor]]
-    ) -> list[Tensor | None]:
-        """Return the gradients of a group.
+        self, part: Part, given: Sequence[Tensor | None], saved: Callable[[], Sequence[Tensor]]
+    ) -> Sequence[Tensor | None]:
+        """Return the gradients of a part.
 
         Args:
-            given: the gradients of the outputs, for group 0.
+            given: the gradients of its outputs.
             saved: returns the call's tensors. PyTorch raises if they have changed since, or were released.
 
         Raises:
             RuntimeError: parameters, or for a recomputation the model, have changed since the forward pass.
         """
-        if group == 0:
-            if self._versions != versions_of(self._parameters):
-                raise RuntimeError("a parameter was modified in place between a forward pass and its backward pass")
-            numbers = {i for i, g in enumerate(given) if g is not None}
-            batched = is_batched_gradient is None or any(is_batched_gradient(given[i]) for i in numbers)
+        of = {i: g for i, g in zip(part.outputs, given, strict=False) if g is not None}
+        if part.outputs and self._versions != versions_of(self._parameters):
+            raise RuntimeError("a parameter was modified in place between a forward pass and its backward pass")
+        if part.replay is None:
+            recomputed = self._recompute(of, saved())
+            return [recomputed[k] for k in part.places]
+        if part.outputs:
+            batched = is_batched_gradient is None or any(map(is_batched_gradient, of.values()))
             mapped = batched or is_observed(profilers=False)
-            first = self.left == len(self.captured.backward)
-            as_captured = first and numbers == self.captured.out_gradients.keys()
+            first = self.left == len(self.captured.groups)
+            as_captured = first and of.keys() == self.captured.out_gradients.keys()
             fits = as_captured and not mapped and not torch.is_grad_enabled()  # a gradient of gradients is wanted
-            self._recomputed = None if fits else self._recompute(given, saved())
-        if self._recomputed is not None:
-            gradients = [self._recomputed[i] for i in self.captured.groups[group][0]]
-            if group == len(self.captured.groups) - 1:
-                self._recomputed = None
+            self._recomputed = None if fits else self._recompute(of, saved())
+        if self._recomputed is None:
+            gradients = self.captured.replay_backward(part, given)
+            self.left -= 1  # from 0 on other threads may replay what is in this arena
             return gradients
-        gradients = self.captured.replay_backward(group, given)
-        self.left -= 1  # from 0 on other threads may replay what is in this arena
-        return gradients
+        recomputed = self._recomputed
+        if part is self.captured.groups[0]:
+            self._recomputed = None
+        return [recomputed[k] for k in part.places]
 
-    def _recompute(self, given: Sequence[Tensor | None], tensors: Sequence[Tensor]) -> list[Tensor | None]:
+    def _recompute(self, of: dict[int, Tensor], tensors: Sequence[Tensor]) -> list[Tensor | None]:
+        differentiated = torch.is_grad_enabled()
         with torch.enable_grad():
-            outputs, wanted = self._again(tensors)
-        of = [i for i, g in enumerate(given) if g is not None]
-        return list(
-            torch.autograd.grad(
-                [outputs[i] for i in of], wanted, [given[i] for i in of],
-                allow_unused=True, create_graph=torch.is_grad_enabled(),
-            )
-        )  # fmt: skip
+            outputs, wanted = self._again(tensors, differentiated)
+        results = [outputs[i] for i in of]
+        gradients = torch.autograd.grad(results, wanted, [*of.values()], allow_unused=True, create_graph=differentiated)
+        return list(gradients)
 
 
-class _Group(torch.autograd.Function):
-    """Tensors whose gradients a group of the backward pass computes. The first group has the outputs; every other one
-    follows another by a token, an output of one and input of the other."""
+class _Node(torch.autograd.Function):
+    """Computes the gradients of a part."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, group: int, results: list[Tensor], *tensors: Tensor) -> Any:
-        ctx.call, ctx.group, ctx.inputs = call, group, len(tensors)
+    def forward(ctx: Any, call: Call, part: Part, results: list[Tensor], *tensors: Tensor) -> Any:
+        ctx.call, ctx.part, ctx.inputs = call, part, len(tensors)
         ctx.set_materialize_grads(False)
-        if group == 0:
+        if part.outputs:
             ctx.save_for_backward(*call.tensors)
-            call.tensors = ()
-            is_differentiable = zip(results, call.captured.differentiable, strict=True)
-            ctx.mark_non_differentiable(*(t for t, differentiable in is_differentiable if not differentiable))
+            differentiable = [call.captured.differentiable[i] for i in part.outputs]
+            ctx.mark_non_differentiable(*(t for t, d in zip(results, differentiable, strict=True) if not d))
         return tuple(results)
 
     @staticmethod
     def backward(ctx: Any, *given: Tensor | None) -> Any:
-        gradients = ctx.call.gradients(ctx.group, given, lambda: ctx.saved_tensors)
+        gradients = ctx.call.gradients(ctx.part, given, lambda: ctx.saved_tensors)
         return (None, None, None, *gradients, *[None] * (ctx.inputs - len(gradients)))  # none for a token
 
 
-_apply = super(torch.autograd.Function, _Group).apply  # not its `apply`, see ops/runtime/autograd.py
+_apply = super(torch.autograd.Function, _Node).apply  # not its `apply`, see ops/runtime/autograd.py
 
 
 def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -292,6 +317,17 @@ def _static(t: Tensor) -> Tensor:
     else:
         static = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device).copy_(t.detach())
     return static.requires_grad_(t.requires_grad)
+
+
+def as_leaf(t: Tensor) -> Tensor:
+    """Return a stand-in for a parameter, or an input, that autograd finds in its place: of what is cast, autocast keeps
+    only copies of leaves."""
+    return Parameter(t.detach()) if isinstance(t, Parameter) else t.detach().requires_grad_()
+
+
+def as_argument(t: Tensor, is_leaf: bool) -> Tensor:
+    """Return what stands for an input that was, or was not, a leaf of autograd's graph."""
+    return t if is_leaf or not t.requires_grad else t.view_as(t)
 
 
 @contextlib.contextmanager

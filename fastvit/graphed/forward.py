@@ -22,6 +22,8 @@ from fastvit.graphed.captured import (
     Call,
     Captured,
     Outputs,
+    as_argument,
+    as_leaf,
     copies,
     put_back,
     replaced,
@@ -286,17 +288,23 @@ class Graphed:
             outputs = captured.replay_forward(tensors, leaves.rows)
         if parameters is not None:
             device = of.device.type
-            cast = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+            cast = (
+                torch.get_autocast_dtype(device),
+                torch.is_autocast_enabled(device),
+                torch.is_autocast_cache_enabled(),
+            )
 
-            def again(tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+            def again(tensors: Sequence[Tensor], differentiated: bool) -> tuple[list[Tensor], list[Tensor]]:
                 if version.tensors(self.model) is None:
                     raise RuntimeError("the model has changed between a forward pass and its backward pass")
-                inputs = [t.view_as(t) if t.requires_grad else t for t in tensors]
-                views, buffers = replaced(self.model, lambda p: p.view_as(p)), [*self.model.buffers()]
-                before = copies(buffers)
-                with torch.autocast(device, cast[1], cast[0]), of.drawing_from(state), views as parameters:
-                    results = Outputs.of(run(inputs)).tensors
-                put_back(buffers, before)  # the first time has changed them
+                stand_in = _view if differentiated else as_leaf
+                inputs = [stand_in(t) if t.requires_grad else t for t in tensors]
+                arguments = map(as_argument, inputs, [t.is_leaf or differentiated for t in tensors])
+                stand_ins, buffers = replaced(self.model, stand_in), [*self.model.buffers()]
+                before = copies(buffers)  # the first time has changed them
+                with torch.autocast(device, *cast), of.drawing_from(state), stand_ins as parameters:
+                    results = Outputs.of(run([*arguments])).tensors
+                put_back(buffers, before)
                 return results, [*(t for t in inputs if t.requires_grad), *parameters]
 
             call = Call(captured, tensors, parameters, again)
@@ -327,3 +335,7 @@ def _call(graphed: Graphed, /, *args: Any, **kwargs: Any) -> Any:
 def _is_one_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return whether arguments have no structure, which would take 30 us to compare."""
     return not kwargs and len(args) == 1 and isinstance(args[0], Tensor)
+
+
+def _view(t: Tensor) -> Tensor:
+    return t.view_as(t)

@@ -69,7 +69,7 @@ def described(leaves: Leaves, wants: bool) -> list[Any]:
         if isinstance(v, Tensor):
             size = next(sizes)
             shape = v.shape if size is None else (size, *v.shape[1:])
-            described.append((shape, v.stride(), v.dtype, v.requires_grad and wants))
+            described.append((shape, v.stride(), v.dtype, (v.requires_grad, v.is_leaf) if wants else None))
         else:
             if not is_constant(v):
                 raise Unfit(f"an argument is a {type(v).__name__}")
@@ -79,7 +79,7 @@ def described(leaves: Leaves, wants: bool) -> list[Any]:
 
 def circumstances(device: str) -> tuple[Any, ...]:
     """Return what else a graph depends on."""
-    autocast = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+    autocast = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device), torch.is_autocast_cache_enabled()
     numbers = torch.get_default_dtype(), float32_precision(), torch.are_deterministic_algorithms_enabled()
     return torch.is_inference_mode_enabled(), *autocast, *numbers, backend.settings(), ddp_runs()
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from graphed_models import assert_equal
+from graphed_models import assert_equal, replays
 from host_recorder import HostRecorder
 from library_models import hugging_face, output_of, vit
 from torch import Tensor, nn
@@ -53,12 +53,13 @@ def fitted() -> nn.Module:
 
 
 class TwoHeads(nn.Module):
-    """Returns a dict with a tensor twice, a number, an output without gradient, and one that no loss reads."""
+    """Returns a dict with a tensor twice, a number, an output without gradient, and one that no loss reads. One layer
+    is not used."""
 
     def __init__(self) -> None:
         super().__init__()
         self.body, self.read, self.unread = nn.Linear(3072, 8), nn.Linear(8, 5), nn.Linear(8, 5)
-        self.norm = nn.BatchNorm1d(8)
+        self.norm, self.unused = nn.BatchNorm1d(8), nn.Linear(8, 5)
 
     def forward(self, x: Tensor, *, scale: float = 1.0) -> dict[str, Any]:
         x = self.norm(self.body(x.flatten(1))) * scale
@@ -239,8 +240,7 @@ def mapped(model: nn.Module) -> list[Tensor]:
 
 
 def another_output(model: nn.Module) -> None:
-    out = model(image())
-    (out["unread"].sum() + out["logits"].sum()).backward()
+    model(image())["unread"].sum().backward()
 
 
 def expanded(model: nn.Module) -> None:
@@ -279,6 +279,79 @@ def test_backward_passes(backward: Callable[[nn.Module], Any]) -> None:
             assert got is None or torch.equal(got, expected)
     assert_equal(model, graphed)
     assert report.graphs
+
+
+def hooked(model: nn.Module, seen: list[str]) -> None:
+    """Hooks that write down the parameter, and that cannot take None."""
+    for name, p in model.named_parameters():
+        p.register_hook(lambda g, name=name: seen.append(f"{name} {tuple(g.shape)}"))
+        p.register_post_accumulate_grad_hook(lambda p, name=name: seen.append(f"{name} {tuple(p.grad.shape)} is there"))
+
+
+def test_hooks_of_parameters_without_a_gradient_are_not_called() -> None:
+    """Neither of those that a call does not use, nor of those of an output that a loss does not read; both if it does,
+    and then its gradient is added to that of the others."""
+    models = pair(TwoHeads())[:2]
+    seen: tuple[list[str], list[str]] = [], []
+    for model, names in zip(models, seen, strict=True):
+        hooked(model, names)
+    for read in (["logits"], ["logits"], ["logits"], ["logits"], ["unread"], ["logits", "unread"], ["logits"]):
+        for model, names in zip(models, seen, strict=True):
+            model.zero_grad()
+            out = model(image())
+            if model is models[0] and len(read) == 2:  # in two passes: which one is added first makes no difference
+                out["logits"].sum().backward(retain_graph=True)
+                out["unread"].sum().backward()
+                names[:] = dict.fromkeys(names)
+            else:
+                sum(out[name].sum() for name in read).backward()
+        assert sorted(seen[0]) == sorted(seen[1])
+        assert any("unread" in name for name in seen[0]) == ("unread" in read)
+        assert_equal(*models)
+        seen[0].clear(), seen[1].clear()
+
+
+class Tied(nn.Module):
+    """Uses its weight and its input twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.other = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(torch.relu(self.linear(x))) + self.other(x)
+
+
+@pytest.mark.parametrize("first", [nn.Identity, nn.Tanh], ids=["a leaf", "a result"])
+@pytest.mark.parametrize("cache", [True, False])
+def test_what_is_used_twice_under_autocast(first: type[nn.Module], cache: bool) -> None:
+    """Autocast casts a leaf once, and adds the gradients of its uses before it casts them back."""
+    model, graphed, report = pair(Tied())
+    for _ in range(6):
+        x, gradients = torch.randn(8, 16), []
+        for each in (model, graphed):
+            leaf = x.clone().requires_grad_()
+            with torch.autocast("cpu", torch.bfloat16, cache_enabled=cache):
+                loss = each(first()(leaf)).float().square().mean()
+            for retain in (True, False):
+                gradients.append(torch.autograd.grad(loss, [leaf, *each.parameters()], retain_graph=retain))
+        for got, expected in zip(gradients[:2], gradients[2:], strict=True):
+            assert all(map(torch.equal, got, expected))
+    assert replays(report) == [4]
+
+
+def test_a_second_backward_pass_draws_and_casts_as_the_forward_pass_did() -> None:
+    model, graphed, report = pair(ours(**DROPOUT))
+    for step in range(5):
+        for each in (model, graphed):
+            torch.manual_seed(step)
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = each(image()).float().square().mean()
+            torch.rand(3)
+            loss.backward(retain_graph=True)
+            loss.backward()
+        assert_equal(model, graphed)
+    assert replays(report) == [3]
 
 
 @torch.no_grad()
