@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
@@ -113,27 +114,29 @@ def read_linear(layer: nn.Module) -> PlainLinear:
         weight, bias = parameters["weight"], parameters["bias"]
     else:
         weight, bias = layer.weight, layer.bias
-    if type(weight) is not Parameter and _is_quantised(weight):
+    if type(weight) is not Parameter and _is_for_pytorch(weight):
         raise CannotFuse(f"a weight of the type {type(weight).__name__}")
     return PlainLinear(weight, bias)
 
 
-def _is_quantised(weight: Any) -> bool:
-    """Return whether a weight is composed of other tensors, as torchao's are: only PyTorch's own functions accept it.
-    DTensors are composed too, but FSDP2 replaces them by plain tensors during a call."""
+def _is_for_pytorch(weight: Any) -> bool:
+    """Return whether only PyTorch's own functions accept a weight: a sparse one, or one that is composed of other
+    tensors, as torchao's are. DTensors are composed too, but FSDP2 replaces them by plain tensors during a call."""
     kind = type(weight)
-    return hasattr(kind, "__tensor_flatten__") and not kind.__module__.startswith("torch.distributed.")
+    if hasattr(kind, "__tensor_flatten__"):
+        return not kind.__module__.startswith("torch.distributed.")
+    return isinstance(weight, Tensor) and weight.layout is not torch.strided
 
 
 def read_layer(layer: nn.Module) -> LinearSpec:
     """Read a linear layer of a class in LINEAR."""
     parameters = layer._parameters
     weight = parameters.get("weight")
-    if type(weight) is Parameter and "bias" in parameters:  # the usual case, without another call
+    if type(weight) is Parameter and weight.layout is torch.strided and "bias" in parameters:  # the usual case
         return PlainLinear(weight, parameters["bias"])
     if "base_layer" in layer._modules:
         return _read_adapted(layer)
-    if not isinstance(layer, nn.Linear) or _is_quantised(layer.weight):  # the quantised class's `weight` is a method
+    if not isinstance(layer, nn.Linear) or _is_for_pytorch(layer.weight):  # the quantised class's `weight` is a method
         return AdaptedLinear(layer)
     return read_linear(layer)
 

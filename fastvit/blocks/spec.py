@@ -28,8 +28,8 @@ class PlainLinear(NamedTuple):
 
 
 class AdaptedLinear(NamedTuple):
-    """A linear layer with more than weight and bias, because it is quantised or has LoRA adapters: its module is called
-    between fused ops."""
+    """A linear layer whose module is called between fused ops: it is quantised, has LoRA adapters, or its weight is
+    sparse."""
 
     module: nn.Module
 

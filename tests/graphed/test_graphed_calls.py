@@ -275,6 +275,46 @@ def test_kinds_of_calls() -> None:
     assert not report.reasons
 
 
+def deterministic(on: bool) -> None:
+    torch.use_deterministic_algorithms(on, warn_only=True)
+
+
+SETTINGS: dict[str, tuple[Callable[[], float], Callable[[bool], Any]]] = {
+    "deterministic": (lambda: torch.are_deterministic_algorithms_enabled(), deterministic),
+    "precision": (
+        lambda: torch.get_float32_matmul_precision() == "high",
+        lambda on: torch.set_float32_matmul_precision("high" if on else "highest"),
+    ),
+    "dtype": (
+        lambda: torch.get_default_dtype() is torch.float64,
+        lambda on: torch.set_default_dtype(torch.float64 if on else torch.float32),
+    ),
+    "autocast": (lambda: torch.is_autocast_enabled("cpu"), lambda on: torch.set_autocast_enabled("cpu", on)),
+    "autocast's dtype": (
+        lambda: torch.get_autocast_dtype("cpu") is torch.float16,
+        lambda on: torch.set_autocast_dtype("cpu", torch.float16 if on else torch.bfloat16),
+    ),
+    "autocast's cache": (lambda: torch.is_autocast_cache_enabled(), torch.set_autocast_cache_enabled),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings_belong_to_the_kind(name: str) -> None:
+    """As a function that reads them shows."""
+    read, put = SETTINGS[name]
+    before, model = read(), Reads(None, lambda x, _: x.float() + read())
+    plain = copy.deepcopy(model)
+    report, x = fastvit.graphs(model), torch.ones(2, 4)
+    with torch.no_grad():
+        try:
+            for on in (False, True, False, True):
+                put(on)
+                check(model, plain, x)
+        finally:
+            put(bool(before))
+    assert sum(replays(report)) == 12
+
+
 def test_only_so_many_captures() -> None:
     model = ours(dynamic_img_size=True)
     report = fastvit.graphs(model, keep=1)

@@ -64,7 +64,8 @@ class TwoHeads(nn.Module):
     def forward(self, x: Tensor, *, scale: float = 1.0) -> dict[str, Any]:
         x = self.norm(self.body(x.flatten(1))) * scale
         out = self.read(x)
-        return {"logits": out, "again": [out], "unread": self.unread(x), "most": out.argmax(1), "rows": len(x)}
+        unread, fixed = self.unread(x), out.detach() + 1
+        return {"logits": out, "again": [out], "unread": unread, "most": out.argmax(1), "rows": len(x), "fixed": fixed}
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
@@ -279,6 +280,15 @@ def test_backward_passes(backward: Callable[[nn.Module], Any]) -> None:
             assert got is None or torch.equal(got, expected)
     assert_equal(model, graphed)
     assert report.graphs
+
+
+def test_outputs_want_gradients_as_without_graphs() -> None:
+    model, graphed, _ = pair(TwoHeads())
+    for _ in range(4):
+        outputs = model(image()), graphed(image())
+        wants = [{name: t.requires_grad for name, t in out.items() if isinstance(t, Tensor)} for out in outputs]
+        assert wants[0] == wants[1] == {"logits": True, "unread": True, "most": False, "fixed": False}
+        outputs[1]["logits"].sum().backward()
 
 
 def hooked(model: nn.Module, seen: list[str]) -> None:

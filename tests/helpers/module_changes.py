@@ -122,6 +122,10 @@ def two_heads(block: nn.Module) -> None:
     block.attn.num_heads, block.attn.head_dim = 2, D // 2
 
 
+def attention_drop_in_evaluation(block: nn.Module) -> None:
+    block.attn.attn_drop = nn.Dropout(0.5).eval()
+
+
 def adapter(block: nn.Module) -> None:
     """peft's, added to qkv."""
     peft = import_library("peft")
@@ -172,6 +176,7 @@ CHANGES: dict[str, Change] = {
     "a parameter": parameter("norm1", "weight", noise),
     "a weight": parameter("mlp.fc1", "weight", noise),
     "a parameter in place": lambda block: block.attn.qkv.weight.data.mul_(2),
+    "a sparse weight": parameter("mlp.fc1", "weight", lambda m: nn.Parameter(m.weight.detach().to_sparse_csr())),
     "no bias": parameter("attn.proj", "bias", lambda _: None),
     "a bias": parameter("attn.qkv", "bias", lambda m: nn.Parameter(torch.ones(len(m.weight)))),
     "a plain tensor": no_parameter("norm1", "weight", setattr),
@@ -181,6 +186,7 @@ CHANGES: dict[str, Change] = {
     "parametrized": parametrized,
     "weight norm": weight_normed,
     "evaluation": lambda block: block.eval(),
+    "evaluation of attention's dropout": attention_drop_in_evaluation,
     "evaluation of stochastic depth": lambda block: block.drop_path2.eval(),
     "stochastic depth": attribute("drop_path1", "drop_prob", 1.0),
     "kept samples not scaled": attribute("drop_path2", "scale_by_keep", False),

@@ -12,7 +12,6 @@ from fastvit import ops
 from fastvit.kernels import _attention_configs, _configs, _relative_configs, _tuned
 from fastvit.ops.runtime import backend as backends
 from fastvit.ops.runtime import device as devices
-from fastvit.ops.runtime import registry
 
 # a compiled target, and the GPUs with no less shared memory that have its configurations
 LIKE = {
@@ -51,7 +50,7 @@ def test_every_gpu_has_the_configurations_of_a_compiled_target(target, arch):
 
 @pytest.mark.parametrize("arch", TOO_OLD)
 def test_a_gpu_without_kernels_falls_back_and_says_so(arch, triton_backend, device, monkeypatch):
-    monkeypatch.setattr(registry, "_warned", set())
+    monkeypatch.setattr(backends, "_warned", set())
     monkeypatch.setattr(devices, "_target", lambda x: arch)
     x, w, b = torch.randn(2, 5, 32, device=device), torch.randn(32, device=device), torch.randn(32, device=device)
     with pytest.raises(backends.KernelUnsupported, match=f"{arch} is older than sm_80"):

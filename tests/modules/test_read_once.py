@@ -41,7 +41,7 @@ def pair(kind: str) -> tuple[nn.Module, nn.Module]:
     return block, plain
 
 
-@pytest.mark.filterwarnings("ignore:.*runs its own forward instead of fastvit's", "ignore:.*deprecated")
+@pytest.mark.filterwarnings("ignore:.*runs its own forward instead of fastvit's", "ignore:.*(deprecated|in beta)")
 @pytest.mark.parametrize("kind", ["ours", "accelerated", "PostNormBlock"])
 def test_no_change_is_missed(kind: str) -> None:
     """Each is made and undone. A half with a change runs its modules one by one, or calls a replaced layer."""

@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from fastvit import ops
+from fastvit.ops.runtime import backend as backends
 from fastvit.ops.runtime import run
 
 # those that are replayed on ATen without a gradient
@@ -139,6 +140,41 @@ def test_a_lazy_negation_is_carried_out(backend: str, device: torch.device) -> N
     (want,) = torch.autograd.grad(out, w, -x, retain_graph=True)
     (got,) = torch.autograd.grad(out, w, torch._neg_view(x))
     torch.testing.assert_close(got, want)
+
+
+LAYOUTS = {
+    "csr": torch.Tensor.to_sparse_csr, "csc": torch.Tensor.to_sparse_csc, "coo": torch.Tensor.to_sparse,
+    "bsr": lambda t: t.to_sparse_bsr((4, 4)),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta")
+@pytest.mark.parametrize("observer", [lambda call: call(), by_mode, by_profiler], ids=["plain", "mode", "profiler"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_weights_without_strides(layout, observer, device):
+    """PyTorch multiplies them, in every call: none is replayed."""
+    x = torch.randn(2, 5, 16, device=device, requires_grad=layout != "bsr")
+    fc1, fc2 = (0.2 * torch.randn(16, 16, device=device) for _ in range(2))
+    weights = [LAYOUTS[layout](fc) for fc in (fc1, fc2)]
+    for _ in range(4):
+        outs = []
+        observer(lambda outs=outs: outs.append(ops.mlp(x, weights[0], None, weights[1], None)))
+        want = ops.mlp(x, fc1, None, fc2, None)
+        torch.testing.assert_close(outs[0], want)
+        if x.requires_grad:
+            got, want = (torch.autograd.grad(out.square().sum(), x)[0] for out in (outs[0], want))
+            torch.testing.assert_close(got, want)
+
+
+def test_kernels_say_that_they_take_no_weights_without_strides(triton_backend, device):
+    x, w = torch.randn(4, 16, device=device), torch.randn(16, 16, device=device)
+    with pytest.raises(backends.KernelUnsupported, match="linear: a tensor has no strides"):
+        ops.linear(x, w.to_sparse())
+    with (
+        ops.use_backend("triton", strict=False),
+        pytest.warns(UserWarning, match="ATen instead of Triton: a tensor has"),
+    ):
+        torch.testing.assert_close(ops.linear(x, w.to_sparse()), x @ w.t())
 
 
 def test_an_interpreter_that_multiplies_bfloat16_wrongly_is_warned_of_once(triton_backend, device):

@@ -351,6 +351,38 @@ def test_a_tensor_that_is_given_twice(device, refusals):
         assert torch.equal(gradient(once, once)[0], want)
 
 
+def test_gradients_of_tensors_that_share_memory_only_in_the_recorded_call(device, refusals):
+    """Which of the two a gradient belongs to follows from the tensors themselves, not from where they are."""
+    x, qkv, proj = (torch.randn(*shape, device=device) for shape in ((B, N, 16), (48, 16), (16, 16)))
+    ones = torch.ones(16, device=device)
+
+    def gradients(scale, q):
+        norm, scale_norm = (ops.Norm(w, None, 1e-6, "rms") for w in (q, scale))
+        out = ops.layer_norm_attention(
+            x,
+            ones,
+            ones,
+            qkv,
+            None,
+            proj,
+            None,
+            1,
+            scale_norm=scale_norm,
+            qk_norm=(norm, ops.Norm(ones, None, 1e-6, "rms")),
+        )
+        return torch.autograd.grad(out.square().sum(), [t for t in (scale, q) if t.requires_grad])
+
+    def separate():
+        return [ones.clone().requires_grad_() for _ in range(2)]
+
+    with runtime_call.forgotten():
+        want = gradients(*separate())
+    for shared in (True, True, False, False):
+        scale, q = separate()
+        got = gradients(scale, scale.detach().requires_grad_() if shared else q)
+        torch.testing.assert_close(got, want)
+
+
 def test_what_is_saved_under_another_name(device, refusals):
     """A frozen bias, and a frozen LayerScale of its shape in its place: one calls for another backward pass."""
     x, fc1, fc2 = (torch.randn(*shape, device=device) for shape in ((B, N, 16), (24, 16), (16, 24)))

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum
 from typing import Any
@@ -207,3 +208,15 @@ def is_on_current_device(x: Tensor) -> bool:
 def has_lazy_values(tensors: Iterable[Tensor]) -> bool:
     """Return whether the memory of a tensor does not hold its values: a lazy negation, or zeros without memory."""
     return any(t.is_neg() or is_zerotensor(t) for t in tensors)
+
+
+_warned: set[tuple[str, str]] = set()
+
+
+def warn_or_raise(name: str, reason: str) -> None:
+    """Say that Triton cannot take a call: raise if strict, else warn once for each reason."""
+    if settings()[1]:
+        raise KernelUnsupported(f"fastvit::{name}: {reason}")
+    if (name, reason) not in _warned:
+        _warned.add((name, reason))
+        warnings.warn(f"fastvit::{name} runs on ATen instead of Triton: {reason}", stacklevel=4)

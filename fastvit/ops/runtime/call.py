@@ -35,7 +35,14 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fastvit.kernels import _tuned
-from fastvit.ops.runtime.backend import Path, has_lazy_values, is_observed, is_on_current_device, wants_triton
+from fastvit.ops.runtime.backend import (
+    Path,
+    has_lazy_values,
+    is_observed,
+    is_on_current_device,
+    wants_triton,
+    warn_or_raise,
+)
 from fastvit.ops.runtime.device import float32_precision
 from fastvit.ops.runtime.dtypes import autocast_dtype
 from fastvit.ops.runtime.record import Function, Recorder, Replay, available
@@ -152,6 +159,8 @@ def _unknown(op: str, arguments: tuple[Any, ...], options: Key) -> tuple[Call, l
         pattern = tuple, *[_pattern(a, tensors) for a in arguments]
         if not tensors:
             return _DISPATCHED
+        if any(t.layout is not torch.strided for t in tensors):
+            return _without_strides(op, tensors[0])
         settings, shape = _settings(tensors[0]), tensors[0].shape
     except (AttributeError, TypeError, RuntimeError):  # RuntimeError: from a nested tensor, which has no shape
         return _DISPATCHED
@@ -180,6 +189,13 @@ def _unknown(op: str, arguments: tuple[Any, ...], options: Key) -> tuple[Call, l
     if _module is None:
         return in_python
     return RecordedCall(path, key, (pattern, pattern_of_options, settings, _guards(tensors))), tensors
+
+
+def _without_strides(op: str, x: Tensor) -> tuple[Call, list[Any]]:
+    """Begin a call of which a tensor is sparse, or of another layout that kernels and views do not take."""
+    if wants_triton(x):
+        warn_or_raise(op, "a tensor has no strides")
+    return UNKEPT[Path.ATEN], []
 
 
 _module: Any = None  # of replay.c, from the first call that is recorded

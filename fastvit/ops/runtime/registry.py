@@ -10,7 +10,6 @@ import contextlib
 import functools
 import importlib
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,7 +17,14 @@ import torch
 from torch import Tensor
 
 from fastvit.ops.runtime import record
-from fastvit.ops.runtime.backend import KernelUnsupported, Path, choose_path, is_jit_tracing, settings, wants_triton
+from fastvit.ops.runtime.backend import (
+    KernelUnsupported,
+    Path,
+    choose_path,
+    is_jit_tracing,
+    wants_triton,
+    warn_or_raise,
+)
 from fastvit.ops.runtime.call import begin
 from fastvit.ops.runtime.torch_private import is_any_autocast_enabled
 
@@ -26,7 +32,6 @@ _LIB = torch.library.Library("fastvit", "DEF")
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {}  # overload -> its decomposition
 IMPLEMENTATIONS: dict[Any, Callable[..., Any]] = {}  # overload -> its implementation: (*arguments, path=, out=)
 LAUNCH_MODULES: set[str] = set()  # names of modules, imported when a kernel is first wanted
-_warned: set[tuple[str, str]] = set()
 _EXC = "torch._inductor.exc"
 _SHOWS_LATER = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 _done: set[int] = set()
@@ -80,7 +85,7 @@ def register(
         try:
             return launcher()(*args) if out is None else launcher()(*args, out=out)
         except KernelUnsupported as reason:
-            _warn_or_raise(name, str(reason))
+            warn_or_raise(name, str(reason))
             if (recorder := record.current()) is not None:
                 recorder.refusal = "a kernel was refused"
             with _isolated(args[0]):
@@ -108,8 +113,9 @@ def register(
 
     dispatched_name, has_results = f"dispatched {name}", schema.endswith(")")
     _LIB.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
-    _LIB.impl(name, dispatched, "CPU")
-    _LIB.impl(name, dispatched, "CUDA")
+    for backend in ("CPU", "CUDA"):
+        for layout in ("", "Sparse", "SparseCsr"):
+            _LIB.impl(name, dispatched, layout + backend)
     torch.library.register_fake(f"fastvit::{name}", faked, lib=_LIB)
     overload = getattr(torch.ops.fastvit, name).default
     IMPLEMENTATIONS[overload] = op
@@ -198,12 +204,3 @@ def _isolated(x: Tensor) -> Iterator[None]:
         if x.is_cuda:
             stack.enter_context(torch.cuda.device(x.device))
         yield
-
-
-def _warn_or_raise(name: str, reason: str) -> None:
-    """Say that Triton cannot take a call: raise if strict, else warn once for each reason."""
-    if settings()[1]:
-        raise KernelUnsupported(f"fastvit::{name}: {reason}")
-    if (name, reason) not in _warned:
-        _warned.add((name, reason))
-        warnings.warn(f"fastvit::{name} runs on ATen instead of Triton: {reason}", stacklevel=4)

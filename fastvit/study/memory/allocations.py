@@ -259,7 +259,7 @@ def as_on(gpu: bool) -> Iterator[None]:
     which_triton.check("planning for a GPU")
     from fastvit.ops.runtime.launch import nothing_launched
 
-    warned, before = registry._warned, set(registry._warned)
+    warned, before = backends._warned, set(backends._warned)
     with nothing_launched(_MULTIPROCESSORS), ops.use_backend(backends.settings()[0], strict=False):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # fallbacks to ATen warn when they really run

@@ -13,7 +13,6 @@ from torch.utils._pytree import tree_map_only
 
 from fastvit import ops
 from fastvit.ops.runtime import backend as backends
-from fastvit.ops.runtime import registry
 from fastvit.study.accuracy import formulas
 
 B, N, D = 2, 4, 16
@@ -296,7 +295,7 @@ def test_float64_falls_back_with_one_warning(name: str, triton_backend: None, de
     with pytest.raises(backends.KernelUnsupported, match="float64"):
         function(name)(**tensors)
     with ops.use_backend("triton", strict=False):
-        registry._warned.clear()
+        backends._warned.clear()
         with pytest.warns(UserWarning, match=r"runs on ATen instead of Triton: .*float64"):
             got = function(name)(**tensors)
     torch.testing.assert_close(got, function(name, formulas)(**tensors))
