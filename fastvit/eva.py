@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastvit.modules.arguments import Pair, by_name, check_choice, check_flags, check_integers, with_known_arguments
+from fastvit.modules.arguments import Pair, by_name, check_choice, check_integers, with_known_arguments
 from fastvit.modules.eva import ATTENTION, EvaBlock
 from fastvit.modules.norms import NORM_LAYERS, NormLayer
 from fastvit.modules.rope import RotaryEmbeddingCat, RotaryEmbeddingDinoV3
@@ -63,12 +63,6 @@ class Eva(VisionTransformer):
         check_choice("attn_type", attn_type, tuple(ATTENTION))
         check_choice("rope_type", rope_type, ("cat", "dinov3"))
         check_choice("rope_grid_indexing", rope_grid_indexing, ("ij", "xy"))
-        check_flags(
-            qkv_fused=qkv_fused, swiglu_mlp=swiglu_mlp, scale_mlp=scale_mlp, use_abs_pos_emb=use_abs_pos_emb,
-            class_token=class_token, use_rot_pos_emb=use_rot_pos_emb, rope_rotate_half=rope_rotate_half,
-            use_pre_transformer_norm=use_pre_transformer_norm, use_fc_norm=use_fc_norm or False,
-            use_post_transformer_norm=use_post_transformer_norm or False,
-        )  # fmt: skip
         fc_norm = global_pool == "avg" if use_fc_norm is None else use_fc_norm
         final_norm = not fc_norm if use_post_transformer_norm is None else use_post_transformer_norm
         block = partial(

@@ -17,7 +17,6 @@ from fastvit.modules.arguments import (
     Pair,
     by_name,
     check_choice,
-    check_flags,
     check_heads,
     check_hidden,
     check_init_values,
@@ -115,11 +114,6 @@ class VisionTransformer(Head):
             attn_drop_rate=attn_drop_rate,
             drop_path_rate=drop_path_rate,
         )
-        check_flags(
-            qkv_bias=qkv_bias, proj_bias=proj_bias, class_token=class_token, no_embed_class=no_embed_class,
-            pre_norm=pre_norm, final_norm=final_norm, fc_norm=fc_norm or False, dynamic_img_size=dynamic_img_size,
-            qk_norm=qk_norm,
-        )  # fmt: skip
         check_choice("pos_embed", pos_embed, ("learn", *FIXED, "", "none"))
         check_choice("patch_init", patch_init, ("", "kaiming"))
         check_pool("global_pool", global_pool, class_token)

@@ -39,6 +39,10 @@ def check_flags(**values: Any) -> None:
             raise TypeError(f"{name} must be True or False, got {value!r}")
 
 
+def _check_flags_or_none(**values: Any) -> None:
+    check_flags(**{name: value for name, value in values.items() if value is not None})
+
+
 def check_number(name: str, value: Any, allowed: Callable[[float], bool], meaning: str) -> None:
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be {meaning}, got {value!r}")
@@ -153,7 +157,13 @@ _CHECKS: dict[str, Callable[..., None]] = {
         (functools.partial(check_integers, 0), "num_prefix_tokens align_to swiglu_align_to"),
         (check_rates, "attn_drop proj_drop drop"),
         (check_probabilities, "drop_path drop_prob"),
-        (check_flags, "elementwise_affine gate_last swiglu_mlp scale_mlp"),
+        (check_flags, "elementwise_affine gate_last swiglu_mlp scale_mlp bias qkv_bias k_bias proj_bias qk_norm"),
+        (
+            check_flags,
+            "qkv_fused rotate_half rope_rotate_half scale_by_keep strict_img_size dynamic_img_size class_token",
+        ),
+        (check_flags, "no_embed_class pre_norm final_norm use_abs_pos_emb use_rot_pos_emb use_pre_transformer_norm"),
+        (_check_flags_or_none, "fc_norm use_fc_norm use_post_transformer_norm"),
         (check_factory, "device dtype"),
         (check_eps, "eps"),
         (check_init_values, "init_values"),

@@ -46,12 +46,6 @@ WRONG: list[tuple[Any, str]] = [  # a value, and the arguments that must not hav
     ((0.5, 0.5), "mean"),
     (torch.int8, "dtype"),
 ]
-FLAGS = (  # of models and MLPs
-    "class_token no_embed_class pre_norm final_norm fc_norm dynamic_img_size use_abs_pos_emb use_rot_pos_emb scale_mlp "
-    "rope_rotate_half use_pre_transformer_norm use_fc_norm use_post_transformer_norm gate_last swiglu_mlp "
-    "elementwise_affine"
-)
-
 # checked by a part after other parts were made
 LATE = ("norm_layer", "ref_feat_shape", "rope_temperature", "rope_grid_offset")
 
@@ -59,7 +53,8 @@ LATE = ("norm_layer", "ref_feat_shape", "rope_temperature", "rope_grid_offset")
 @pytest.mark.parametrize("make", CONSTRUCTORS)
 def test_constructors_name_the_argument(make: Callable[..., nn.Module]) -> None:
     taken = inspect.signature(make).parameters
-    for value, names in [*WRONG, (2, FLAGS)]:
+    flags = [name for name, parameter in taken.items() if str(parameter.annotation) in ("bool", "bool | None")]
+    for value, names in [*WRONG, (2, " ".join(flags)), ("yes", " ".join(flags))]:
         for name in taken.keys() & set(names.split()):
             with (
                 Calls() as calls,

@@ -319,6 +319,7 @@ def _prepared_sum(
     check_like("residual", residual, ("branch", branch, residual.shape, "residual's shape"), dtype=False)
     check_norm("residual", s, _NAMES, (weight, bias, eps, norm), s.shape[-1:], "(D,)", dtype=not cast)
     if layer_scale is not None:
+        check_float("layer_scale", layer_scale)
         check_like("residual", residual, ("layer_scale", layer_scale, residual.shape[-1:], "(D,)"), dtype=False)
     check_row_scale("residual", residual, row_scale)
     options = _AddOptions("add_layer_norm", eps, norm == "rms", (residual.dtype, branch.dtype))

@@ -43,11 +43,11 @@ def argument_of(name: str, key: str) -> str:
 
 
 def wrong_tensors(name: str, key: str, t: Tensor) -> Iterator[tuple[type[Exception], Tensor]]:
-    """Yield tensors that differ from t in one way, and what they raise. A row_scale is cast, and so is the layer_scale
-    of a sum. Tokens have any number of dimensions, an op of x alone takes any shape, and a single tensor may be on any
+    """Yield tensors that differ from t in one way, and what they raise. A row_scale is cast if it is real. Tokens have
+    any number of dimensions, an op of x alone takes any shape, and a single tensor may be on any
     device."""
-    if key != "row_scale" and (name, key) != ("add_layer_norm", "layer_scale"):
-        yield TypeError, t.to(torch.float32 if "seqlens" in key else torch.long)
+    other = torch.float32 if "seqlens" in key else torch.long
+    yield TypeError, t.to(torch.complex64 if key == "row_scale" else other)
     if len(ROWS[name].tensors) > 1:
         yield ValueError, t.to("meta")
     if ROWS[name].tensors.keys() != {"x"}:
