@@ -92,7 +92,7 @@ def attention_fwd(
     at = window_places(within.grid, within.window, within.shift, q.device)
     tensors = [to_windows(t, at) for t in given if t is not None]
     in_windows = unpacked(*tensors)
-    mask = mask_of_windows(mask, at, within.shift_bias)
+    mask = mask_of_windows(mask, at, within.shift_bias, stat_dtype(q))
     if mask is not None and mask.shape[0] > 1:
         mask = mask.repeat(q.shape[0], 1, 1, 1)
     bias = bias and (to_windows(bias[0], at), to_windows(bias[1], at))

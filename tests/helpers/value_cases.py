@@ -352,6 +352,11 @@ WINDOWS = [
         dtypes={"attn_mask": torch.bool},
     ),
     case("attention_windows", F32, 1, H=1, **in_windows((5, 6), (3, 4), (2, 3), (1, "n"), shift_bias=-1.5)),
+    # a mask of another dtype, next to a shift that has no short fraction
+    case(
+        "attention_windows", F32, 1, H=1, **in_windows((5, 6), (3, 4), (2, 3), ("n", "n"), shift_bias=-2.3),
+        dtypes={"attn_mask": torch.float16},
+    ),
 ]  # fmt: skip
 OF_HEADS, OF_SAMPLES = (dict.fromkeys(("sin", "cos"), shape) for shape in (("H", "T", "d"), ("B", "H", "T", "d")))
 HEADS = [

@@ -1,5 +1,6 @@
 """Modules and calls that `accelerate` leaves to the library, and why: at once, or in a call that no op takes."""
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -23,6 +24,7 @@ from models import accelerate_as_it_was, randomised
 from torch import Tensor, nn
 
 import fastvit
+from fastvit.integrations import forward
 
 Make = Callable[[], nn.Module]
 
@@ -192,3 +194,23 @@ def test_parameters_of_two_dtypes() -> None:
     block, x = block_of_timm().bfloat16(), torch.randn(2, 5, 64).bfloat16()
     block.norm2.float()
     accelerate_as_it_was(block, lambda: block(x), "its input is torch.bfloat16 and its parameters are torch.float32")
+
+
+def test_a_mask_of_swin_that_was_edited() -> None:
+    """Before, and after: the op makes a mask of its own."""
+    block, x = swin_of_timm().layers[0].blocks[1], draw(1, 8, 8, 32)
+    edited, want = copy.deepcopy(block), block(x)
+    edited.attn_mask.mul_(0.01)
+    expected = edited(x)
+    assert not torch.allclose(want, expected, atol=1e-3)
+    (entry, *_) = fastvit.accelerate(edited).entries
+    assert (entry.status, entry.detail) == ("skipped", "an attn_mask with other values than its class makes")
+    assert fastvit.accelerate(block).accelerated
+    for _ in range(2):
+        torch.testing.assert_close(block(x), want)
+        before = block.attn_mask.clone()
+        block.attn_mask.mul_(0.01)
+        with pytest.warns(UserWarning, match="an attn_mask with other values"):
+            torch.testing.assert_close(block(x), expected)
+        block.attn_mask.copy_(before)
+        forward._warned.clear()

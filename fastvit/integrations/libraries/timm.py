@@ -7,9 +7,12 @@ EVA's blocks with norms after their branches (`EvaBlockPostNorm`) run their own 
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 
 from fastvit.blocks import grid, read, read_parallel, read_timm, run, windows
 from fastvit.blocks.grid import GridAttention, GridBlock, Positions
@@ -20,6 +23,7 @@ from fastvit.blocks.submodules import CannotFuse, Classes, submodules
 from fastvit.blocks.windows import WindowBlock
 from fastvit.integrations.forward import Call, ClassHandler, checked_mask
 from fastvit.ops import Rotary
+from fastvit.ops.runtime.device import is_fake
 
 _SAM, _SWIN = "timm.models.vision_transformer_sam", "timm.models.swin_transformer"
 _SAM_ATTENTION: Classes = {f"{_SAM}.Attention"}
@@ -67,7 +71,23 @@ def read_swin_attention(attn: Any) -> AttentionSpec:
     return read_timm.read_attention(attn)
 
 
+_checked: weakref.WeakKeyDictionary[nn.Module, tuple[int, int]] = weakref.WeakKeyDictionary()  # masks, as they were
+
+
+def _check_swin_mask(block: Any) -> None:
+    """Check, once and after a change, that the mask hides what the shift has made neighbours: the op makes its own."""
+    mask = block.attn_mask
+    if mask is None or block.dynamic_mask or is_dynamo_compiling() or mask.is_meta or is_fake(mask):
+        return
+    version = mask.data_ptr(), 0 if mask.is_inference() else mask._version
+    if _checked.get(block) != version:
+        if not torch.equal(mask, block.get_attn_mask(device=mask.device, dtype=mask.dtype)):
+            raise CannotFuse("an attn_mask with other values than its class makes")
+        _checked[block] = version
+
+
 def read_swin_block(block: Any) -> WindowBlock:
+    _check_swin_mask(block)
     first = read.read_half(read_swin_attention, _SWIN_HALF, block)
     second = read.read_half(read_mlp, {"mlp": MLP, "norm2": NORM, "drop_path2": DROP_PATH}, block)
     attn = block.attn

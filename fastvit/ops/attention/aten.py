@@ -174,7 +174,7 @@ def _samples(
     if tensors[0].numel() == 0:
         return
     places = window_places.of(tensors[0], within)
-    mask = mask_of_windows(mask, places, within.shift_bias)
+    mask = mask_of_windows(mask, places, within.shift_bias, tensors[0].dtype)
     alone = mask is not None and mask.shape[0] > 1
     for i, at in enumerate([slice(i, i + 1) for i in range(B)] if alone else [slice(0, B)]):
         its = None if relative is None else Relative(*[to_windows(t[at], places) for t in relative])

@@ -63,12 +63,14 @@ def of(x: Tensor, windows: Windows) -> WindowPlaces:
     return window_places(*grid)
 
 
-def mask_of_windows(mask: Tensor | None, at: WindowPlaces, shift_bias: float) -> Tensor | None:
-    """Return one mask for the roll and the caller's mask (windows or 1, H or 1, n or 1, n)."""
+def mask_of_windows(mask: Tensor | None, at: WindowPlaces, shift_bias: float, dtype: torch.dtype) -> Tensor | None:
+    """Return one mask for the roll and the caller's mask (windows or 1, H or 1, n or 1, n). dtype: of the scores, in
+    which `shift_bias` is added."""
     if mask is None or at.together is None:
         return at.together if mask is None else mask
     if not is_added(mask):
         return mask & at.together
+    mask = mask.to(torch.promote_types(mask.dtype, dtype))
     apart = mask + shift_bias
     if at.exists is not None:
         apart = torch.where(at.exists[:, None, None], apart, -torch.inf)
