@@ -11,6 +11,7 @@ import pickle
 import re
 import zipfile
 from collections.abc import Collection, Mapping
+from numbers import Number
 from pathlib import Path
 from typing import Any
 
@@ -213,14 +214,22 @@ def unwrapped(content: Any, where: str) -> tuple[Any, str]:
 
 
 def one_state_dict(content: Any, where: str) -> dict[str, Tensor]:
-    """Return the one state_dict in a file's content, with the names that it has there."""
+    """Return the one state_dict in a file's content, with the names that it has there, and without numbers such as an
+    epoch, or the `n_averaged` of torch.optim.swa_utils.AveragedModel."""
     content, _ = unwrapped(content, where)
+    if isinstance(content, Mapping):
+        content = {key: value for key, value in content.items() if not _is_number(key, value)}
     if not isinstance(content, Mapping) or not content:
         raise CheckpointError(f"{where} holds no state_dict but a {type(content).__name__}")
     wrong = [f"{key!r}: {type(value).__name__}" for key, value in content.items() if not _is_plain(key, value)]
     if wrong:
         raise CheckpointError(f"{where} is no state_dict: not a name with a dense tensor: {first(wrong)}")
     return dict(content)
+
+
+def _is_number(key: Any, value: Any) -> bool:
+    """Return whether this is no weight but a number, which no model has outside of its modules."""
+    return isinstance(value, Number) or (type(value) is Tensor and value.dim() == 0 and "." not in str(key))
 
 
 def _is_plain(key: Any, value: Any) -> bool:

@@ -38,7 +38,8 @@ def load(model: VisionTransformer, weights: Weights, *, drop_head: bool = False)
         weights: a path or repository as for `read`, or a state_dict; also inside {"state_dict": ...}, {"model": ...} or
             another dict of a training checkpoint, if only one holds tensors; with a prefix that all names have
             (DistributedDataParallel's "module.", Lightning's "model."), and with the names of torch.compile, activation
-            checkpointing and FSDP anywhere in a name.
+            checkpointing and FSDP anywhere in a name. Numbers next to the weights are left out, as those of an
+            AveragedModel.
         drop_head: leave out the file's weights after the last norm (classifier, pooler, and attention pooling unless
             the model has it too); the model's own keep their values.
 

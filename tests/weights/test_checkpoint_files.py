@@ -302,3 +302,18 @@ def test_names_that_are_refused(cache: Path, tmp_path: Path) -> None:
     ):
         with pytest.raises(error, match=message):
             fastvit.create_model(*arguments)
+
+
+def test_numbers_next_to_weights() -> None:
+    """As AveragedModel and trainers have them."""
+    model = fastvit.VisionTransformer(**ONE_BLOCK)
+    averaged = torch.optim.swa_utils.AveragedModel(model)
+    averaged.update_parameters(model)
+    for content in (
+        averaged.state_dict(),
+        {"state_dict": averaged.state_dict(), "epoch": 3},
+        {**model.state_dict(), "epoch": 3, "decay": torch.tensor(0.9)},
+    ):
+        other = fastvit.VisionTransformer(**ONE_BLOCK)
+        checkpoints.load(other, content)
+        assert_loaded(other, model.state_dict())
