@@ -11,6 +11,8 @@ from torch import nn
 from torch.compiler import is_dynamo_compiling
 from torch.utils.checkpoint import checkpoint
 
+from fastvit.blocks.stand_in import put_on, take_off
+
 
 class Recompute(NamedTuple):
     """`recompute` of the ops of a block.
@@ -35,7 +37,7 @@ def recompute_of(module: nn.Module) -> Recompute:
 
 def recompute_all(block: nn.Module) -> None:
     """Let the backward pass run the whole block again, whatever its forward is."""
-    block.forward = partial(_checkpointed, block, vars(block).get("forward"))
+    put_on(block, partial(_checkpointed, block, vars(block).get("forward")))
 
 
 def recomputes_all(module: nn.Module) -> bool:
@@ -53,9 +55,7 @@ def recompute_as_by_default(block: nn.Module) -> None:
     """Undo `recompute_all`, and remove the attribute."""
     vars(block).pop(ATTRIBUTE, None)
     if recomputes_all(block):
-        before = vars(block).pop("forward").args[1]
-        if before is not None:
-            block.forward = before
+        take_off(block, vars(block)["forward"].args[1])
 
 
 def _checkpointed(block: nn.Module, forward: Any, /, *args: Any, **kwargs: Any) -> Any:

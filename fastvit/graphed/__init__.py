@@ -10,6 +10,7 @@ from functools import partial
 from torch import nn
 
 from fastvit._base.output import wrapped
+from fastvit.blocks.stand_in import put_on, take_off
 from fastvit.graphed.forward import Graphed, graphed_of, method_of
 from fastvit.graphed.rounding import round_batch, round_tokens
 from fastvit.graphed.version import why_not
@@ -92,8 +93,8 @@ def graphs(model: nn.Module, *, batches: Sequence[int] | None = None, keep: int 
     tensors. Two calls of a kind warm up, in training with their backward passes; the third is captured. Parameters may
     change in place, as optimizers and load_state_dict change them. Loss, GradScaler and optimizer run as they are, and
     so do hooks on parameters and on the model itself. In DistributedDataParallel(model), gradients are given out in
-    groups of 25 MiB, so that they travel while others are computed. nn.DataParallel and torch.jit.script need the model
-    restored.
+    groups of 25 MiB, so that they travel while others are computed. Shallow copies, and the replicas of
+    nn.DataParallel, run without graphs; torch.jit.script needs the model restored.
 
     Python state outside of the model is as it was at the capture: globals, closures, attributes of functions and of
     tensors, environment variables, PyTorch's backend flags. After a change there, `fastvit.restore(model)` and a new
@@ -143,7 +144,7 @@ def graphs(model: nn.Module, *, batches: Sequence[int] | None = None, keep: int 
         parts.append(Graphed(model, "_blocks_packed", keep, of_lists, None))
     for part in parts:
         part.reasons = parts[0].reasons  # one warning for each
-        setattr(model, part.name, method_of(part))
+        put_on(model, method_of(part), part.name)
     return GraphsReport(parts)
 
 
@@ -156,10 +157,8 @@ def remove(model: nn.Module) -> None:
     """Undo `graphs` for the model and the modules in it. Does nothing to others."""
     for module in model.modules():
         for part in graphed_parts(module):
-            delattr(module, part.name)
+            take_off(module, part.before, part.name)
             part.forget()
-            if part.before is not None:
-                setattr(module, part.name, part.before)
 
 
 def check_without_graphs(model: nn.Module) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from fastvit.blocks.recompute import is_fitted
+from fastvit.blocks.stand_in import put_on, take_off
 from fastvit.graphed import check_without_graphs, remove
 from fastvit.integrations import pixels
 from fastvit.integrations.decide import advice, decide, part
@@ -31,7 +32,8 @@ def accelerate(
     model. Call it before torch.compile. A second call replaces the first.
 
     Each accelerated module refers to itself through its forward, so the memory of a deleted model is freed at the next
-    garbage collection, or at once after `restore`. nn.DataParallel and torch.jit.script need the model restored;
+    garbage collection, or at once after `restore`. Deep copies and pickles are accelerated; shallow copies, and the
+    replicas of nn.DataParallel, run the modules' own forwards. torch.jit.script needs the model restored;
     DistributedDataParallel and FSDP2 do not.
 
     A linear layer with a LoRA adapter of peft, added before or later, is called as a module between the fused ops; with
@@ -87,7 +89,7 @@ def accelerate(
         )
     for name, module, _, _, handler in decisions:
         if handler is not None:
-            module.forward = partial(fused_forward, handler, module, type(module), name)
+            put_on(module, partial(fused_forward, handler, module, type(module), name))
     if mean is not None and std is not None:
         pixels.put_on(model, embeddings, mean, std)
     return report
@@ -96,8 +98,8 @@ def accelerate(
 def _check(name: str, module: nn.Module) -> None:
     if isinstance(module, nn.DataParallel):
         raise ValueError(
-            f"model has an nn.DataParallel ({name}), whose replicas would run the first device's modules: accelerate "
-            "the module in it and run that on one device, or in DistributedDataParallel"
+            f"model has an nn.DataParallel ({name}), whose replicas run the modules' own forwards: accelerate the "
+            "module in it and run that on one device, or in DistributedDataParallel"
         )
     if isinstance(module, torch.jit.ScriptModule):
         raise ValueError(
@@ -121,7 +123,7 @@ def restore(model: nn.Module) -> None:
     for module in model.modules():
         forward = module.__dict__.get("forward")
         if isinstance(forward, partial) and forward.func is fused_forward:
-            del module.__dict__["forward"]
+            take_off(module)
     pixels.take_off(model)
 
 

@@ -15,6 +15,7 @@ from models import Calls, accelerate_as_it_was, close
 from torch import Tensor, nn
 
 import fastvit
+from fastvit.blocks.recompute import recompute_all, recompute_as_by_default
 
 
 def test_accelerate_and_restore_are_idempotent_and_make_no_tensor(vit: nn.Module, image: Tensor) -> None:
@@ -51,6 +52,35 @@ def test_deepcopy_and_pickle_stay_accelerated_and_apart(vit: nn.Module, image: T
         assert "forward" not in other.blocks[0].__dict__
     assert torch.equal(vit(image), want)
     assert "forward" in vit.blocks[0].__dict__
+
+
+SHALLOW: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "copy": copy.copy,
+    "replica": lambda module: module._replicate_for_data_parallel(),  # what nn.DataParallel makes for each device
+}
+
+
+@pytest.mark.parametrize("how", SHALLOW)
+@pytest.mark.parametrize("put_on", ["accelerate", "fit", "graphs", "compiled"])
+def test_shallow_copies_run_their_own_parts(how: str, put_on: str, vit: nn.Module) -> None:
+    """And the original runs its own, as before."""
+    block, x = vit.blocks[0], torch.randn(2, 5, 64, device=vit.pos_embed.device)
+    want = block(x)
+    if put_on in ("accelerate", "compiled"):
+        fastvit.accelerate(block, strict=True)
+    elif put_on == "fit":
+        recompute_all(block)
+    else:
+        fastvit.graphs(block)
+    copied = SHALLOW[how](block)
+    copied._modules = {**block._modules, "mlp": nn.Identity()}
+    plain = copy.copy(copied)
+    fastvit.restore(plain) if put_on != "fit" else recompute_as_by_default(plain)
+    expected = plain(x)
+    assert not close(expected, want)
+    call = torch.compile(copied, backend="eager", fullgraph=True) if put_on == "compiled" else copied
+    assert close(call(x), expected)
+    assert close(block(x), want)
 
 
 def test_timms_attention_drops_and_scales_as_its_own_does(device: torch.device, image: Tensor) -> None:
