@@ -28,7 +28,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 
-from fastvit.blocks import unchanged
 from fastvit.ops.runtime import backend as backends
 from fastvit.ops.runtime import device as devices
 from fastvit.ops.runtime import dtypes, record, registry
@@ -167,6 +166,7 @@ def record_step(recorder: Recorder, spec: StepSpec, multiprocessors: int | None 
         ValueError: the model refuses the size.
     """
     seen = trace_step(spec).seen
+    record.available()  # builds the code that replays calls, into Triton's cache
     with recording(recorder, multiprocessors), torch.no_grad():
         for op, leaves, nested in dict.fromkeys((op.op, op.leaves, op.nested) for op in seen.ops):
             arguments, keywords = without_data(leaves, nested, "meta")
@@ -185,12 +185,6 @@ def gpu_at_hand() -> tuple[str, int]:
     device = torch.device("cuda", torch.cuda.current_device())
     count = torch.cuda.get_device_properties(device).multi_processor_count
     return devices.arch(torch.empty(0, device=device)), count
-
-
-def build_host_code() -> None:
-    """Build what compares and replays calls on the host: two files of C, into Triton's cache."""
-    record.available()
-    unchanged.compiled()
 
 
 def compiled(launch: Launch) -> bool:

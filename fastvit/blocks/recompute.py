@@ -55,7 +55,7 @@ def recompute_as_by_default(block: nn.Module) -> None:
     """Undo `recompute_all`, and remove the attribute."""
     vars(block).pop(ATTRIBUTE, None)
     if recomputes_all(block):
-        take_off(block, vars(block)["forward"].args[1])
+        take_off(block)
 
 
 def _checkpointed(block: nn.Module, forward: Any, /, *args: Any, **kwargs: Any) -> Any:

@@ -81,7 +81,6 @@ def run(args: argparse.Namespace) -> int:
     if not launches:
         raise ValueError(f"{step}: Triton takes none of its ops")
     start, compiled_now, failed = time.perf_counter(), 0, 0
-    warmup.build_host_code()
     processes = min(args.processes or warmup.cores(), len(launches))
     with terminal.progress(len(launches), "compiling") as progress:
         for launch, compiled in warmup.in_processes(warmup.compiled, launches, processes):

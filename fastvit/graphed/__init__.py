@@ -157,7 +157,7 @@ def remove(model: nn.Module) -> None:
     """Undo `graphs` for the model and the modules in it. Does nothing to others."""
     for module in model.modules():
         for part in graphed_parts(module):
-            take_off(module, part.before, part.name)
+            take_off(module, part.name)
             part.forget()
 
 

@@ -30,7 +30,7 @@ from fastvit.graphed.captured import (
 )
 from fastvit.graphed.kind import WARM_UPS, Kind, circumstances, ddp_runs, described, is_constant
 from fastvit.graphed.recorder import Unfit
-from fastvit.graphed.rounding import Leaves, grown, rows_are_independent
+from fastvit.graphed.rounding import Leaves, coarsest, grown, rows_are_independent
 from fastvit.graphed.version import OPAQUE, Version, versions_of, why_not
 from fastvit.modules.features import Backbone
 from fastvit.ops.runtime import backend
@@ -148,8 +148,6 @@ class Graphed:
             if (tensors := version.tensors(self.model)) is not None:
                 self._versions.insert(0, self._versions.pop(i))
                 return version, *tensors
-        if reason := why_not([*self.model.parameters(), *self.model.buffers()]):
-            raise Unfit(reason)
         if self._made["version"] == _MOST_VERSIONS:
             raise Unfit(
                 self._refusal or "the model changes too often: its modes, hooks, parameters or other attributes"
@@ -237,6 +235,7 @@ class Graphed:
         """Run a call as it is, and with more rows unless that has been done. Note whether the results agree."""
         result = plain()
         if kind.rows_are_independent is None and leaves.rows:
+            own = Outputs.of(result).tensors
             of, before = self._arena(kind, tensors[0].device).recorder, copies(buffers)
             random = of.random_state()  # what it draws does not count
 
@@ -244,11 +243,8 @@ class Graphed:
                 with of.drawing_from(random):
                     return run(tensors)
 
-            dtypes, device = {p.dtype for p in self.model.parameters()}, of.device.type
-            if torch.is_autocast_enabled(device):
-                dtypes.add(torch.get_autocast_dtype(device))
-            own = Outputs.of(result).tensors
-            kind.rows_are_independent = rows_are_independent(drawn, own, tensors, leaves, dtypes)
+            precision = coarsest([*tensors, *own, *self.model.parameters()])
+            kind.rows_are_independent = rows_are_independent(drawn, own, tensors, leaves, precision)
             put_back(buffers, before)
             kind.calls += 1
         if kind.rows_are_independent is False:

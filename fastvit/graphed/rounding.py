@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -81,28 +81,22 @@ def grown(tensors: Sequence[Tensor], sizes: Sequence[int | None], *, filled: boo
 
 def rows_are_independent(
     run: Callable[[Sequence[Tensor]], Any], own: Sequence[Tensor], tensors: Sequence[Tensor], leaves: Leaves,
-    dtypes: set[torch.dtype],
+    precision: float,
 ) -> bool:  # fmt: skip
     """Return whether the first rows of a call's results stay as they are when rows are added.
 
     Runs of one size have to agree exactly, whatever is in the rows that are added. The call's own results come from
-    another size, and PyTorch may choose other kernels for it: the two may differ by their rounding errors, which are
-    taken to be 2 ulp of the largest value in the coarsest dtype for each, and 2^-16 of it for sums in float32.
+    another size, for which PyTorch may choose other kernels: both may have an error of 2 ulp of the largest value, and
+    together 2^-16 of it from sums in float32.
 
     Args:
         run: the model's forward.
         own: tensors that the call returned as it was.
         tensors: of the call; `leaves` says how many rows they get.
-        dtypes: in which the model computes, in addition to those of its arguments and results.
+        precision: eps of the coarsest dtype in which the model computes.
     """
     zeros, others = (Outputs.of(run(grown(tensors, leaves.sizes, filled=filled))).tensors for filled in (False, True))
-    if not len(own) == len(zeros) == len(others):
-        return False
-    floating = [dtype for dtype in {*dtypes, *(t.dtype for t in (*tensors, *own))} if dtype.is_floating_point]
-    precision = max(torch.finfo(dtype).eps for dtype in floating) if floating else 0
-    if float32_precision() != "highest":
-        precision = max(precision, 2**-10)  # of TF32
-    return all(
+    return len(own) == len(zeros) == len(others) and all(
         t.dim() > 0
         and len(t) == leaves.rows
         and t.shape[1:] == a.shape[1:] == b.shape[1:]
@@ -112,10 +106,16 @@ def rows_are_independent(
     )
 
 
+def coarsest(tensors: Iterable[Tensor]) -> float:
+    """Return the largest eps of the dtypes in which a model of such tensors computes now."""
+    dtypes = {t.dtype for t in tensors if t.is_floating_point()}
+    dtypes |= {torch.get_autocast_dtype(t.device.type) for t in tensors if torch.is_autocast_enabled(t.device.type)}
+    tf32 = 2**-10 if float32_precision() != "highest" else 0.0
+    return max(tf32, *(torch.finfo(dtype).eps for dtype in dtypes), 0.0)
+
+
 def _agree(a: Tensor, b: Tensor, tolerance: float) -> bool:
     """Compare two tensors of one shape. tolerance: of the largest finite value."""
-    if a.is_complex():
-        a, b = torch.view_as_real(a), torch.view_as_real(b)
-    a, b = a.double(), b.double()
-    largest = float(b.nan_to_num(0, 0, 0).abs().max()) if tolerance and b.numel() else 0.0
-    return torch.allclose(a, b, rtol=0, atol=tolerance * largest, equal_nan=True)
+    a, b = (torch.view_as_real(t) if t.is_complex() else t for t in (a, b))
+    largest = float(b.double().nan_to_num(0, 0, 0).abs().max()) if tolerance and b.numel() else 0.0
+    return torch.allclose(a.double(), b.double(), rtol=0, atol=tolerance * largest, equal_nan=True)

@@ -40,37 +40,34 @@ _MANAGED_DICT = 1 << 4  # a flag of types: what objects have as __dict__ takes n
 class Version:
     """A model as it was at some time. It keeps neither the model nor its tensors alive.
 
-    model: whose parameters and buffers `why_not` takes.
     reason: why no graph can stand for the model, or None.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._same: dict[Any, Callable[..., bool]] = {}
         self._record, self.reason, compiled = None, None, unchanged.compiled()
-        if compiled is None:
-            self.reason = "there is no C compiler, without which changes of the model would not be seen"
-            return
-        types: set[type] = set()
-        record = compiled.record(model, OPAQUE, types)
-        hidden = sorted(kind.__name__ for kind in types if not _is_compared(kind))
-        parameters, buffers = list(model.parameters()), list(model.buffers())
+        parameters, buffers, types = list(model.parameters()), list(model.buffers()), set[type]()
+        record = None if compiled is None else compiled.record(model, OPAQUE, types)
         found = {} if record is None else unchanged.tensors_in(record)
         order = dict.fromkeys([*map(id, parameters), *map(id, buffers), *found])
-        if hidden:
+        if compiled is None:
+            self.reason = "there is no C compiler, without which changes of the model would not be seen"
+        elif hidden := sorted(kind.__name__ for kind in types if not _is_compared(kind)):
             self.reason = f"the model holds a {hidden[0]}, which could change inside unseen"
         elif record is None or len(order) > len(found):
             self.reason = "the model holds more values than can be compared in every call"
         elif has_foreign_hooks(model):
             self.reason = "there are hooks on modules in it, which replays do not call"
         else:
-            self._template = tuple([found[i] for i in order])
-            self._counts = len(parameters), len(parameters) + len(buffers)
+            self._template, self._counts = (
+                tuple([found[i] for i in order]),
+                (len(parameters), len(parameters + buffers)),
+            )
             tensors = compiled.recall(model, record, self._template, OPAQUE)
-            self.reason = next(filter(None, map(_why_not, tensors)), None)
+            self.reason = why_not(tensors)
         if self.reason is None:
             self._record = record
-            self._elsewhere = [i for i, t in enumerate(tensors) if t.device != tensors[0].device]
-            self._addresses, self._state = [*map(Tensor.data_ptr, tensors)], self._state_of(tensors)
+            self._addresses, self._state = [*map(Tensor.data_ptr, tensors)], _state_of(tensors)
             self._memory = [StorageWeakRef(t.untyped_storage()) for t in tensors] if StorageWeakRef else []
 
     def tensors(self, model: nn.Module) -> tuple[Sequence[Tensor], Sequence[Tensor]] | None:
@@ -82,8 +79,8 @@ class Version:
         if tensors is None or [*map(Tensor.data_ptr, tensors)] != self._addresses:
             return None
         mode = torch.is_inference_mode_enabled(), is_any_autocast_enabled is None or is_any_autocast_enabled()
-        if mode not in self._same or self._elsewhere or not self._same[mode](*tensors):
-            if self._state_of(tensors) != self._state:
+        if mode not in self._same or not self._same[mode](*tensors):
+            if _state_of(tensors) != self._state:
                 return None
             if TensorGuards is not None and tensors:  # compares in a fifth of the time, within one mode
                 sizes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]
@@ -94,11 +91,6 @@ class Version:
     def is_gone(self) -> bool:
         """Return whether memory of a tensor has been freed, so that no model can be of this version again."""
         return any(memory.expired() for memory in self._memory)
-
-    def _state_of(self, tensors: Sequence[Tensor]) -> Any:
-        # Numbers that a kernel gets from another device are part of its launch
-        numbers = versions_of([tensors[i] for i in self._elsewhere])
-        return [*map(_read, tensors)], [*map(Tensor.stride, tensors)], numbers
 
 
 def _is_compared(kind: type) -> bool:
@@ -114,22 +106,24 @@ def _is_compared(kind: type) -> bool:
 def why_not(tensors: Sequence[Tensor], of: str = "the model has") -> str | None:
     """Return why graphs cannot use tensors, or None. of: whose they are, for the message."""
     for t in tensors:
-        if reason := _why_not(t, of):
-            return reason
+        if type(t) not in (Tensor, Parameter):
+            why = ": fully_shard (FSDP2) gathers parameters within every call" * (type(t).__name__ == "DTensor")
+            return f"{of} a {type(t).__name__}{why}"
+        if t.layout is not torch.strided or t.is_nested:
+            return f"{of} a sparse or nested tensor"
         if t.device != tensors[0].device:
             return f"{of} tensors on several devices"
     return None
 
 
-def _why_not(t: Tensor, of: str = "the model has") -> str | None:
-    if type(t) not in (Tensor, Parameter):
-        why = ": fully_shard (FSDP2) gathers parameters within every call" * (type(t).__name__ == "DTensor")
-        return f"{of} a {type(t).__name__}{why}"
-    return f"{of} a sparse or nested tensor" if t.layout is not torch.strided or t.is_nested else None
+_read = operator.attrgetter("requires_grad", "dtype", "shape")
+
+
+def _state_of(tensors: Sequence[Tensor]) -> Any:
+    return [*map(_read, tensors)], [*map(Tensor.stride, tensors)]
 
 
 _version = operator.attrgetter("_version")
-_read = operator.attrgetter("requires_grad", "dtype", "shape")
 
 
 def versions_of(tensors: Sequence[Tensor]) -> list[int]:

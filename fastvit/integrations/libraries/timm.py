@@ -71,14 +71,11 @@ def read_swin_attention(attn: Any) -> AttentionSpec:
     return read_timm.read_attention(attn)
 
 
-_checked: weakref.WeakKeyDictionary[nn.Module, tuple[int, int]] = weakref.WeakKeyDictionary()  # masks, as they were
+_checked: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()  # where their masks are, and changes
 
 
-def _check_swin_mask(block: Any) -> None:
-    """Check, once and after a change, that the mask hides what the shift has made neighbours: the op makes its own."""
-    mask = block.attn_mask
-    if mask is None or block.dynamic_mask or is_dynamo_compiling() or mask.is_meta or is_fake(mask):
-        return
+def _check_swin_mask(block: Any, mask: Tensor) -> None:
+    """Check, once and after a change, that a mask hides what the shift has made neighbours: the op makes its own."""
     version = mask.data_ptr(), 0 if mask.is_inference() else mask._version
     if _checked.get(block) != version:
         if not torch.equal(mask, block.get_attn_mask(device=mask.device, dtype=mask.dtype)):
@@ -87,7 +84,9 @@ def _check_swin_mask(block: Any) -> None:
 
 
 def read_swin_block(block: Any) -> WindowBlock:
-    _check_swin_mask(block)
+    mask = block.attn_mask
+    if not (mask is None or block.dynamic_mask or is_dynamo_compiling() or mask.is_meta or is_fake(mask)):
+        _check_swin_mask(block, mask)
     first = read.read_half(read_swin_attention, _SWIN_HALF, block)
     second = read.read_half(read_mlp, {"mlp": MLP, "norm2": NORM, "drop_path2": DROP_PATH}, block)
     attn = block.attn

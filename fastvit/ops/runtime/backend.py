@@ -213,8 +213,8 @@ def has_lazy_values(tensors: Iterable[Tensor]) -> bool:
 _warned: set[tuple[str, str]] = set()
 
 
-def warn_or_raise(name: str, reason: str) -> None:
-    """Say that Triton cannot take a call: raise if strict, else warn once for each reason."""
+def fall_back(name: str, reason: str) -> None:
+    """Raise that Triton cannot take a call if strict, else warn once for each reason."""
     if settings()[1]:
         raise KernelUnsupported(f"fastvit::{name}: {reason}")
     if (name, reason) not in _warned:

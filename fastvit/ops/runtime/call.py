@@ -37,11 +37,11 @@ from torch.nn import Parameter
 from fastvit.kernels import _tuned
 from fastvit.ops.runtime.backend import (
     Path,
+    fall_back,
     has_lazy_values,
     is_observed,
     is_on_current_device,
     wants_triton,
-    warn_or_raise,
 )
 from fastvit.ops.runtime.device import float32_precision
 from fastvit.ops.runtime.dtypes import autocast_dtype
@@ -160,7 +160,9 @@ def _unknown(op: str, arguments: tuple[Any, ...], options: Key) -> tuple[Call, l
         if not tensors:
             return _DISPATCHED
         if any(t.layout is not torch.strided for t in tensors):
-            return _without_strides(op, tensors[0])
+            if wants_triton(tensors[0]):
+                fall_back(op, "a tensor has no strides")
+            return UNKEPT[Path.ATEN], []
         settings, shape = _settings(tensors[0]), tensors[0].shape
     except (AttributeError, TypeError, RuntimeError):  # RuntimeError: from a nested tensor, which has no shape
         return _DISPATCHED
@@ -189,13 +191,6 @@ def _unknown(op: str, arguments: tuple[Any, ...], options: Key) -> tuple[Call, l
     if _module is None:
         return in_python
     return RecordedCall(path, key, (pattern, pattern_of_options, settings, _guards(tensors))), tensors
-
-
-def _without_strides(op: str, x: Tensor) -> tuple[Call, list[Any]]:
-    """Begin a call of which a tensor is sparse, or of another layout that kernels and views do not take."""
-    if wants_triton(x):
-        warn_or_raise(op, "a tensor has no strides")
-    return UNKEPT[Path.ATEN], []
 
 
 _module: Any = None  # of replay.c, from the first call that is recorded

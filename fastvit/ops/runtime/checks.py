@@ -137,7 +137,7 @@ def check_row_scale(name: str, x: Tensor, row_scale: Tensor | None) -> None:
     if x.dim() < 2:
         raise ValueError(f"row_scale needs {name} with a batch dimension, got shape {tuple(x.shape)}")
     check_like(name, x, ("row_scale", row_scale, x.shape[:1], "(B,)" if x.dim() > 2 else "(T,)"), dtype=False)
-    if row_scale.is_complex():
+    if row_scale.dtype.is_complex:
         raise TypeError(f"row_scale must be of real numbers, got {row_scale.dtype}")
     if row_scale.requires_grad and torch.is_grad_enabled():
         raise ValueError("row_scale must not require a gradient: it is not differentiated; detach() it")

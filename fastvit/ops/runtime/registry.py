@@ -21,9 +21,9 @@ from fastvit.ops.runtime.backend import (
     KernelUnsupported,
     Path,
     choose_path,
+    fall_back,
     is_jit_tracing,
     wants_triton,
-    warn_or_raise,
 )
 from fastvit.ops.runtime.call import begin
 from fastvit.ops.runtime.torch_private import is_any_autocast_enabled
@@ -85,7 +85,7 @@ def register(
         try:
             return launcher()(*args) if out is None else launcher()(*args, out=out)
         except KernelUnsupported as reason:
-            warn_or_raise(name, str(reason))
+            fall_back(name, str(reason))
             if (recorder := record.current()) is not None:
                 recorder.refusal = "a kernel was refused"
             with _isolated(args[0]):
