@@ -169,31 +169,29 @@ static int visit_list_of(Walk *walk, PyObject *items) { /* steals the list */
     return noted;
 }
 
-static int visit_ordered(Walk *walk, PyObject *dict) { /* Its order is not that of the dict that it is made of. */
+static int visit_order(Walk *walk, PyObject *dict) { /* of an OrderedDict: not that of the dict that it is made of */
     PyObject *keys = PyODict_Type.tp_iter(dict);
     int noted = keys != NULL && visit_list_of(walk, PySequence_List(keys));
     Py_XDECREF(keys);
     return noted;
 }
 
-static int visit_container(Walk *walk, PyObject *value) { /* of a class derived from a dict, list, tuple or set */
-    if (walk->opaque == NULL) return 1;
-    return goes_through(walk, value) && note_version(walk, Py_TYPE(value)) &&
-           (Py_TYPE(value)->tp_dictoffset == 0 || visit_dict_of(walk, value)) &&
-           (!PyODict_Check(value) || PyDict_GET_SIZE(value) < 2 || visit_ordered(walk, value));
+static int visit_derived(Walk *walk, PyObject *value) { /* what a container has in addition to its members */
+    PyTypeObject *type = Py_TYPE(value);
+    if (walk->opaque == NULL || type == &PyDict_Type || type == &PyTuple_Type || type == &PyList_Type) return 1;
+    if (PyODict_Check(value) && PyDict_GET_SIZE(value) > 1 && !visit_order(walk, value)) return 0;
+    if (PyODict_CheckExact(value) || PyAnySet_CheckExact(value)) return 1;
+    return goes_through(walk, value) && note_version(walk, type) &&
+           (type->tp_dictoffset == 0 || visit_dict_of(walk, value));
 }
 
 static int visit_value(Walk *walk, PyObject *value) {
-    if (PyDict_Check(value)) {
-        if (!PyDict_CheckExact(value) && !visit_container(walk, value)) return 0;
-        return visit_items(walk, value, DICT, PyDict_GET_SIZE(value));
-    }
-    if (PyTuple_Check(value) || PyList_Check(value)) {
-        if (!PyTuple_CheckExact(value) && !PyList_CheckExact(value) && !visit_container(walk, value)) return 0;
-        return visit_items(walk, value, SEQUENCE, PySequence_Fast_GET_SIZE(value));
-    }
+    if (PyDict_Check(value))
+        return visit_derived(walk, value) && visit_items(walk, value, DICT, PyDict_GET_SIZE(value));
+    if (PyTuple_Check(value) || PyList_Check(value))
+        return visit_derived(walk, value) && visit_items(walk, value, SEQUENCE, PySequence_Fast_GET_SIZE(value));
     if (PyAnySet_Check(value)) {
-        if (!PyAnySet_CheckExact(value) && !visit_container(walk, value)) return 0;
+        if (!visit_derived(walk, value)) return 0;
         if (PySet_GET_SIZE(value) == 0) return note(walk, empty);
         return walk->opaque != NULL && visit_list_of(walk, PySequence_List(value));
     }
