@@ -293,6 +293,8 @@ def attention_bwd_mask(
     block_m, block_n, num_warps, _ = _tile(_DMASK, instructions, n, head_dim, has_dropout, arch)
     if kind == "windows":
         block_n = min(block_n, 32 if instructions == "wgmma" else 16)
+        if instructions == "float32" and head_dim > 64:
+            num_warps = 4  # 8 spill 368 bytes at d = 128, and take 630 slots a score instead of 470
     return AttentionBackwardConfig(
         block_m, block_n, False, 0, _parts(head_dim, instructions), num_warps, _stages(itemsize, arch)
     )

@@ -4,9 +4,9 @@ By default sm_90 and one launch of each kernel, in bfloat16, with most of its op
 options also the plain one. `make nightly` takes all workloads that touch each kernel, for sm_90 and sm_80.
 FASTVIT_TARGETS=all (`make targets`) takes, by tier:
 
-- **first**, sm_90 and sm_80 in bfloat16 and float16: every width, head dimension, length, activation and option. No
-  spills, no narrow accesses, wgmma on Hopper, and the goals for issue slots. From triton 3.9 on, which takes more
-  registers and instructions, a loop may spill a little and the goals have leeway.
+- **first**, sm_90 and sm_80 in bfloat16 and float16: every width, head dimension, length, activation and option. One
+  instruction of a loop in 30 may be a spill; no narrow accesses, wgmma on Hopper, and the goals for issue slots. From
+  triton 3.9 on, which takes more registers and instructions, it is one in 10, and the goals have leeway.
 - **second**, sm_100, sm_120 and gfx942, float32 and TF32: it compiles, fits the shared memory, uses tensor cores as
   asked, and spills at most 64 bytes. One workload of each kind of kernel and class of head dimension (one part; two:
   64 + 8, 64 + 32; 128; 256), since a spill or an overflow follows from the tile, which is chosen by class. float16
@@ -72,8 +72,8 @@ def check_tier(rows: list[Row], target: str) -> None:
     assert not broken, "\n".join(broken)
     for row in rows:
         assert row["first_tier"] is (target in FIRST_TIER and row["dtype"] in ("bf16", "fp16"))
-        if not (row["first_tier"] and NEWER):  # whose loops the report judges
-            assert row["spill_bytes"] <= (0 if row["first_tier"] else 64)
+        if not row["first_tier"]:  # whose loops the report judges
+            assert row["spill_bytes"] <= 64
     matmuls = {row["kernel"] for row in rows if row["tensor_dots"] and row["tensor_instructions"]}
     assert matmuls >= {"attention_fwd_kernel", "linear_fwd_kernel"}
 
