@@ -211,6 +211,7 @@ CHANGES: dict[str, Callable[[nn.Module], Any]] = {
     "data": lambda m: setattr(m.head.weight, "data", torch.randn(5, 32)),
     "other strides": lambda m: setattr(m.blocks[0].attn.proj.weight, "data", m.blocks[0].attn.proj.weight.data.t()),
     "fewer values": lambda m: setattr(m.head, "_parameters", fewer(m.head)),
+    "swapped": lambda m: torch.utils.swap_tensors(m.head.weight, nn.Parameter(torch.randn(5, 32))),
     "loaded": lambda m: m.load_state_dict({n: t + 1 for n, t in m.state_dict().items()}, assign=True),
     "in place": lambda m: m.load_state_dict({n: t + 1 for n, t in m.state_dict().items()}),
 }
@@ -232,7 +233,7 @@ def test_a_changed_model_is_never_stale(change: str) -> None:
         torch.manual_seed(3)
         assert all(torch.equal(out, plain(IMAGE)) for out in got)
     assert replays(report)[-1] == (6 if change == "in place" else 2)
-    gone = change in ("a parameter", "moved", "data", "loaded", "a module", "in place")
+    gone = change in ("a parameter", "moved", "data", "swapped", "loaded", "a module", "in place")
     assert len(report.graphs) == (1 if gone else 2), "graphs of memory that was freed are released"
     assert not report.reasons
 
