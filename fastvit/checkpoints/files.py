@@ -229,7 +229,7 @@ def one_state_dict(content: Any, where: str) -> dict[str, Tensor]:
 
 def _is_number(key: Any, value: Any) -> bool:
     """Return whether this is no weight but a number, which no model has outside of its modules."""
-    return isinstance(value, Number) or (type(value) is Tensor and value.dim() == 0 and "." not in str(key))
+    return isinstance(value, Number) or (isinstance(value, Tensor) and value.dim() == 0 and "." not in str(key))
 
 
 def _is_plain(key: Any, value: Any) -> bool:

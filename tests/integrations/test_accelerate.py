@@ -2,6 +2,7 @@
 dropped silently."""
 
 import copy
+import functools
 import pickle
 from collections.abc import Callable
 from functools import partial
@@ -81,6 +82,31 @@ def test_shallow_copies_run_their_own_parts(how: str, put_on: str, vit: nn.Modul
     call = torch.compile(copied, backend="eager", fullgraph=True) if put_on == "compiled" else copied
     assert close(call(x), expected)
     assert close(block(x), want)
+
+
+class Copied(nn.LayerNorm):
+    """Copies itself, as modules may."""
+
+    def __copy__(self) -> nn.Module:
+        copied = type(self).__new__(type(self))
+        copied.__dict__.update(self.__dict__)
+        return copied
+
+
+def test_copies_of_copies_and_wrappers_of_other_libraries() -> None:
+    """A copy's state is its own; a wrapper that took the attributes of what it wraps is no stand-in."""
+    module = Copied(8)
+    fastvit.graphs(module)
+    copied = copy.copy(module)
+    copied.eps = 7.0
+    for other in (copied, copy.copy(copied), copy.deepcopy(copied), pickle.loads(pickle.dumps(copied))):
+        assert other.eps == 7.0
+        assert "forward" not in vars(other)
+    norm, x = nn.LayerNorm(8), torch.randn(2, 8)
+    fastvit.accelerate(norm)
+    inner = norm.forward
+    norm.forward = functools.update_wrapper(partial(lambda *args: inner(*args) + 1), inner)
+    assert close(copy.copy(norm)(x), norm(x))
 
 
 def test_timms_attention_drops_and_scales_as_its_own_does(device: torch.device, image: Tensor) -> None:

@@ -214,3 +214,6 @@ def test_a_mask_of_swin_that_was_edited() -> None:
             torch.testing.assert_close(block(x), expected)
         block.attn_mask.copy_(before)
         forward._warned.clear()
+    block.shift_size = (1, 1)
+    with pytest.warns(UserWarning, match="an attn_mask with other values"):
+        torch.testing.assert_close(block(x), type(block).forward(block, x))

@@ -71,16 +71,19 @@ def read_swin_attention(attn: Any) -> AttentionSpec:
     return read_timm.read_attention(attn)
 
 
-_checked: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()  # where their masks are, and changes
+_checked: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()  # their masks, and as what
 
 
 def _check_swin_mask(block: Any, mask: Tensor) -> None:
     """Check, once and after a change, that a mask hides what the shift has made neighbours: the op makes its own."""
-    version = mask.data_ptr(), 0 if mask.is_inference() else mask._version
-    if _checked.get(block) != version:
-        if not torch.equal(mask, block.get_attn_mask(device=mask.device, dtype=mask.dtype)):
+    sizes = (*block.shift_size, *block.window_size, *block.input_resolution)
+    version = mask.data_ptr(), None if mask.is_inference() else mask._version, sizes
+    before, known = _checked.get(block, (None, None))
+    if before is not mask or known != version or mask.is_inference():  # whose changes nothing counts
+        made = block.get_attn_mask(device=mask.device, dtype=mask.dtype)
+        if made is None or not torch.equal(mask, made):
             raise CannotFuse("an attn_mask with other values than its class makes")
-        _checked[block] = version
+        _checked[block] = mask, version
 
 
 def read_swin_block(block: Any) -> WindowBlock:
