@@ -26,7 +26,7 @@
 
 enum { MOST_ITEMS = 5000 };            /* modules in a cycle, or that lead to the whole model, have more */
 enum { MOST_VALUES = 4000000, DEEPEST = 1000 }; /* with `opaque`: some 30 ms, and 400 bytes each */
-enum Kind { TAG = 1, DICT, SEQUENCE, SEEN, TENSOR }; /* of a number in a record */
+enum Kind { TAG = 1, DICT, SEQUENCE, SEEN, TENSOR, REAL, IMAGINARY }; /* of a number in a record */
 
 typedef struct {
     PyObject *record;
@@ -150,8 +150,16 @@ static int goes_through(Walk *walk, PyObject *value) { /* Tell the caller; 0 if 
 
 static int visit_other(Walk *walk, PyObject *value) { /* an object of which only the type is known */
     int weak = PyType_SUPPORTS_WEAKREFS(Py_TYPE(value));
+    if (PyWeakref_CheckRef(value)) {
+        PyObject *object = referent(value); /* The record's reference to it may be this very one. */
+        return note_number(walk, SEQUENCE, 0) && visit(walk, object == NULL ? Py_None : object);
+    }
+    if (PyCFunction_Check(value) && PyCFunction_GET_SELF(value) != NULL && !PyModule_Check(PyCFunction_GET_SELF(value)))
+        return note_object(walk, value) && visit(walk, PyCFunction_GET_SELF(value)); /* a method of an object */
+    if (!weak && (PyLong_Check(value) || PyFloat_Check(value) || PyUnicode_Check(value) || PyBytes_Check(value)))
+        return note(walk, value); /* a plain value of a class of its own, as those of enumerations */
     if (PyType_Check(value)) return note_object(walk, value) && note_version(walk, (PyTypeObject *)value);
-    if (PySet_Contains(walk->opaque, (PyObject *)Py_TYPE(value)) || PyFunction_Check(value) || PyCFunction_Check(value))
+    if (PySet_Contains(walk->opaque, (PyObject *)Py_TYPE(value)) > 0 || PyFunction_Check(value) || PyCFunction_Check(value))
         return weak ? note_object(walk, value) : note(walk, value);
     if (PyMethod_Check(value)) /* a new object wherever it is bound */
         return visit(walk, PyMethod_GET_FUNCTION(value)) && visit(walk, PyMethod_GET_SELF(value));
@@ -180,7 +188,7 @@ static int visit_derived(Walk *walk, PyObject *value) { /* what a container has 
     PyTypeObject *type = Py_TYPE(value);
     if (walk->opaque == NULL || type == &PyDict_Type || type == &PyTuple_Type || type == &PyList_Type) return 1;
     if (PyODict_Check(value) && PyDict_GET_SIZE(value) > 1 && !visit_order(walk, value)) return 0;
-    if (PyODict_CheckExact(value) || PyAnySet_CheckExact(value)) return 1;
+    if (PyODict_CheckExact(value)) return 1;
     return goes_through(walk, value) && note_version(walk, type) &&
            (type->tp_dictoffset == 0 || visit_dict_of(walk, value));
 }
@@ -191,13 +199,15 @@ static int visit_value(Walk *walk, PyObject *value) {
     if (PyTuple_Check(value) || PyList_Check(value))
         return visit_derived(walk, value) && visit_items(walk, value, SEQUENCE, PySequence_Fast_GET_SIZE(value));
     if (PyAnySet_Check(value)) {
-        if (!visit_derived(walk, value)) return 0;
         if (PySet_GET_SIZE(value) == 0) return note(walk, empty);
-        return walk->opaque != NULL && visit_list_of(walk, PySequence_List(value));
+        return walk->opaque != NULL && PyAnySet_CheckExact(value) && visit_list_of(walk, PySequence_List(value));
     }
     if (value == Py_None || PyBool_Check(value) || PyLong_CheckExact(value) || PyFloat_CheckExact(value) ||
         PyUnicode_CheckExact(value))
         return note(walk, value);
+    if (PyComplex_CheckExact(value))
+        return note_number(walk, REAL, PyComplex_RealAsDouble(value)) &&
+               note_number(walk, IMAGINARY, PyComplex_ImagAsDouble(value));
     if (!PyObject_TypeCheck(value, module_type)) {
         if (PyObject_TypeCheck(value, tensor_type)) return note_tensor(walk, value);
         return walk->opaque != NULL ? visit_other(walk, value) : PyCallable_Check(value) && note_object(walk, value);

@@ -91,14 +91,14 @@ def graphs(model: nn.Module, *, batches: Sequence[int] | None = None, keep: int 
     Calls are of one kind if shapes, dtypes and strides of their tensors, other arguments, autocast, which tensors want
     gradients, and all that the model holds are equal: modes, attributes, what is inside these, and the addresses of
     tensors. Two calls of a kind warm up, in training with their backward passes; the third is captured. Parameters may
-    change in place, as optimizers and load_state_dict change them. Loss, GradScaler and optimizer run as they are, and
-    so do hooks on parameters and on the model itself. In DistributedDataParallel(model), gradients are given out in
-    groups of 25 MiB, so that they travel while others are computed. Shallow copies, and the replicas of
+    change in place between steps, as optimizers and load_state_dict change them. Loss, GradScaler and optimizer run as
+    they are, and so do hooks on parameters and on the model itself. In DistributedDataParallel(model), gradients are
+    given out in groups of 25 MiB, so that they travel while others are computed. Shallow copies, and the replicas of
     nn.DataParallel, run without graphs; torch.jit.script needs the model restored.
 
     Python state outside of the model is as it was at the capture: globals, closures, attributes of functions and of
-    tensors, environment variables, PyTorch's backend flags. After a change there, `fastvit.restore(model)` and a new
-    call of `graphs` begin again.
+    tensors, containers that belong to a class, environment variables, PyTorch's backend flags. After a change there,
+    `fastvit.restore(model)` and a new call of `graphs` begin again.
 
     A call runs as without graphs, with one warning for each reason, if a graph could not do the same: hooks on modules
     in the model, tensors on a CPU, a checkpoint around the model, an operation that waits for the GPU, a model that

@@ -22,7 +22,7 @@ _GROUP_BYTES = 25 * 2**20  # of gradients that are given out together, as in Dis
 Run = Callable[[Sequence[Tensor]], Any]  # the model's forward as a function of a call's tensors
 
 
-class _Place(int):
+class Place(int):
     """The place of a tensor in a list of tensors."""
 
 
@@ -37,12 +37,12 @@ class Outputs(NamedTuple):
     def of(cls, result: Any) -> Outputs:
         leaves, spec = tree_flatten(result)
         tensors = list({id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}.values())
-        places = {id(t): _Place(i) for i, t in enumerate(tensors)}
+        places = {id(t): Place(i) for i, t in enumerate(tensors)}
         return cls(tensors, [places.get(id(leaf), leaf) for leaf in leaves], spec)
 
     def result(self, tensors: Sequence[Tensor]) -> Any:
         """Return the result, made of other tensors."""
-        return tree_unflatten([tensors[leaf] if type(leaf) is _Place else leaf for leaf in self.leaves], self.spec)
+        return tree_unflatten([tensors[leaf] if type(leaf) is Place else leaf for leaf in self.leaves], self.spec)
 
 
 class Part(NamedTuple):
@@ -233,8 +233,8 @@ class Call:
             RuntimeError: parameters, or for a recomputation the model, have changed since the forward pass.
         """
         of = {i: g for i, g in zip(part.outputs, given, strict=False) if g is not None}
-        if part.outputs and self._versions != versions_of(self._parameters):
-            raise RuntimeError("a parameter was modified in place between a forward pass and its backward pass")
+        if part.outputs:
+            self._check_parameters(part)
         if part.replay is None:
             recomputed = self._recompute(of, saved())
             return [recomputed[k] for k in part.places]
@@ -253,6 +253,18 @@ class Call:
         if part is self.captured.groups[0]:
             self._recomputed = None
         return [recomputed[k] for k in part.places]
+
+    def _check_parameters(self, part: Part) -> None:
+        """Raise if parameters have changed since the forward pass. Those that another part has computed gradients of
+        may have: hooks on gradients may run an optimizer."""
+        if self._versions == (now := versions_of(self._parameters)):
+            return
+        captured, inputs = self.captured, sum(t.requires_grad for t in self.captured.inputs)
+        places = {k for each in (captured.groups if part.replay else [part]) for k in each.places}
+        wanted = [i for i, p in enumerate(self._parameters) if p.requires_grad]
+        computed = {i for k, i in enumerate(wanted, inputs) if k not in places}
+        if any(a != b and i not in computed for i, (a, b) in enumerate(zip(self._versions, now, strict=True))):
+            raise RuntimeError("a parameter was modified in place between a forward pass and its backward pass")
 
     def _recompute(self, of: dict[int, Tensor], tensors: Sequence[Tensor]) -> list[Tensor | None]:
         differentiated = torch.is_grad_enabled()
@@ -300,6 +312,7 @@ def put_back(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
 
 def leaves_of(outputs: Sequence[Tensor]) -> Iterator[Tensor]:
     """Yield the leaf tensors that gradients of outputs flow to."""
+    yield from (t for t in outputs if t.grad_fn is None and t.requires_grad)
     left, seen = [t.grad_fn for t in outputs], set[Any]()
     while left:
         node = left.pop()

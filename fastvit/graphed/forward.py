@@ -22,6 +22,7 @@ from fastvit.graphed.captured import (
     Call,
     Captured,
     Outputs,
+    Place,
     as_argument,
     as_leaf,
     copies,
@@ -111,9 +112,20 @@ class Graphed:
         if top_saved_tensors_hooks is None or top_saved_tensors_hooks(True) is not None:
             raise Unfit("hooks see what is saved for the backward pass, as around a checkpoint")
         values, spec = (list(args), None) if _is_one_tensor(args, kwargs) else tree_flatten((args, kwargs))
+        given, values = values, _once(values)
         tensors = [v for v in values if isinstance(v, Tensor)]
+
+        def plain() -> Any:
+            """Run the call as it is. It counts as one that changes its arguments if lists and dicts in them change."""
+            result = self.plain(*args, **kwargs)
+            if spec is not None:
+                now, spec_now = tree_flatten((args, kwargs))
+                if spec != spec_now or any(a is not b for a, b in zip(given, now, strict=True)):
+                    kind.reason = "it changes its arguments in place"
+            return result
+
         with self._lock:
-            version, parameters, buffers = self._current_version()
+            version, parameters, buffers, others = self._current_version()
             if not tensors:
                 raise Unfit("it has no tensor as argument")
             recorder.Recorder.check(tensors)
@@ -135,15 +147,24 @@ class Graphed:
                 raise Unfit(kind.reason)
             run = self._function(spec, leaves)
             tensors = [v for v in leaves.values if isinstance(v, Tensor)]
+            if kind.is_warm(wants) and (leaves.rows is None or kind.rows_are_independent):
+                captured = self._captured(kind, run, leaves, tensors)
+                return self._replay(captured, run, version, leaves, tensors, parameters if wants else None)
+            versions = versions_of([*parameters, *others])
             if leaves.rows is not None and not kind.rows_are_independent:
-                return self._compare_rows(kind, run, leaves, tensors, buffers, partial(self.plain, *args, **kwargs))
-            if not kind.is_warm(wants):
-                return self._warm_up(kind, run, leaves, tensors, wants)
-            captured = self._captured(kind, run, leaves, tensors)
-            return self._replay(captured, run, version, leaves, tensors, parameters if wants else None)
+                result = self._compare_rows(kind, run, leaves, tensors, buffers, plain)
+            elif leaves.rows is None:
+                result = self._warm_up(kind, lambda _: plain(), leaves, tensors, wants)
+            else:
+                result = self._warm_up(kind, run, leaves, tensors, wants)
+            if versions != versions_of([*parameters, *others]):
+                kind.reason = "it changes tensors of the model in place that are no buffers"
+            elif kind.forwards > 1 and version.tensors(self.model) is None:  # the first call may make tables
+                kind.reason = "it changes the model: its modes, hooks, parameters or other attributes"
+            return result
 
-    def _current_version(self) -> tuple[Version, Sequence[Tensor], Sequence[Tensor]]:
-        """Return the model's present version and its parameters and buffers. Forget versions that will not return."""
+    def _current_version(self) -> tuple[Version, Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]:
+        """Return the model's present version and its tensors. Forget versions that will not return."""
         for i, version in enumerate(self._versions):
             if (tensors := version.tensors(self.model)) is not None:
                 self._versions.insert(0, self._versions.pop(i))
@@ -173,7 +194,8 @@ class Graphed:
             if spec is None:
                 return self.plain(*tensors)
             left = iter(tensors)
-            args, kwargs = tree_unflatten([next(left) if v is Tensor else v for v in others], spec)
+            values = [next(left) if v is Tensor else tensors[v] if type(v) is Place else v for v in others]
+            args, kwargs = tree_unflatten(values, spec)
             return self.plain(*args, **kwargs)
 
         return run
@@ -193,7 +215,8 @@ class Graphed:
 
     def _warm_up(self, kind: Kind, run: Callable[..., Any], leaves: Leaves, tensors: list[Tensor], wants: bool) -> Any:
         of = self._arena(kind, tensors[0].device).recorder
-        random, host, versions = of.random_state(), of.host_state(), versions_of(tensors)
+        wanted, versions = [t.requires_grad for t in tensors], versions_of(tensors)
+        random, host = of.random_state(), of.host_state()
         before = [t.clone() for t in tensors if t.is_inference()]
         result, waits, checkpoints = of.watch(lambda: run(grown(tensors, leaves.sizes)))
         kind.draws |= not torch.equal(random, of.random_state())
@@ -205,7 +228,7 @@ class Graphed:
             kind.reason = f"an operation at {waits} waits for the GPU"
         elif host != of.host_state():
             kind.reason = "it draws random numbers on the host, which a graph would repeat"
-        elif versions != versions_of(tensors) or not same:
+        elif versions != versions_of(tensors) or wanted != [t.requires_grad for t in tensors] or not same:
             kind.reason = "it changes its arguments in place"
         elif odd:
             kind.reason = f"it returns a {type(odd[0]).__name__}, which may change"
@@ -234,8 +257,8 @@ class Graphed:
     ) -> Any:  # fmt: skip
         """Run a call as it is, and with more rows unless that has been done. Note whether the results agree."""
         result = plain()
-        if kind.rows_are_independent is None and leaves.rows:
-            own = Outputs.of(result).tensors
+        if kind.rows_are_independent is None and leaves.rows and not kind.reason:
+            own = Outputs.of(result)
             of, before = self._arena(kind, tensors[0].device).recorder, copies(buffers)
             random = of.random_state()  # what it draws does not count
 
@@ -243,7 +266,7 @@ class Graphed:
                 with of.drawing_from(random):
                     return run(tensors)
 
-            precision = coarsest([*tensors, *own, *self.model.parameters()])
+            precision = coarsest([*tensors, *own.tensors, *self.model.parameters()])
             kind.rows_are_independent = rows_are_independent(drawn, own, tensors, leaves, precision)
             put_back(buffers, before)
             kind.calls += 1
@@ -331,6 +354,18 @@ def _call(graphed: Graphed, /, *args: Any, **kwargs: Any) -> Any:
 def _is_one_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return whether arguments have no structure, which would take 30 us to compare."""
     return not kwargs and len(args) == 1 and isinstance(args[0], Tensor)
+
+
+def _once(values: list[Any]) -> list[Any]:
+    """Return values with the place of a tensor, among the tensors, where it comes again."""
+    places: dict[int, Place] = {}
+    once: list[Any] = []
+    for v in values:
+        is_new = not isinstance(v, Tensor) or id(v) not in places
+        once.append(v if is_new else places[id(v)])
+        if is_new and isinstance(v, Tensor):
+            places[id(v)] = Place(len(places))
+    return once
 
 
 def _view(t: Tensor) -> Tensor:

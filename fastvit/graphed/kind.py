@@ -73,7 +73,7 @@ def described(leaves: Leaves, wants: bool) -> list[Any]:
         else:
             if not is_constant(v):
                 raise Unfit(f"an argument is a {type(v).__name__}")
-            described.append((type(v), v))
+            described.append((type(v), v.hex() if type(v) is float else v))  # 0.0 and -0.0 are equal
     return described
 
 
@@ -81,7 +81,8 @@ def circumstances(device: str) -> tuple[Any, ...]:
     """Return what else a graph depends on."""
     autocast = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device), torch.is_autocast_cache_enabled()
     numbers = torch.get_default_dtype(), float32_precision(), torch.are_deterministic_algorithms_enabled()
-    return torch.is_inference_mode_enabled(), *autocast, *numbers, backend.settings(), ddp_runs()
+    modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    return *modes, *autocast, *numbers, backend.settings(), ddp_runs()
 
 
 def ddp_runs() -> bool:

@@ -72,15 +72,16 @@ def grown(tensors: Sequence[Tensor], sizes: Sequence[int | None], *, filled: boo
     result = []
     for t, size in zip(tensors, sizes, strict=True):
         if size is not None and size > len(t):
-            last = t[-1:].expand(size - len(t), *t.shape[1:])
-            added = (2 * last + 1 if t.is_floating_point() else last) if filled else torch.zeros_like(last)
+            added = t.new_zeros(size - len(t), *t.shape[1:])
+            if filled:
+                added += 2 * t[-1] + 1 if t.is_floating_point() else t[-1]
             t = torch.cat((t, added))
         result.append(t)
     return result
 
 
 def rows_are_independent(
-    run: Callable[[Sequence[Tensor]], Any], own: Sequence[Tensor], tensors: Sequence[Tensor], leaves: Leaves,
+    run: Callable[[Sequence[Tensor]], Any], own: Outputs, tensors: Sequence[Tensor], leaves: Leaves,
     precision: float,
 ) -> bool:  # fmt: skip
     """Return whether the first rows of a call's results stay as they are when rows are added.
@@ -91,18 +92,21 @@ def rows_are_independent(
 
     Args:
         run: the model's forward.
-        own: tensors that the call returned as it was.
+        own: what the call returned as it was.
         tensors: of the call; `leaves` says how many rows they get.
         precision: eps of the coarsest dtype in which the model computes.
     """
-    zeros, others = (Outputs.of(run(grown(tensors, leaves.sizes, filled=filled))).tensors for filled in (False, True))
-    return len(own) == len(zeros) == len(others) and all(
+    size = next(size for size in leaves.sizes if size is not None)
+    zeros, others = (Outputs.of(run(grown(tensors, leaves.sizes, filled=filled))) for filled in (False, True))
+    if not own[1:] == zeros[1:] == others[1:]:
+        return False
+    return all(
         t.dim() > 0
-        and len(t) == leaves.rows
-        and t.shape[1:] == a.shape[1:] == b.shape[1:]
+        and (leaves.rows, *t.shape[1:]) == t.shape
+        and (size, *t.shape[1:]) == a.shape == b.shape
         and _agree(a[: leaves.rows], b[: leaves.rows], 0)
         and _agree(t, a[: leaves.rows], 4 * precision + 2**-16)
-        for t, a, b in zip(own, zeros, others, strict=True)
+        for t, a, b in zip(own.tensors, zeros.tensors, others.tensors, strict=True)
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -24,16 +23,14 @@ OPAQUE = {
     torch.layout,
     torch.memory_format,
     bytes,
-    complex,
     range,
     slice,
     type(...),
-    weakref.ref,
 }
 
 
 # Types whose members are compared, or cannot change
-_COMPARED = {object, dict, OrderedDict, list, tuple, set, frozenset, str, int, float, bytes}
+_COMPARED = {object, dict, OrderedDict, list, tuple, torch.Size, str, int, float, bytes}
 _MANAGED_DICT = 1 << 4  # a flag of types: what objects have as __dict__ takes no room in them
 
 
@@ -70,9 +67,9 @@ class Version:
             self._addresses, self._state = [*map(Tensor.data_ptr, tensors)], _state_of(tensors)
             self._memory = [StorageWeakRef(t.untyped_storage()) for t in tensors] if StorageWeakRef else []
 
-    def tensors(self, model: nn.Module) -> tuple[Sequence[Tensor], Sequence[Tensor]] | None:
-        """Return the model's parameters and buffers, each once; None if the model contains something else than then, or
-        if one of all tensors in it has moved, or now wants a gradient, or wants none any more."""
+    def tensors(self, model: nn.Module) -> tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]] | None:
+        """Return the model's parameters, its buffers and its other tensors, each once; None if the model contains
+        something else than then, or if a tensor has moved, or now wants a gradient, or wants none any more."""
         if self._record is None:
             return None
         tensors = unchanged.compiled().recall(model, self._record, self._template, OPAQUE)
@@ -86,7 +83,7 @@ class Version:
                 sizes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]
                 guards = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
                 self._same[mode] = guards.check
-        return tensors[: self._counts[0]], tensors[slice(*self._counts)]
+        return tensors[: self._counts[0]], tensors[slice(*self._counts)], tensors[self._counts[1] :]
 
     def is_gone(self) -> bool:
         """Return whether memory of a tensor has been freed, so that no model can be of this version again."""

@@ -2,8 +2,10 @@
 
 import contextlib
 import copy
+import enum
 import inspect
 import pickle
+import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from functools import partial
@@ -88,6 +90,11 @@ class Nested:
         self.inside = inside
 
 
+class Referring:
+    def __init__(self, held: Any) -> None:
+        self.object, self.reference = held, weakref.ref(held)
+
+
 class Config(dict):  # type: ignore[type-arg]
     factor = 2.0
 
@@ -115,6 +122,21 @@ INSIDE: dict[str, tuple[Callable[[], Any], Callable[[Tensor, Any], Tensor], Call
     "order": (lambda: OrderedDict(a=1.0, b=2.0), in_order, move_to_end),
     "attribute of a dict": (Config, scaled, set_factor),
     "attribute of a class": (lambda: type("Factor", (), {"factor": 2.0}), scaled, set_factor),
+    "behind a weak reference": (
+        lambda: Referring(Nested()),
+        lambda x, r: x * r.reference().factor,
+        lambda r: setattr(r.object, "factor", 3.0),
+    ),
+    "behind a method of C": (
+        lambda: {"factor": 2.0}.get,
+        lambda x, get: x * get("factor"),
+        lambda get: get.__self__.update(factor=3.0),
+    ),
+    "a complex number": (
+        lambda: Nested(complex(5, 12345)),
+        lambda x, n: x * n.inside.real,
+        lambda n: setattr(n, "inside", complex(6)),
+    ),
     "in a dict in an object": (lambda: Nested({}), lambda x, n: x + len(n.inside), lambda n: n.inside.update(a=1)),
 }
 for name, change in {
@@ -192,12 +214,68 @@ def test_objects_that_cannot_be_compared(name: str) -> None:
         runs_plainly(model, lambda: model(torch.ones(2, 4)), f"the model holds a {name}, which could", calls=120)
 
 
-def test_more_than_can_be_compared() -> None:
-    cycle: list[Any] = []
-    cycle.append(cycle)
-    model = Reads(cycle, lambda x, _: x)
+class Color(enum.IntEnum):
+    RED = 1
+
+
+PLAIN = [torch.Size([2]), Color.RED, enum.IntFlag("Bits", "A"), type("Text", (str,), {})("a"), 2j, np.float64(1.5)]
+
+
+@pytest.mark.parametrize("held", PLAIN, ids=lambda held: type(held).__name__)
+def test_values_that_cannot_change(held: Any) -> None:
+    model = Reads(held, lambda x, _: x)
+    report = fastvit.graphs(model)
+    with torch.no_grad():
+        check(model, copy.deepcopy(model), torch.ones(2, 4))
+    assert replays(report) == [2]
+
+
+def cycle() -> Any:
+    held: list[Any] = []
+    held.append(held)
+    return held
+
+
+class Unhashable(type):
+    def __eq__(cls, other: object) -> bool:
+        return cls is other
+
+
+@pytest.mark.parametrize("make", [cycle, Unhashable("Odd", (), {})], ids=["cycle", "unhashable class"])
+def test_more_than_can_be_compared(make: Callable[[], Any]) -> None:
+    model = Reads(make(), lambda x, _: x)
     with torch.no_grad():
         runs_plainly(model, lambda: model(torch.ones(2, 4)), "values than can be compared", calls=120)
+
+
+class Same(nn.Module):
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        return a * 3 if a is b else a + b
+
+
+def test_arguments_that_are_one_tensor() -> None:
+    model = Same()
+    plain = copy.deepcopy(model)
+    report = fastvit.graphs(model)
+    for one in (True, False, True):
+        for _ in range(5):
+            results = []
+            for each in (model, plain):
+                x = torch.arange(4.0).requires_grad_()
+                out = each(x, x if one else x + 1)
+                results += [out, *torch.autograd.grad(out.sum(), x)]
+            assert torch.equal(results[0], results[2])
+            assert torch.equal(results[1], results[3])
+    assert sorted(replays(report)) == [3, 8]
+
+
+def test_grad_mode_belongs_to_the_kind() -> None:
+    model = Reads(None, lambda x, _: x * (2 if torch.is_grad_enabled() else 1)).requires_grad_(False)
+    plain = copy.deepcopy(model)
+    fastvit.graphs(model)
+    for grad in (True, False) * 5:
+        with torch.set_grad_enabled(grad):
+            check(model, plain, torch.ones(2, 4), calls=1)
 
 
 CHANGES: dict[str, Callable[[nn.Module], Any]] = {

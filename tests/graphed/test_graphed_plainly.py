@@ -29,7 +29,7 @@ class Odd(nn.Module):
 
     def __init__(self, do: Callable[["Odd", Tensor, Tensor], Any]) -> None:
         super().__init__()
-        self.do, self.linear, self.calls = do, nn.Linear(4, 4), 0
+        self.do, self.linear, self.calls, self.flag = do, nn.Linear(4, 4), 0, False
         self.outside = [nn.Linear(4, 4)]
 
     def forward(self, x: Tensor, option: Any = None) -> Any:
@@ -56,6 +56,20 @@ def set_attribute(m: Odd, x: Tensor, out: Tensor) -> None:
 
 def set_buffer(m: Odd, x: Tensor, out: Tensor) -> None:
     m.register_buffer("mean", x.mean())
+
+
+def flip(m: Odd, x: Tensor, out: Tensor) -> Tensor:
+    m.flag = not m.flag
+    return out * (2 if m.flag else 1)
+
+
+def ask_for_gradients(m: Odd, x: Tensor, out: Tensor) -> Tensor:
+    return m.linear(x.requires_grad_()).square()
+
+
+def count(m: Odd, x: Tensor, out: Tensor) -> None:
+    m.outside[0].weight.data.add_(1)
+    m.outside[0].weight.detach().add_(1)
 
 
 def nothing(m: Odd, x: Tensor, out: Tensor) -> None: ...
@@ -85,6 +99,9 @@ ODD: dict[str, tuple[Callable[[Odd, Tensor, Tensor], Any], Callable[[Odd], Any],
     "numpy": (draw_of_numpy, infer, "random numbers on the host"),
     "host": (draw, infer, "random numbers on the host"),
     "in place": (write, infer, "arguments in place"),
+    "flips": (flip, infer, "it changes the model"),
+    "requires_grad": (ask_for_gradients, lambda m: m(torch.ones(2, 4)).sum().backward(), "arguments in place"),
+    "a tensor": (count, infer, "tensors of the model in place that are no buffers"),
     "attribute": (set_attribute, infer, "changes too often"),
     "buffer": (set_buffer, infer, "changes too often"),
     "returns": (lambda m, x, out: Returns(out), infer, "returns a Returns"),
@@ -109,6 +126,23 @@ def test_arguments_of_inference_mode_changed_in_place() -> None:
         x = torch.zeros(2, 4)
         runs_plainly(model, lambda: model(x), "arguments in place")
         assert x.eq(5).all()
+
+
+def test_containers_that_a_model_changes() -> None:
+    class Appends(nn.Module):
+        def forward(self, x: Tensor, kept: list[Tensor]) -> Tensor:
+            kept.append(x + 1)
+            return x + 2
+
+    model, kept = Appends(), list[Tensor]()
+
+    def call() -> None:
+        kept.clear()
+        model(torch.ones(2, 4), kept)
+        assert len(kept) == 1
+
+    with torch.no_grad():
+        runs_plainly(model, call, "arguments in place")
 
 
 class Mode(TorchDispatchMode):

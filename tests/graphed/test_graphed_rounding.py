@@ -59,12 +59,16 @@ class AcrossTheBatch(nn.Module):
         if self.kind == "scale":
             scale = x.abs().amax() / 127
             return self.linear((x / scale).round() * scale)
+        if self.kind == "number":
+            return {"out": out, "rows": len(x)}
+        if self.kind == "table":
+            return out, self.linear.weight * 1
         if self.kind == "size":
             return out * (1 + 1e-4 * len(x))
         return out + {"centred": 1.0, "weakly": 1e-5}[self.kind] * out.mean(0)
 
 
-@pytest.mark.parametrize("kind", ["mean", "pairs", "centred", "weakly", "scale", "size"])
+@pytest.mark.parametrize("kind", ["mean", "pairs", "centred", "weakly", "scale", "size", "number"])
 def test_results_that_depend_on_the_whole_batch_are_not_rounded(kind: str) -> None:
     model = AcrossTheBatch(kind).eval()
     plain = copy.deepcopy(model)
@@ -102,6 +106,18 @@ def test_lists_of_images(name: str, pool: str) -> None:
         with pytest.warns(UserWarning, match="number of tokens of"):
             out = model(images)
         torch.testing.assert_close(out, plain(images))
+
+
+def test_tables_that_have_as_many_rows_as_a_batch_and_empty_batches() -> None:
+    model = AcrossTheBatch("table").eval()
+    plain = copy.deepcopy(model)
+    fastvit.graphs(model, batches=(8,))
+    with torch.no_grad(), warnings.catch_warnings(action="ignore"):
+        for rows in (4, 4, 4, 4, 3, 0, 3):
+            check(model, plain, torch.ones(rows, 4), calls=1)
+        model = nn.Linear(4, 4)
+        fastvit.graphs(model, batches=(8,))
+        assert [len(model(torch.ones(rows, 4))) for rows in (0, 3, 3, 3, 0, 0)] == [0, 3, 3, 3, 0, 0]
 
 
 class Clipped(nn.Module):

@@ -321,6 +321,54 @@ def test_hooks_of_parameters_without_a_gradient_are_not_called() -> None:
         seen[0].clear(), seen[1].clear()
 
 
+class WithLeaves(nn.Module):
+    """Also returns leaves: a parameter, and its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(4, 4), nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return self.linear(x), self.scale, x
+
+
+@pytest.mark.parametrize("always", [True, False])
+def test_outputs_that_are_leaves(always: bool) -> None:
+    model, graphed, report = pair(WithLeaves())
+    for i in range(6):
+        gradients = []
+        for each in (model, graphed):
+            x = torch.ones(2, 4, requires_grad=True)
+            each.zero_grad()
+            sum(out.square().sum() for out in each(x)[: 3 if always or i > 3 else 1]).backward()
+            gradients.append(x.grad)
+        assert_equal(model, graphed)
+        assert torch.equal(*gradients)
+    assert replays(report) == [4]
+
+
+def test_an_optimizer_in_hooks_of_gradients() -> None:
+    """It has changed parameters when the part of an output that was not expected computes again."""
+    models = pair(TwoHeads())[:2]
+
+    def step(p: Tensor) -> None:
+        p.data.sub_(p.grad, alpha=0.01)
+        with torch.no_grad():
+            p.add_(0)  # which counts as a change
+        p.grad = None
+
+    for model in models:
+        model.norm = nn.Identity()
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(step)
+    for i in range(6):
+        for model in models:
+            out = model(image(i))
+            (out["logits"].sum() + (out["unread"].sum() if i > 3 else 0)).backward()
+        for name, t in models[0].state_dict().items():
+            torch.testing.assert_close(models[1].state_dict()[name], t)
+
+
 class Tied(nn.Module):
     """Uses its weight and its input twice."""
 

@@ -62,6 +62,7 @@ class HostRecorder:
         number = len(self.statics)
         grad = torch.is_grad_enabled()
         self.statics[number] = statics = tensors_of(result)
+        outside = {t.data_ptr() for t in (*captured.model.parameters(), *captured.inputs)}  # not the graphs' own memory
         groups = result[1] if is_backward else []
         new: list[Tensor] = []
 
@@ -77,7 +78,7 @@ class HostRecorder:
                 captured._live = [], []  # as after a capture: it keeps no memory of the model
             for other, tensors in self.statics.items():
                 for t in tensors if other != number else ():
-                    if t.is_floating_point():
+                    if t.is_floating_point() and t.data_ptr() not in outside:
                         t.data.fill_(float("nan"))
             given = [g for g, t in zip(groups, result[0], strict=True) if t is not None] if is_backward else []
             for i, (static, t) in enumerate(zip(statics, new, strict=True)):
