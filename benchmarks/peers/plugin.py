@@ -80,8 +80,8 @@ def meant(test: str, error: str) -> str:
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     if session.config.getoption("lf"):
-        passed = session.testscollected - session.testsfailed
-        session.exitstatus = int(passed > 0)
+        reporter: Any = session.config.pluginmanager.get_plugin("terminalreporter")
+        session.exitstatus = int("passed" in reporter.stats)  # a file that cannot be imported counts as a failed test
 
 
 def replace_create_model() -> None:

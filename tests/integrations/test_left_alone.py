@@ -217,3 +217,13 @@ def test_a_mask_of_swin_that_was_edited() -> None:
     block.shift_size = (1, 1)
     with pytest.warns(UserWarning, match="an attn_mask with other values"):
         torch.testing.assert_close(block(x), type(block).forward(block, x))
+
+
+@pytest.mark.filterwarnings("ignore:.*(a trace for grids of any size|deprecated)", "ignore::torch.jit.TracerWarning")
+def test_a_traced_swin_takes_other_sizes() -> None:
+    model = swin_of_timm(strict_img_size=False)
+    fastvit.accelerate(model)
+    with torch.no_grad():
+        traced = torch.jit.trace(model, draw(1, 3, 32, 32), check_trace=False)
+        x = draw(1, 3, 32, 48)
+        torch.testing.assert_close(traced(x), model(x))

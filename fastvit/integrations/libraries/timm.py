@@ -23,6 +23,7 @@ from fastvit.blocks.submodules import CannotFuse, Classes, submodules
 from fastvit.blocks.windows import WindowBlock
 from fastvit.integrations.forward import Call, ClassHandler, checked_mask
 from fastvit.ops import Rotary
+from fastvit.ops.runtime.backend import is_jit_tracing
 from fastvit.ops.runtime.device import is_fake
 
 _SAM, _SWIN = "timm.models.vision_transformer_sam", "timm.models.swin_transformer"
@@ -98,6 +99,8 @@ def read_swin_block(block: Any) -> WindowBlock:
 
 
 def read_swin_call(block: Any, x: Tensor) -> Call:
+    if block.dynamic_mask and is_jit_tracing():
+        raise CannotFuse("a trace for grids of any size")
     mask = block.attn_mask
     if mask is not None and not block.dynamic_mask:
         (gh, gw), (wh, ww) = x.shape[1:3], block.window_size
