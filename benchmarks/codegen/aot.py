@@ -105,7 +105,8 @@ class Compiled:
         limit, whole = TARGETS[self.target].shared_per_program, self.listing.whole
         found = []
         if self.spill_bytes > (0 if self.first_tier else SPILLS_ALLOWED):
-            spilled = max((loop.spilled / loop.slots for loop in self.listing.hot_loops), default=1.0)
+            loops = self.listing.hot_loops or (self.listing.hot_loop,)
+            spilled = max(loop.spilled / loop.slots for loop in loops)
             if not (self.first_tier and spilled <= SPILLS_IN_LOOPS):
                 found.append(f"{self.spill_bytes} bytes of spills per thread")
         if self.shared > limit:
