@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import fastvit
 from fastvit.graphed import graphed_parts
@@ -16,6 +16,17 @@ IMAGE = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(2))
 def ours(**options: Any) -> fastvit.VisionTransformer:
     sizes = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2, "num_classes": 5}
     return fastvit.VisionTransformer(**sizes, **options).eval()  # type: ignore[arg-type]
+
+
+class Reads(nn.Module):
+    """Computes with what it holds: a function of its input and of that object."""
+
+    def __init__(self, held: Any, read: Callable[[Tensor, Any], Tensor]) -> None:
+        super().__init__()
+        self.linear, self.held, self.read = nn.Linear(4, 4), held, read
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.read(self.linear(x), self.held)
 
 
 def check(model: nn.Module, plain: nn.Module, *args: Any, calls: int = 4, **kwargs: Any) -> None:
