@@ -116,8 +116,12 @@ class Graphed:
         tensors = [v for v in values if isinstance(v, Tensor)]
 
         def plain() -> Any:
-            """Run the call as it is. It counts as one that changes its arguments if lists and dicts in them change."""
+            """Run the call as it is. No graph runs calls of its kind if it changes lists and dicts among its arguments,
+            or tensors of the model other than buffers, which a recomputation would change again."""
+            versions = versions_of(held)
             result = self.plain(*args, **kwargs)
+            if versions != versions_of(held):
+                kind.reason = "it changes tensors of the model in place that are no buffers"
             if spec is not None:
                 now, spec_now = tree_flatten((args, kwargs))
                 if spec != spec_now or any(a is not b for a, b in zip(given, now, strict=True)):
@@ -126,6 +130,7 @@ class Graphed:
 
         with self._lock:
             version, parameters, buffers, others = self._current_version()
+            held = [*parameters, *others]
             if not tensors:
                 raise Unfit("it has no tensor as argument")
             recorder.Recorder.check(tensors)
@@ -150,16 +155,13 @@ class Graphed:
             if kind.is_warm(wants) and (leaves.rows is None or kind.rows_are_independent):
                 captured = self._captured(kind, run, leaves, tensors)
                 return self._replay(captured, run, version, leaves, tensors, parameters if wants else None)
-            versions = versions_of([*parameters, *others])
             if leaves.rows is not None and not kind.rows_are_independent:
                 result = self._compare_rows(kind, run, leaves, tensors, buffers, plain)
             elif leaves.rows is None:
                 result = self._warm_up(kind, lambda _: plain(), leaves, tensors, wants)
             else:
                 result = self._warm_up(kind, run, leaves, tensors, wants)
-            if versions != versions_of([*parameters, *others]):
-                kind.reason = "it changes tensors of the model in place that are no buffers"
-            elif kind.forwards > 1 and version.tensors(self.model) is None:  # the first call may make tables
+            if kind.forwards > 1 and version.tensors(self.model) is None:  # the first call may make tables
                 kind.reason = "it changes the model: its modes, hooks, parameters or other attributes"
             return result
 

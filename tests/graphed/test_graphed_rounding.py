@@ -153,21 +153,26 @@ def test_rounding_is_no_difference(dtype: torch.dtype, autocast: bool) -> None:
 
 
 class Counts(nn.Module):
-    """Counts its calls in a buffer."""
+    """Counts its calls in a buffer, or in another tensor."""
 
-    def __init__(self) -> None:
+    def __init__(self, in_buffer: bool) -> None:
         super().__init__()
-        self.register_buffer("calls", torch.zeros(1))
+        self.calls: Tensor
+        if in_buffer:
+            self.register_buffer("calls", torch.zeros(1))
+        else:
+            self.calls = torch.zeros(1)
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
         return x + 1
 
 
-def test_comparing_leaves_buffers_as_they_are() -> None:
-    model = Counts().eval()
+@pytest.mark.parametrize("in_buffer", [True, False])
+def test_comparing_leaves_tensors_as_they_are(in_buffer: bool) -> None:
+    model = Counts(in_buffer).eval()
     fastvit.graphs(model, batches=(4,))
-    with torch.no_grad():
+    with torch.no_grad(), warnings.catch_warnings(action="ignore"):
         for _ in range(5):
             model(torch.ones(3, 4))
     assert model.calls == 5
