@@ -217,10 +217,9 @@ def one_state_dict(content: Any, where: str) -> dict[str, Tensor]:
     """Return the one state_dict in a file's content, with the names that it has there, and without numbers such as an
     epoch, or the `n_averaged` of torch.optim.swa_utils.AveragedModel."""
     content, _ = unwrapped(content, where)
-    given = content.items() if isinstance(content, Mapping) else ()
-    weights = {key: value for key, value in given if not _is_number(key, value)}
-    if not weights:
+    if not isinstance(content, Mapping) or not content:
         raise CheckpointError(f"{where} holds no state_dict but a {type(content).__name__}")
+    weights = {key: value for key, value in content.items() if not _is_number(key, value)}
     wrong = [f"{key!r}: {type(value).__name__}" for key, value in weights.items() if not _is_plain(key, value)]
     if wrong:
         raise CheckpointError(f"{where} is no state_dict: not a name with a dense tensor: {first(wrong)}")

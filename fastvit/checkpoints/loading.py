@@ -61,7 +61,8 @@ def load(model: VisionTransformer, weights: Weights, *, drop_head: bool = False)
         path = locate(weights)
         where, content = str(path), read(path)
     content, expression = unwrapped(content, where)
-    state_dict = one_state_dict(content, where)
+    if not (state_dict := one_state_dict(content, where)):  # a shard may have numbers alone
+        raise CheckpointError(f"{where} holds no state_dict but numbers")
     names = recognised(state_dict, where)
     if names is None:
         raise _unrecognised(model, state_dict, where, expression, drop_head)

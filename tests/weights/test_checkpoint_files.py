@@ -304,15 +304,21 @@ def test_names_that_are_refused(cache: Path, tmp_path: Path) -> None:
             fastvit.create_model(*arguments)
 
 
-def test_numbers_next_to_weights() -> None:
-    """As AveragedModel and trainers have them."""
+def test_numbers_next_to_weights(tmp_path: Path) -> None:
+    """As AveragedModel and trainers have them, in a file of their own too."""
     model = fastvit.VisionTransformer(**ONE_BLOCK)
     averaged = torch.optim.swa_utils.AveragedModel(model)
     averaged.update_parameters(model)
+    shards = {"a": model.state_dict(), "b": {"n_averaged": torch.tensor(1)}}
+    for name, tensors in shards.items():
+        torch.save(tensors, tmp_path / f"{name}.bin")
+    names = {key: f"{name}.bin" for name, tensors in shards.items() for key in tensors}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
     for content in (
         averaged.state_dict(),
         {"state_dict": averaged.state_dict(), "epoch": 3},
-        {**model.state_dict(), "epoch": 3, "decay": torch.tensor(0.9)},
+        {**model.state_dict(), "epoch": 3, "decay": nn.Parameter(torch.tensor(0.9))},
+        checkpoints.read(tmp_path / "model.safetensors.index.json"),
     ):
         other = fastvit.VisionTransformer(**ONE_BLOCK)
         checkpoints.load(other, content)
