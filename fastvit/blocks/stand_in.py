@@ -34,7 +34,8 @@ def take_off(module: nn.Module, name: str = "forward") -> None:
         own.pop(_REPLICATE, None)
 
 
-def _is_stand_in(value: Any) -> bool:  # other libraries copy attributes of one to their own wrapper of it
+def _is_stand_in(value: Any) -> bool:
+    # functools.update_wrapper gives another library's wrapper of a stand-in the attribute, too
     return isinstance(value, partial) and hasattr(value, "before") and value.func.__module__.startswith("fastvit.")
 
 

@@ -186,8 +186,8 @@ class Captured:
         return copies(part.gradients)
 
     def attach(self, call: Call, outputs: list[Tensor], wanted: Sequence[Tensor]) -> list[Tensor]:
-        """Return the copied outputs as functions of the tensors that want gradients. Each part but the last, the first
-        to run, that goes on with another one gives it a token: an output of one and input of the other."""
+        """Return the copied outputs as functions of the tensors that want gradients. A captured part is linked to the
+        one that runs after it by a token, an empty tensor: an input of the first and the output of the second."""
         self.arena.call = weakref.ref(call)
         token: Sequence[Tensor] = ()
         attached = list(outputs)

@@ -118,6 +118,7 @@ class Graphed:
         def plain() -> Any:
             """Run the call as it is. No graph runs calls of its kind if it changes lists and dicts among its arguments,
             or tensors of the model other than buffers, which a recomputation would change again."""
+            held = [*parameters, *others]
             versions = versions_of(held)
             result = self.plain(*args, **kwargs)
             if versions != versions_of(held):
@@ -130,7 +131,6 @@ class Graphed:
 
         with self._lock:
             version, parameters, buffers, others = self._current_version()
-            held = [*parameters, *others]
             if not tensors:
                 raise Unfit("it has no tensor as argument")
             recorder.Recorder.check(tensors)

@@ -107,7 +107,7 @@ SETTINGS: dict[str, tuple[Callable[[], float], Callable[[bool], Any]]] = {
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_settings_belong_to_the_kind(name: str) -> None:
-    """As a function that reads them shows."""
+    """A function that reads them has the right results after each change."""
     read, put = SETTINGS[name]
     before, model = read(), Reads(None, lambda x, _: x.float() + read())
     plain = copy.deepcopy(model)

@@ -104,12 +104,12 @@ INSIDE: dict[str, tuple[Callable[[], Any], Callable[[Tensor, Any], Tensor], Call
     "order": (lambda: OrderedDict(a=1.0, b=2.0), in_order, move_to_end),
     "attribute of a dict": (Config, scaled, set_factor),
     "attribute of a class": (lambda: type("Factor", (), {"factor": 2.0}), scaled, set_factor),
-    "behind a weak reference": (
+    "object of a weak reference": (
         lambda: Referring(Nested()),
         lambda x, r: x * r.reference().factor,
         lambda r: setattr(r.object, "factor", 3.0),
     ),
-    "behind a method of C": (
+    "object of a method of C": (
         lambda: {"factor": 2.0}.get,
         lambda x, get: x * get("factor"),
         lambda get: get.__self__.update(factor=3.0),

@@ -226,7 +226,7 @@ def test_threads_share_a_module() -> None:
 
 @pytest.mark.parametrize("make", [KEPT["Block"], KEPT["timm"]], ids=["ours", "timm"])
 def test_tensors_can_be_swapped(make: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
-    """As conversions may do it, and always do it for tensors of other classes."""
+    """Conversions may swap tensors, and always swap those of other classes."""
     block = make().eval()
     want = block(X).detach()
     monkeypatch.setattr(torch.__future__, "get_swap_module_params_on_conversion", lambda: True)

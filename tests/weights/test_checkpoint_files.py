@@ -305,7 +305,7 @@ def test_names_that_are_refused(cache: Path, tmp_path: Path) -> None:
 
 
 def test_numbers_next_to_weights(tmp_path: Path) -> None:
-    """As AveragedModel and trainers have them, in a file of their own too."""
+    """AveragedModel and trainers have them, also in a file of their own."""
     model = fastvit.VisionTransformer(**ONE_BLOCK)
     averaged = torch.optim.swa_utils.AveragedModel(model)
     averaged.update_parameters(model)
