@@ -241,8 +241,12 @@ def attention_bwd_dkdv(
             num_warps = 8
     if kind == "groups":  # the kernel loops over heads, around the loop over queries
         block_m = max(block_m // (2 if head_dim <= 80 and not has_dropout else 4), 16)
+        if instructions == "16-bit":
+            stages = 1  # Triton 3.7 cannot compile AMD's pipeline within a loop for d = 40, 72, 80 and over 128
         if head_dim > 96:
             block_n, num_warps = min(block_n, 64), 4
+    if instructions == "float32" and head_dim > 96 and arch.startswith("gfx"):
+        block_m = min(block_m, 16)  # 32 spill 360 bytes, and take 82 slots a score instead of 75
     tile = None if kind else _tuned.choice(arch, "attention_bwd_dkdv", n, head_dim, itemsize, has_dropout, tf32)
     parts, max_registers = _parts(head_dim, instructions), None
     if tile is None:
@@ -295,9 +299,10 @@ def attention_bwd_mask(
         block_n = min(block_n, 32 if instructions == "wgmma" else 16)
         if instructions == "float32" and head_dim > 64:
             num_warps = 4  # 8 spill 368 bytes at d = 128, and take 630 slots a score instead of 470
-    return AttentionBackwardConfig(
-        block_m, block_n, False, 0, _parts(head_dim, instructions), num_warps, _stages(itemsize, arch)
-    )
+    parts, stages = _parts(head_dim, instructions), _stages(itemsize, arch)
+    if itemsize > 2 and sum(parts) > 192 and arch.startswith("gfx"):
+        stages = 1  # 2 take 65 KiB of shared memory, of 64
+    return AttentionBackwardConfig(block_m, block_n, False, 0, parts, num_warps, stages)
 
 
 @_tuned.cached
