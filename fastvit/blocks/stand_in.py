@@ -20,8 +20,7 @@ _copiers: dict[type, Any] = getattr(copy, "_copy_dispatch", {})  # what copy.cop
 def put_on(module: nn.Module, stand_in: Any, name: str = "forward") -> None:
     """Let a partial stand for a method. It gets what the instance has under that name as `before`, or None."""
     stand_in.before = vars(module).get(name)
-    vars(module).update({name: stand_in, _REPLICATE: partial(_replica, module)})
-    _copiers.setdefault(type(module), _copied)
+    vars(module).update({name: stand_in, _REPLICATE: partial(_Replicas(type(module)), module)})
 
 
 def take_off(module: nn.Module, name: str = "forward") -> None:
@@ -39,14 +38,24 @@ def _is_stand_in(value: Any) -> bool:
     return isinstance(value, partial) and hasattr(value, "before") and value.func.__module__.startswith("fastvit.")
 
 
+class _Replicas:
+    """Makes replicas of a class's modules. Pickles of modules hold it, so that copy.copy knows of their classes too."""
+
+    def __init__(self, kind: type[nn.Module]) -> None:
+        self.kind = kind
+        _copiers.setdefault(kind, _copied)
+
+    def __call__(self, module: nn.Module) -> nn.Module:
+        return _without_stand_ins(self.kind._replicate_for_data_parallel(module))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Replicas, (self.kind,)
+
+
 def _copied(module: Any) -> nn.Module:
     own = getattr(type(module), "__copy__", None)
     reconstruct: Any = vars(copy)["_reconstruct"]  # what copy.copy does with objects of other classes
     return _without_stand_ins(reconstruct(module, None, *module.__reduce_ex__(4)) if own is None else own(module))
-
-
-def _replica(module: nn.Module) -> nn.Module:
-    return _without_stand_ins(type(module)._replicate_for_data_parallel(module))
 
 
 def _without_stand_ins(module: nn.Module) -> nn.Module:

@@ -10,6 +10,7 @@ from functools import partial
 from torch import nn
 
 from fastvit._base.output import wrapped
+from fastvit.blocks.recompute import recomputes_all
 from fastvit.blocks.stand_in import put_on, take_off
 from fastvit.graphed.forward import Graphed, graphed_of, method_of
 from fastvit.graphed.rounding import round_batch, round_tokens
@@ -128,8 +129,8 @@ def graphs(model: nn.Module, *, batches: Sequence[int] | None = None, keep: int 
 
     Raises:
         TypeError: model is not an nn.Module; batches or keep are no integers.
-        ValueError: they are less than 1; or the model is graphed or compiled already, is in a wrapper, or has sharded
-            parameters (FSDP2). The model is then unchanged.
+        ValueError: they are less than 1; or the model is graphed or compiled already, is in a wrapper, is a block that
+            `fit` lets recompute as a whole, or has sharded parameters (FSDP2). The model is then unchanged.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
@@ -176,5 +177,7 @@ def _check(model: nn.Module) -> None:
             raise ValueError(f"model is compiled ({where}): take graphs, or torch.compile(mode='reduce-overhead')")
         if isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel):
             raise ValueError(f"model is in a {type(module).__name__} ({where}): call graphs on its module, before")
+    if recomputes_all(model):  # `unfit` would take off the graphs
+        raise ValueError("model is a block that fastvit.fit lets recompute: call graphs on the model that it is in")
     if reason := why_not([*model.parameters(), *model.buffers()]):
         raise ValueError(reason)

@@ -14,6 +14,7 @@ from library_models import vit
 from torch import Tensor, nn
 
 import fastvit
+from fastvit.blocks.recompute import recompute_all
 from fastvit.graphed import graphed_parts
 
 # ---- kinds of calls ----
@@ -232,6 +233,12 @@ def sharded() -> nn.Module:
     return model
 
 
+def recomputed() -> nn.Module:
+    block = fastvit.Block(16, 1)
+    recompute_all(block)
+    return block
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
@@ -242,6 +249,7 @@ def sharded() -> nn.Module:
         ((torch.compile(ours()),), ValueError, "model is compiled"),
         ((nn.DataParallel(ours()),), ValueError, "model is in a DataParallel"),
         ((sharded(),), ValueError, "the model has a Sharded"),
+        ((recomputed(),), ValueError, "model is a block that fastvit.fit lets recompute"),
     ],
 )
 def test_errors(arguments: Any, error: type[Exception], message: str) -> None:

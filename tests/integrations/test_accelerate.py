@@ -109,6 +109,15 @@ def test_copies_of_copies_and_wrappers_of_other_libraries() -> None:
     assert close(copy.copy(norm)(x), norm(x))
 
 
+def test_shallow_copies_of_what_another_process_accelerated(monkeypatch: pytest.MonkeyPatch) -> None:
+    norm = nn.LayerNorm(8)
+    fastvit.accelerate(norm)
+    pickled = pickle.dumps(norm)
+    monkeypatch.delitem(copy._copy_dispatch, nn.LayerNorm)  # type: ignore[attr-defined]
+    for how in SHALLOW.values():
+        assert "forward" not in vars(how(pickle.loads(pickled)))
+
+
 def test_timms_attention_drops_and_scales_as_its_own_does(device: torch.device, image: Tensor) -> None:
     """scaled_dot_product_attention, in it, follows the attention's mode and takes no scale from it."""
     vit = timm_vit().to(device)
