@@ -94,8 +94,10 @@ def check_hopper(rows: list[Row]) -> None:
 
 
 def check_layer_norm_loads_ahead(rows: list[Row]) -> None:
-    """Its backward loop copies a later tile's rows, and sums twice over a row with the barriers of one sum."""
-    mixes = [row["mix"] for row in rows if (row["kernel"], row["dtype"]) == ("layer_norm_bwd_kernel", "bf16")]
+    """Its backward loop copies a later tile's rows, and sums twice over a row with the barriers of one sum: up to
+    2,048 elements, of which several tiles fit in shared memory."""
+    kernels = [row for row in rows if (row["kernel"], row["dtype"]) == ("layer_norm_bwd_kernel", "bf16")]
+    mixes = [row["mix"] for row in kernels if row["config"]["BLOCK_D"] <= 2048]
     assert mixes
     assert all(mix.get("LDGSTS", 0) >= 4 and mix["BAR"] <= 4 for mix in mixes), mixes
 
