@@ -244,7 +244,7 @@ def attention_bwd_dkdv(
         if instructions == "16-bit":
             stages = 1  # Triton 3.7 cannot compile AMD's pipeline within a loop for d = 40, 72, 80 and over 128
         if head_dim > 96:
-            block_n, num_warps = min(block_n, 64), 4
+            block_n, num_warps = min(block_n, 64 if head_dim <= 192 else 32), 4  # 64 spill 1,032 bytes at d = 256
     if instructions == "float32" and head_dim > 96 and arch.startswith("gfx"):
         block_m = min(block_m, 16)  # 32 spill 360 bytes, and take 82 slots a score instead of 75
     tile = None if kind else _tuned.choice(arch, "attention_bwd_dkdv", n, head_dim, itemsize, has_dropout, tf32)
