@@ -35,6 +35,8 @@ def read_block(block: Any) -> Parallel:
     weights = weight.split(rows)  # one gradient of the layer's size in autograd; slices would have one each
     fc1, qkv = map(PlainLinear, weights, (None, None) if bias is None else bias.split(rows))
     if block.mlp_bias is not None:
+        if bias is not None:
+            raise CannotFuse("two biases, in_proj.bias and mlp_bias")
         fc1 = PlainLinear(fc1.weight, block.mlp_bias)
     training = block.training if block.__dict__.get("fused_attn") else attn_drop.training  # timm's
     attention = read.describe_attention(

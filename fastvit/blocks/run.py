@@ -183,7 +183,8 @@ def _with_ones(x: Tensor, norm: Norm) -> Norm:
     """Give a norm without weight a weight of ones for x. They are made in every call: a buffer would hold garbage after
     `to_empty`, and would have to follow x's dtype."""
     eps = default_eps(x.dtype) if norm.eps is None else norm.eps
-    return Norm(x.new_ones(x.shape[-1]), None, eps, norm.kind)
+    like = x if norm.bias is None else norm.bias
+    return Norm(like.new_ones(x.shape[-1]), norm.bias, eps, norm.kind)
 
 
 def default_eps(dtype: torch.dtype) -> float:

@@ -70,6 +70,7 @@ LEFT: list[tuple[Make, str]] = [
     (lambda: block_of_timm(proj_drop_rate=1.0).train(), "a dropout of everything"),
     (partial(attention_of_timm, "EvaAttention", gated=True), "a gate in attention"),
     (lambda: changed(parallel_block(), in_proj=nn.Sequential(nn.Linear(64, 448))), "in_proj is nn.Sequential"),
+    (lambda: changed(parallel_block(), in_proj=nn.Linear(64, 448)), "two biases, in_proj.bias and mlp_bias"),
     (lambda: parallel_block(proj_drop=0.1).train(), "its two dropouts differ: 0.1 and 0.0"),
     (lambda: changed(shared_keys(), num_kv_heads=3), "k and v have 32 outputs for 3 heads"),
     (

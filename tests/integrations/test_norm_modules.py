@@ -29,6 +29,12 @@ def norm_of_transformers(qualified: str) -> nn.Module:
     return class_of_transformers(file, name)(D, eps=1e-5)
 
 
+def with_a_bias_alone() -> nn.Module:
+    norm = nn.LayerNorm(D, eps=1e-5)
+    norm.weight = None  # type: ignore[assignment]
+    return norm
+
+
 # Inputs are of the size of eps, so that a wrong eps shows
 NORMS: dict[str, Callable[[], nn.Module]] = {
     "nn.RMSNorm": lambda: nn.RMSNorm(D),
@@ -37,6 +43,7 @@ NORMS: dict[str, Callable[[], nn.Module]] = {
     "timm.RmsNormFp32": partial(norm_of_timm, "RmsNormFp32"),
     "nn.RMSNorm without weight": lambda: nn.RMSNorm(D, elementwise_affine=False),
     "nn.LayerNorm without weight": lambda: nn.LayerNorm(D, eps=1e-5, elementwise_affine=False),
+    "nn.LayerNorm with a bias alone": with_a_bias_alone,
     "nn.LayerNorm without bias": lambda: nn.LayerNorm(D, eps=1e-5, bias=False),
     **{name.rpartition(".")[2]: partial(norm_of_transformers, name) for name in sorted(map(str, RMS_NORM))},
 }
