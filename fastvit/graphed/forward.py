@@ -32,7 +32,7 @@ from fastvit.graphed.captured import (
 from fastvit.graphed.kind import WARM_UPS, Kind, circumstances, ddp_runs, described, is_constant
 from fastvit.graphed.recorder import Unfit
 from fastvit.graphed.rounding import Leaves, coarsest, grown, rows_are_independent
-from fastvit.graphed.version import OPAQUE, Version, versions_of, why_not
+from fastvit.graphed.version import OPAQUE, Version, marks_of, versions_of, why_not
 from fastvit.modules.features import Backbone
 from fastvit.ops.runtime import backend
 from fastvit.ops.runtime.torch_private import current_function_mode, top_saved_tensors_hooks
@@ -41,6 +41,7 @@ _MOST_ARENAS = 4  # calls that wait for their backward pass at one time, each wi
 _MOST_CAPTURES = 16  # for each graph that is kept: more would cost more time than they save
 _MOST_VERSIONS, _KEPT_VERSIONS = 100, 8  # of the model
 _MOST_KINDS = 1000
+_CHANGES_TENSORS = "it changes tensors of the model in place that are no buffers"
 
 
 class Graphed:
@@ -122,7 +123,7 @@ class Graphed:
             versions = versions_of(held)
             result = self.plain(*args, **kwargs)
             if versions != versions_of(held):
-                kind.reason = "it changes tensors of the model in place that are no buffers"
+                kind.reason = _CHANGES_TENSORS
             if spec is not None:
                 now, spec_now = tree_flatten((args, kwargs))
                 if spec != spec_now or any(a is not b for a, b in zip(given, now, strict=True)):
@@ -154,13 +155,21 @@ class Graphed:
             tensors = [v for v in leaves.values if isinstance(v, Tensor)]
             if kind.is_warm(wants) and (leaves.rows is None or kind.rows_are_independent):
                 captured = self._captured(kind, run, leaves, tensors)
-                return self._replay(captured, run, version, leaves, tensors, parameters if wants else None)
+                held = (parameters, [buffers[i] for i in sorted(kind.buffers)]) if wants else None
+                return self._replay(captured, run, version, leaves, tensors, held)
             if leaves.rows is not None and not kind.rows_are_independent:
                 result = self._compare_rows(kind, run, leaves, tensors, buffers, plain)
-            elif leaves.rows is None:
+            elif wants:
+                frozen = [p for p in parameters if not p.requires_grad]
+                before = marks_of([*buffers, *others, *frozen])
                 result = self._warm_up(kind, lambda _: plain(), leaves, tensors, wants)
+                after = marks_of([*buffers, *others, *frozen])
+                changed = {i for i, (a, b) in enumerate(zip(before, after, strict=True)) if a != b}
+                kind.buffers |= changed
+                if any(i >= len(buffers) for i in changed):
+                    kind.reason = _CHANGES_TENSORS
             else:
-                result = self._warm_up(kind, run, leaves, tensors, wants)
+                result = self._warm_up(kind, run if leaves.rows else lambda _: plain(), leaves, tensors, wants)
             if kind.forwards > 1 and version.tensors(self.model) is None:  # the first call may make tables
                 kind.reason = "it changes the model: its modes, hooks, parameters or other attributes"
             return result
@@ -224,7 +233,7 @@ class Graphed:
         kind.draws |= not torch.equal(random, of.random_state())
         kind.forwards += 1
         outputs = Outputs.of(result)
-        odd = [leaf for leaf in outputs.leaves if not is_constant(leaf)]
+        odd = [leaf for leaf in outputs.leaves if not is_constant(leaf) or inspect.isfunction(leaf)]
         same = all(map(torch.equal, before, (t for t in tensors if t.is_inference())))
         if waits and kind.forwards > 1:  # the first call may wait for tables that it makes
             kind.reason = f"an operation at {waits} waits for the GPU"
@@ -243,15 +252,20 @@ class Graphed:
         if not wants:
             kind.calls += 1
             return result if leaves.rows is None else outputs.result([t[: leaves.rows] for t in outputs.tensors])
+        if kind.reason:
+            return result
         if kind.forwards > WARM_UPS and not kind.calls:
             self.note("no backward pass came; torch.no_grad() would let the call be captured")
         came: set[int] = set()
+        # Views: what flows from one output to another within the model is no gradient from outside
+        has_views = [not t.is_leaf and t.layout is torch.strided and not t.is_nested for t in outputs.tensors]
+        apart = [t.view_as(t) if views else t for t, views in zip(outputs.tensors, has_views, strict=True)]
         kind.hooks = [
             t.register_hook(lambda g, i=i: None if g is None else kind.gradient_came(came, i))
-            for i, t in enumerate(outputs.tensors)
+            for i, t in enumerate(apart)
             if t.requires_grad
         ]
-        return result
+        return outputs.result(apart)
 
     def _compare_rows(
         self, kind: Kind, run: Callable[..., Any], leaves: Leaves, tensors: list[Tensor], buffers: Sequence[Tensor],
@@ -301,13 +315,16 @@ class Graphed:
 
     def _replay(
         self, captured: Captured, run: Callable[..., Any], version: Version, leaves: Leaves, tensors: list[Tensor],
-        parameters: Sequence[Tensor] | None,
+        held: tuple[Sequence[Tensor], Sequence[Tensor]] | None,
     ) -> Any:  # fmt: skip
+        """Replay a call. held: the parameters, and the buffers that it changes; None in inference."""
         of = captured.arena.recorder
-        state = of.random_state() if captured.draws and parameters is not None else None
+        state = of.random_state() if captured.draws and held is not None else None
         with torch.no_grad():
+            found = [] if held is None else copies(held[1])
             outputs = captured.replay_forward(tensors, leaves.rows)
-        if parameters is not None:
+        if held is not None:
+            parameters, changed = held
             device = of.device.type
             cast = (
                 torch.get_autocast_dtype(device),
@@ -322,7 +339,8 @@ class Graphed:
                 inputs = [stand_in(t) if t.requires_grad else t for t in tensors]
                 arguments = map(as_argument, inputs, [t.is_leaf or differentiated for t in tensors])
                 stand_ins, buffers = replaced(self.model, stand_in), [*self.model.buffers()]
-                before = copies(buffers)  # the first time has changed them
+                before = copies(buffers)
+                put_back(changed, found)
                 with torch.autocast(device, *cast), of.drawing_from(state), stand_ins as parameters:
                     results = Outputs.of(run([*arguments])).tensors
                 put_back(buffers, before)

@@ -27,7 +27,8 @@ class Kind:
 
     forwards: how many calls there were before the capture.
     calls: how many of them count: in training, those that have had a backward pass.
-    gradients: numbers of the outputs that gradients came for in the last backward pass.
+    gradients: numbers of the outputs that gradients came for, from outside the model, in the last backward pass.
+    buffers: numbers of those that the forward pass changes.
     draws: whether the forward pass draws random numbers.
     rows_are_independent: whether more rows leave the first ones as they are; None: not known.
     reason: why there will be no capture, or "".
@@ -38,6 +39,7 @@ class Kind:
     forwards: int = 0
     calls: int = 0
     gradients: set[int] = field(default_factory=set)
+    buffers: set[int] = field(default_factory=set)
     draws: bool = False
     rows_are_independent: bool | None = None
     reason: str = ""
@@ -73,7 +75,7 @@ def described(leaves: Leaves, wants: bool) -> list[Any]:
         else:
             if not is_constant(v):
                 raise Unfit(f"an argument is a {type(v).__name__}")
-            described.append((type(v), v.hex() if type(v) is float else v))  # 0.0 and -0.0 are equal
+            described.append((type(v), v.hex() if isinstance(v, float) else v))  # 0.0 and -0.0 are equal
     return described
 
 

@@ -130,3 +130,10 @@ def versions_of(tensors: Sequence[Tensor]) -> list[int]:
         return [*map(_version, tensors)]
     except RuntimeError:
         return [0] * len(tensors)
+
+
+def marks_of(tensors: Sequence[Tensor]) -> list[tuple[int, float]]:
+    """Return two numbers that change with each tensor: its version and, as changes by `.data` have none, its norm."""
+    real = [torch.view_as_real(t.detach()) if t.is_complex() else t.detach() for t in tensors]
+    norms = torch.stack([torch.linalg.vector_norm(t.float()) for t in real]).nan_to_num(-1).tolist() if real else []
+    return [*zip(versions_of(tensors), norms, strict=True)]

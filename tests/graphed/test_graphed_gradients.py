@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from graphed_models import assert_equal, replays
+from graphed_models import assert_equal, replays, runs_plainly
 from graphed_training import DROPOUT, TwoHeads, logits, ours, pair
 from torch import Tensor, nn
 
 import fastvit
+from fastvit.graphed.captured import Call
 
 
 def grads(model: nn.Module, backward: Callable[[nn.Module], Any]) -> list[Tensor | None]:
@@ -146,6 +147,59 @@ def test_hooks_of_parameters_without_a_gradient_are_not_called() -> None:
         assert any("unread" in name for name in seen[0]) == ("unread" in read)
         assert_equal(*models)
         seen[0].clear(), seen[1].clear()
+
+
+class Scaled(nn.Module):
+    """Computes one output from another, and divides by a running scale."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.head = nn.Linear(8, 8), nn.Linear(8, 3)
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        features = self.linear(x) / self.scale.clone()
+        with torch.no_grad():
+            self.scale.mul_(0.9).add_(features.abs().mean(), alpha=0.1)
+        return features, self.head(features.relu())
+
+
+def test_an_output_that_another_is_computed_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its gradient from within the model is none from outside: passes that read the other one are replayed. What is
+    computed again has the buffers that the forward pass had."""
+    recomputed: list[int] = []
+    recompute = Call._recompute
+    monkeypatch.setattr(Call, "_recompute", lambda *args: (recomputed.append(1), recompute(*args))[1])
+    model, graphed, report = pair(Scaled())
+    for read, count in (([1], 0), ([1], 0), ([1], 0), ([1], 0), ([0], 1), ([0, 1], 1), ([1, 1], 1), ([1], 0)):
+        recomputed.clear()
+        x = torch.randn(4, 8)
+        for each in (model, graphed):
+            each.zero_grad()
+            outputs = each(x)
+            for i in read:  # in two passes
+                outputs[i].square().sum().backward(retain_graph=True)
+        assert len(recomputed) == count, read
+        assert_equal(model, graphed)
+    assert replays(report) == [6]
+
+
+class Momentum(nn.Module):
+    """Updates a frozen copy by `.data`, as contrastive learning does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key = nn.Linear(8, 8), nn.Linear(8, 8).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for key, query in zip(self.key.parameters(), self.query.parameters(), strict=True):
+            key.data.mul_(0.5).add_(query.data, alpha=0.5)
+        return self.query(x) * self.key(x)
+
+
+def test_parameters_that_the_forward_pass_changes() -> None:
+    model = Momentum()
+    runs_plainly(model, lambda: model(torch.ones(2, 8)).sum().backward(), "changes tensors of the model in place")
 
 
 class WithLeaves(nn.Module):
