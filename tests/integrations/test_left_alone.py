@@ -218,6 +218,12 @@ def test_a_mask_of_swin_that_was_edited() -> None:
     block.shift_size = (1, 1)
     with pytest.warns(UserWarning, match="an attn_mask with other values"):
         torch.testing.assert_close(block(x), type(block).forward(block, x))
+    mask, block.attn_mask = block.attn_mask, None
+    with pytest.warns(UserWarning, match="no attn_mask, although it shifts"):
+        torch.testing.assert_close(block(x), type(block).forward(block, x))
+    block.attn_mask, block.shift_size, block.attn.softmax.dim = mask, (2, 2), -2
+    (entry, *_) = fastvit.accelerate(block).entries
+    assert (entry.status, entry.detail) == ("skipped", "softmax along another dimension")
 
 
 @pytest.mark.filterwarnings("ignore:.*(a trace for grids of any size|deprecated)", "ignore::torch.jit.TracerWarning")

@@ -68,7 +68,9 @@ def read_sam_block(block: Any) -> GridBlock:
 
 
 def read_swin_attention(attn: Any) -> AttentionSpec:
-    submodules(attn, softmax={nn.Softmax})
+    (softmax,) = submodules(attn, softmax={nn.Softmax})
+    if softmax.dim != -1:
+        raise CannotFuse("softmax along another dimension")
     return read_timm.read_attention(attn)
 
 
@@ -89,6 +91,8 @@ def _check_swin_mask(block: Any, mask: Tensor) -> None:
 
 def read_swin_block(block: Any) -> WindowBlock:
     mask = block.attn_mask
+    if mask is None and not block.dynamic_mask and any(block.shift_size):
+        raise CannotFuse("no attn_mask, although it shifts its windows")
     if not (mask is None or block.dynamic_mask or is_dynamo_compiling() or mask.is_meta or is_fake(mask)):
         _check_swin_mask(block, mask)
     first = read.read_half(read_swin_attention, _SWIN_HALF, block)
