@@ -26,7 +26,7 @@
 
 enum { MOST_ITEMS = 5000 };            /* modules in a cycle, or that lead to the whole model, have more */
 enum { MOST_VALUES = 4000000, DEEPEST = 1000 }; /* with `opaque`: some 30 ms, and 400 bytes each */
-enum Kind { TAG = 1, DICT, SEQUENCE, SEEN, TENSOR, REAL, IMAGINARY }; /* of a number in a record */
+enum Kind { TAG = 1, DICT, LIST, TUPLE, SET, FROZEN, REFERENCE, SEEN, TENSOR, REAL, IMAGINARY }; /* of a number in a record */
 
 typedef struct {
     PyObject *record;
@@ -37,7 +37,7 @@ typedef struct {
 } Walk;
 
 static PyTypeObject *module_type, *tensor_type, *partial_type;
-static PyObject *empty; /* stands for a dict, list, tuple or set without items */
+static PyObject *empty; /* stands for a dict, or OrderedDict, without items */
 
 static int note(Walk *walk, PyObject *value) { /* Append to the record, or compare with its next item. */
     if (walk->next != NULL) return walk->next < walk->end && *walk->next++ == value;
@@ -49,7 +49,8 @@ static int note_number(Walk *walk, enum Kind kind, double number) { /* as a comp
     if (walk->next != NULL) {
         PyObject *item = walk->next < walk->end ? *walk->next++ : Py_None;
         if (!PyComplex_CheckExact(item)) return 0;
-        return ((PyComplexObject *)item)->cval.real == kind && ((PyComplexObject *)item)->cval.imag == number;
+        Py_complex found = ((PyComplexObject *)item)->cval;
+        return found.real == kind && memcmp(&found.imag, &number, sizeof number) == 0; /* 0.0 is no -0.0 */
     }
     PyObject *item = PyComplex_FromDoubles(kind, number);
     int noted = item != NULL && note(walk, item);
@@ -94,21 +95,24 @@ static int note_tensor(Walk *walk, PyObject *tensor) {
 
 static int visit(Walk *walk, PyObject *value);
 
+static inline int is_empty(PyObject *value) {
+    return (PyDict_CheckExact(value) || PyODict_CheckExact(value)) && PyDict_GET_SIZE(value) == 0;
+}
+
 static inline int same_or_visit(Walk *walk, PyObject *value) { /* Most values are plain, or empty dicts. */
     if (walk->next < walk->end) {
         PyObject *item = *walk->next;
-        if (item == value || (item == empty && PyDict_Check(value) && PyDict_GET_SIZE(value) == 0))
+        if (item == value || (item == empty && is_empty(value)))
             return walk->next++ != NULL;
     }
     return visit(walk, value);
 }
 
 static int visit_items(Walk *walk, PyObject *container, enum Kind kind, Py_ssize_t length) {
-    if (length == 0) return note(walk, empty);
     int noted = note_number(walk, kind, length);
     PyObject *key, *value;
     for (Py_ssize_t i = 0, place = 0; noted && i < length; i++) {
-        if (kind == SEQUENCE) noted = same_or_visit(walk, PySequence_Fast_GET_ITEM(container, i));
+        if (kind != DICT) noted = same_or_visit(walk, PySequence_Fast_GET_ITEM(container, i));
         else if (PyDict_Next(container, &place, &key, &value))
             noted = same_or_visit(walk, key) && same_or_visit(walk, value);
     }
@@ -152,7 +156,7 @@ static int visit_other(Walk *walk, PyObject *value) { /* an object of which only
     int weak = PyType_SUPPORTS_WEAKREFS(Py_TYPE(value));
     if (PyWeakref_CheckRef(value)) {
         PyObject *object = referent(value); /* The record's reference to it may be this very one. */
-        return note_number(walk, SEQUENCE, 0) && visit(walk, object == NULL ? Py_None : object);
+        return note_number(walk, REFERENCE, 0) && visit(walk, object == NULL ? Py_None : object);
     }
     if (PyCFunction_Check(value) && PyCFunction_GET_SELF(value) != NULL && !PyModule_Check(PyCFunction_GET_SELF(value)))
         return note_object(walk, value) && visit(walk, PyCFunction_GET_SELF(value)); /* a method of an object */
@@ -194,14 +198,16 @@ static int visit_derived(Walk *walk, PyObject *value) { /* what a container has 
 }
 
 static int visit_value(Walk *walk, PyObject *value) {
+    if (is_empty(value)) return note(walk, empty);
     if (PyDict_Check(value))
         return visit_derived(walk, value) && visit_items(walk, value, DICT, PyDict_GET_SIZE(value));
     if (PyTuple_Check(value) || PyList_Check(value))
-        return visit_derived(walk, value) && visit_items(walk, value, SEQUENCE, PySequence_Fast_GET_SIZE(value));
-    if (PyAnySet_Check(value)) {
-        if (PySet_GET_SIZE(value) == 0) return note(walk, empty);
-        return walk->opaque != NULL && PyAnySet_CheckExact(value) && visit_list_of(walk, PySequence_List(value));
-    }
+        return visit_derived(walk, value) &&
+               visit_items(walk, value, PyTuple_Check(value) ? TUPLE : LIST, PySequence_Fast_GET_SIZE(value));
+    if (PyAnySet_Check(value))
+        return PyAnySet_CheckExact(value) && (walk->opaque != NULL || PySet_GET_SIZE(value) == 0) &&
+               note_number(walk, PyFrozenSet_CheckExact(value) ? FROZEN : SET, 0) &&
+               visit_list_of(walk, PySequence_List(value));
     if (value == Py_None || PyBool_Check(value) || PyLong_CheckExact(value) || PyFloat_CheckExact(value) ||
         PyUnicode_CheckExact(value))
         return note(walk, value);

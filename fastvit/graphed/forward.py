@@ -35,7 +35,7 @@ from fastvit.graphed.rounding import Leaves, coarsest, grown, rows_are_independe
 from fastvit.graphed.version import OPAQUE, Version, marks_of, versions_of, why_not
 from fastvit.modules.features import Backbone
 from fastvit.ops.runtime import backend
-from fastvit.ops.runtime.torch_private import current_function_mode, top_saved_tensors_hooks
+from fastvit.ops.runtime.torch_private import after_backward, current_function_mode, top_saved_tensors_hooks
 
 _MOST_ARENAS = 4  # calls that wait for their backward pass at one time, each with memory of its own
 _MOST_CAPTURES = 16  # for each graph that is kept: more would cost more time than they save
@@ -138,6 +138,8 @@ class Graphed:
             if reason := why_not([*tensors, *parameters[:1], *buffers[:1]], of="with its arguments, the model has"):
                 raise Unfit(reason)
             wants = torch.is_grad_enabled() and any(t.requires_grad for t in (*tensors, *parameters))
+            if wants and after_backward is None:
+                raise Unfit("this PyTorch does not tell when a backward pass ends")
             leaves = Leaves(values, [None] * len(tensors))
             if self.rounded is not None and not (wants or self.model.training):
                 if args and isinstance(args[0], list | tuple):
@@ -256,12 +258,23 @@ class Graphed:
             return result
         if kind.forwards > WARM_UPS and not kind.calls:
             self.note("no backward pass came; torch.no_grad() would let the call be captured")
-        came: set[int] = set()
+        version, came = self._versions[0], set[int]()
+
+        def check_after_backward() -> None:
+            if version.tensors(self.model) is None:
+                kind.reason = "its backward pass changes the model: its attributes, or modes"
+
+        def gradient_came(gradient: Tensor | None, i: int) -> None:
+            if gradient is not None:
+                if not came and version.tensors(self.model) is not None:  # else, the caller has changed it
+                    after_backward(check_after_backward)
+                kind.gradient_came(came, i)
+
         # Views: what flows from one output to another within the model is no gradient from outside
         has_views = [not t.is_leaf and t.layout is torch.strided and not t.is_nested for t in outputs.tensors]
         apart = [t.view_as(t) if views else t for t, views in zip(outputs.tensors, has_views, strict=True)]
         kind.hooks = [
-            t.register_hook(lambda g, i=i: None if g is None else kind.gradient_came(came, i))
+            t.register_hook(partial(gradient_came, i=i))
             for i, t in enumerate(apart)
             if t.requires_grad
         ]

@@ -202,6 +202,28 @@ def test_parameters_that_the_forward_pass_changes() -> None:
     runs_plainly(model, lambda: model(torch.ones(2, 8)).sum().backward(), "changes tensors of the model in place")
 
 
+class Flips(nn.Module):
+    """A hook on a tensor inside changes the model, which no replay does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.flag = nn.Linear(8, 8), False
+
+    def flip(self, _: Tensor) -> None:
+        self.flag = not self.flag
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        x.register_hook(self.flip)
+        return x * (2 if self.flag else 1)
+
+
+def test_a_backward_pass_that_changes_the_model() -> None:
+    model = Flips()
+    runs_plainly(model, lambda: model(torch.ones(2, 8)).sum().backward(), "its backward pass changes the model", calls=8)
+    assert not model.flag, "called every time"
+
+
 class WithLeaves(nn.Module):
     """Also returns leaves: a parameter, and its input."""
 

@@ -156,6 +156,23 @@ def test_what_a_model_holds_changes_inside(name: str, in_submodule: bool) -> Non
     assert not report.reasons
 
 
+@pytest.mark.parametrize(
+    ("held", "other"),
+    [
+        ([0, 1], (0, 1)), ([], ()), ({}, Config()), ({1, 2}, [1, 2]), ({1}, frozenset({1})), (0j, complex(-0.0, 0)),
+    ],
+)  # fmt: skip
+def test_a_container_of_another_type_with_the_same_members(held: Any, other: Any) -> None:
+    model = Reads(held, lambda x, _: x)
+    report = fastvit.graphs(model)
+    with torch.no_grad():
+        for _ in range(3):
+            model(torch.ones(2, 4))
+        model.held = other
+        model(torch.ones(2, 4))
+    assert replays(report) == [1]
+
+
 def test_numbers_on_another_device_are_refused() -> None:
     """A kernel has them among its arguments, whatever they become."""
     model = Reads(torch.ones((), device="meta"), lambda x, _: x)

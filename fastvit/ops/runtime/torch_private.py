@@ -38,6 +38,7 @@ remove_batch_dim = _find("_remove_batch_dim")
 set_dispatch_key_included = _find("_C._dispatch_tls_set_dispatch_key_included")
 # what captures graphs
 top_saved_tensors_hooks = _find("_C._autograd._top_saved_tensors_default_hooks")
+after_backward = _find("autograd.Variable._execution_engine.queue_callback")  # runs a function after a backward pass
 foreach_clone = _find("_foreach_clone")
 StorageWeakRef = _find("multiprocessing.reductions.StorageWeakRef")  # tells whether memory was freed
 # what records and replays calls
