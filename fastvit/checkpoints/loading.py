@@ -49,13 +49,15 @@ def load(model: VisionTransformer, weights: Weights, *, drop_head: bool = False)
         TypeError: weights of another type.
         FileNotFoundError: no such file, nor a repository of the Hugging Face Hub that could be downloaded.
         ImportError: a file of safetensors without that package, a repository without huggingface_hub.
-        ValueError: a model on the meta device.
+        ValueError: a model on the meta device, or one that was made in inference mode, outside of it.
 
     Warns:
         UserWarning: the model now has values that are NaN or infinite.
     """
     if any(tensor.is_meta for tensor in model.state_dict().values()):
         raise ValueError("device must not be 'meta' for a model that weights are loaded into")
+    if not torch.is_inference_mode_enabled() and any(tensor.is_inference() for tensor in model.state_dict().values()):
+        raise ValueError("the model was made in torch.inference_mode(): load weights within it, too")
     where, content = "weights", weights
     if not isinstance(weights, Mapping):
         path = locate(weights)

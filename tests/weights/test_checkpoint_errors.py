@@ -163,3 +163,17 @@ NO_STATE_DICTS: list[tuple[Any, str]] = [
 def test_what_is_no_state_dict(content: Any, message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         checkpoints.load(fastvit.VisionTransformer(**ONE_BLOCK), content)
+
+
+def test_a_model_of_inference_mode() -> None:
+    """Its tensors cannot change outside: none does, neither those that come first."""
+    with torch.inference_mode():
+        model = fastvit.VisionTransformer(**ONE_BLOCK)
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    state = fastvit.VisionTransformer(**ONE_BLOCK).state_dict()
+    with pytest.raises(ValueError, match="was made in"):
+        checkpoints.load(model, state)
+    assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
+    with torch.inference_mode():
+        checkpoints.load(model, state)
+        assert all(torch.equal(t, state[name]) for name, t in model.state_dict().items())
