@@ -97,17 +97,17 @@ def graphs(model: nn.Module, *, batches: Sequence[int] | None = None, keep: int 
     given out in groups of 25 MiB, so that they travel while others are computed. Shallow copies, and the replicas of
     nn.DataParallel, run without graphs; torch.jit.script needs the model restored.
 
-    Python state outside of the model is as it was at the capture: globals, closures, attributes of functions and of
-    tensors, containers that belong to a class, environment variables, PyTorch's backend flags. After a change there,
-    `fastvit.restore(model)` and a new call of `graphs` begin again.
+    Python state outside of the model is as it was at the capture: globals, closures, attributes of functions, of
+    tensors and of arguments, tensors and containers that belong to a class, environment variables, PyTorch's backend
+    flags. After a change there, `fastvit.restore(model)` and a new call of `graphs` begin again.
 
     A call runs as without graphs, with one warning for each reason, if a graph could not do the same: hooks on modules
     in the model, tensors on a CPU, a checkpoint around the model, an operation that waits for the GPU, a model that
     holds what cannot be compared, such as a NumPy array, and others. A backward pass that comes a second time, that is
     differentiated (create_graph), or that reads other outputs than before, computes the forward pass again. Where one
     loss reads several calls, or such other outputs, the gradients of a parameter are added in another order than
-    without graphs, and may round otherwise. torch.compile, torch.export, modes such as FLOP counters and an outer
-    capture see the model without graphs.
+    without graphs, and may round otherwise; so may those that are differentiated under autocast. torch.compile,
+    torch.export, modes such as FLOP counters and an outer capture see the model without graphs.
 
     The graphs of a model share memory, which they hold until `fastvit.restore(model)`, in addition to that of tensors
     outside; of calls that wait for their backward pass at one time, each has memory of its own. `fastvit memory
@@ -117,11 +117,12 @@ def graphs(model: nn.Module, *, batches: Sequence[int] | None = None, keep: int 
         model: any module whose forward takes tensors, for example after `accelerate` or `fit`. Forwards of its
             submodules, and other methods, run as they are.
         batches: batch sizes for inference (in eval mode, without gradients): a call runs as the smallest of them that
-            is not less than its own, with zeros added. You promise that no result of a sample depends on other samples.
-            That is checked in one call of each kind, which runs with zeros and with other values added: where its
-            results change, calls run as without graphs. Results of another batch size may round otherwise. For lists
-            of images, a `VisionTransformer` runs with the tokens of so many images of its own size. Larger calls run as
-            without graphs.
+            is not less than its own, with zeros added. You promise that the first dimension of every tensor among the
+            arguments is the batch, and that no result of a sample depends on other samples. The latter is checked in
+            one call of each kind, which runs with zeros and with other values added: where its results change, or it
+            fails, calls run as without graphs. Results of another batch size may round otherwise. For lists of images,
+            a `VisionTransformer` runs with the tokens of so many images of its own size. Larger calls run as without
+            graphs.
         keep: how many kinds of calls keep their graphs; the one not used for the longest time goes first.
 
     Returns:

@@ -273,11 +273,7 @@ class Graphed:
         # Views: what flows from one output to another within the model is no gradient from outside
         has_views = [not t.is_leaf and t.layout is torch.strided and not t.is_nested for t in outputs.tensors]
         apart = [t.view_as(t) if views else t for t, views in zip(outputs.tensors, has_views, strict=True)]
-        kind.hooks = [
-            t.register_hook(partial(gradient_came, i=i))
-            for i, t in enumerate(apart)
-            if t.requires_grad
-        ]
+        kind.hooks = [t.register_hook(partial(gradient_came, i=i)) for i, t in enumerate(apart) if t.requires_grad]
         return outputs.result(apart)
 
     def _compare_rows(
@@ -296,7 +292,10 @@ class Graphed:
                     return run(tensors)
 
             precision = coarsest([*tensors, *own.tensors, *self.model.parameters()])
-            kind.rows_are_independent = rows_are_independent(drawn, own, tensors, leaves, precision)
+            try:
+                kind.rows_are_independent = rows_are_independent(drawn, own, tensors, leaves, precision)
+            except Exception as error:  # as where it checks the values of its inputs
+                kind.reason = f"with more samples it fails: {recorder.described(error)}"
             put_back(buffers, before)
             kind.calls += 1
         if kind.rows_are_independent is False:

@@ -73,7 +73,10 @@ class Version:
         if self._record is None:
             return None
         tensors = unchanged.compiled().recall(model, self._record, self._template, OPAQUE)
-        if tensors is None or [*map(Tensor.data_ptr, tensors)] != self._addresses:
+        try:
+            if tensors is None or [*map(Tensor.data_ptr, tensors)] != self._addresses:
+                return None
+        except RuntimeError:  # swapped for a tensor without an address, such as a sparse one
             return None
         mode = torch.is_inference_mode_enabled(), is_any_autocast_enabled is None or is_any_autocast_enabled()
         if mode not in self._same or not self._same[mode](*tensors):

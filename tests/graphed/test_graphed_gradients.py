@@ -220,7 +220,9 @@ class Flips(nn.Module):
 
 def test_a_backward_pass_that_changes_the_model() -> None:
     model = Flips()
-    runs_plainly(model, lambda: model(torch.ones(2, 8)).sum().backward(), "its backward pass changes the model", calls=8)
+    runs_plainly(
+        model, lambda: model(torch.ones(2, 8)).sum().backward(), "its backward pass changes the model", calls=8
+    )
     assert not model.flag, "called every time"
 
 

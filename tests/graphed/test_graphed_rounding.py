@@ -190,6 +190,22 @@ def test_results_with_infinities_are_compared() -> None:
     assert replays(report) == [2]
 
 
+class ChecksValues(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.max() > 1:
+            raise ValueError("images are in [0, 1]")
+        return x
+
+
+def test_an_error_while_rows_are_compared_is_no_error_of_the_call() -> None:
+    model = ChecksValues().eval()
+    report = fastvit.graphs(model, batches=(8,))
+    with torch.no_grad(), warnings.catch_warnings(record=True) as seen:
+        check(model, ChecksValues(), torch.rand(3, 4))
+    assert "with more samples it fails: images are in [0, 1]" in str(seen[0].message)
+    assert not report.graphs
+
+
 def test_comparing_draws_nothing() -> None:
     """The comparison leaves the generator where the call left it."""
     model = AcrossTheBatch("draws").eval()

@@ -173,6 +173,21 @@ def test_a_container_of_another_type_with_the_same_members(held: Any, other: Any
     assert replays(report) == [1]
 
 
+def test_a_parameter_swapped_for_a_sparse_one() -> None:
+    """Which has no address. The parameter stays the same object."""
+    model, plain = nn.Linear(8, 8), nn.Linear(8, 8)
+    fastvit.graphs(model)
+    with torch.no_grad():
+        for _ in range(3):
+            model(torch.ones(2, 8))
+        for each in (model, plain):
+            sparse = (torch.eye(8) * 2).to_sparse_csr()
+            torch.utils.swap_tensors(each.weight, nn.Parameter(sparse))
+        plain.bias.copy_(model.bias)
+        with pytest.warns(UserWarning, match="a sparse or nested tensor"):
+            check(model, plain, torch.ones(2, 8))
+
+
 def test_numbers_on_another_device_are_refused() -> None:
     """A kernel has them among its arguments, whatever they become."""
     model = Reads(torch.ones((), device="meta"), lambda x, _: x)
