@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import Parameter
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from fastvit.graphed.recorder import Recorder, Replay, Unfit
+from fastvit.graphed.tensors import as_argument, as_leaf, copies, leaves_of, replaced, static_copy
 from fastvit.graphed.version import versions_of
 from fastvit.ops.runtime.backend import is_observed
-from fastvit.ops.runtime.torch_private import foreach_clone, is_batched_gradient
+from fastvit.ops.runtime.torch_private import is_batched_gradient
 
 _GROUP_BYTES = 25 * 2**20  # of gradients that are given out together, as in DistributedDataParallel's buckets
 
@@ -93,7 +92,7 @@ class Captured:
         self.run, self.arena, self.model, self.draws = run, arena, model, draws
         self.grouped, self.replays = grouped, 0
         record, before = arena.recorder.record, arena.recorder.bytes()
-        self.inputs, self._are_leaves = [_static(t) for t in tensors], [t.is_leaf for t in tensors]
+        self.inputs, self._are_leaves = [static_copy(t) for t in tensors], [t.is_leaf for t in tensors]
         self.description = ", ".join(f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in tensors)
         self._live: tuple[list[Tensor], list[Tensor]] = [], []  # outputs and tensors that want gradients
         (outputs, self._static), self._forward = record(self._run_forward)
@@ -295,63 +294,3 @@ class _Node(torch.autograd.Function):
 
 
 _apply = super(torch.autograd.Function, _Node).apply  # not its `apply`, see ops/runtime/autograd.py
-
-
-def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return copies of tensors, by few kernels."""
-    if foreach_clone is None or not tensors:
-        return [t.clone() for t in tensors]
-    return list(foreach_clone(tensors))
-
-
-def put_back(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    """Give tensors earlier values. Autograd does not count it as a change."""
-    for t, value in zip(tensors, values, strict=True):
-        t.data.copy_(value)
-
-
-def leaves_of(outputs: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Yield the leaf tensors that gradients of outputs flow to."""
-    yield from (t for t in outputs if t.grad_fn is None and t.requires_grad)
-    left, seen = [t.grad_fn for t in outputs], set[Any]()
-    while left:
-        node = left.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            left += [function for function, _ in node.next_functions]
-            if hasattr(node, "variable"):
-                yield node.variable
-
-
-def _static(t: Tensor) -> Tensor:
-    """Return a copy of a tensor, with its strides unless they overlap."""
-    if any(stride == 0 and size > 1 for stride, size in zip(t.stride(), t.shape, strict=True)):
-        static = t.detach().clone(memory_format=torch.contiguous_format)
-    else:
-        static = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device).copy_(t.detach())
-    return static.requires_grad_(t.requires_grad)
-
-
-def as_leaf(t: Tensor) -> Tensor:
-    """Return a stand-in for a parameter, or an input, that autograd finds in its place: of what is cast, autocast keeps
-    only copies of leaves."""
-    return Parameter(t.detach()) if isinstance(t, Parameter) else t.detach().requires_grad_()
-
-
-def as_argument(t: Tensor, is_leaf: bool) -> Tensor:
-    """Return what stands for an input that was, or was not, a leaf of autograd's graph."""
-    return t if is_leaf or not t.requires_grad else t.view_as(t)
-
-
-@contextlib.contextmanager
-def replaced(model: nn.Module, make: Callable[[Parameter], Tensor]) -> Iterator[list[Tensor]]:
-    """Replace the parameters that require gradients by make(parameter) within the context. Yield what they became."""
-    made: dict[Parameter, Tensor] = {p: make(p) for p in model.parameters() if p.requires_grad}
-    places: Any = [(m._parameters, name, p) for m in model.modules() for name, p in m._parameters.items() if p in made]
-    try:
-        for parameters, name, p in places:
-            parameters[name] = made[p]
-        yield list(made.values())
-    finally:
-        for parameters, name, p in places:
-            parameters[name] = p

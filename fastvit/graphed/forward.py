@@ -17,22 +17,13 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from fastvit.blocks.hooks import has_global_hooks
 from fastvit.graphed import recorder
-from fastvit.graphed.captured import (
-    Arena,
-    Call,
-    Captured,
-    Outputs,
-    Place,
-    as_argument,
-    as_leaf,
-    copies,
-    put_back,
-    replaced,
-)
-from fastvit.graphed.kind import WARM_UPS, Kind, circumstances, ddp_runs, described, is_constant
+from fastvit.graphed.captured import Arena, Call, Captured, Outputs, Place
+from fastvit.graphed.kind import WARM_UPS, Kind, circumstances, ddp_runs, described
 from fastvit.graphed.recorder import Unfit
 from fastvit.graphed.rounding import Leaves, coarsest, grown, rows_are_independent
+from fastvit.graphed.tensors import as_argument, as_leaf, copies, put_back, replaced
 from fastvit.graphed.version import OPAQUE, Version, marks_of, versions_of, why_not
+from fastvit.graphed.warm_up import run_and_judge, watch_backward
 from fastvit.modules.features import Backbone
 from fastvit.ops.runtime import backend
 from fastvit.ops.runtime.torch_private import after_backward, current_function_mode, top_saved_tensors_hooks
@@ -228,29 +219,7 @@ class Graphed:
 
     def _warm_up(self, kind: Kind, run: Callable[..., Any], leaves: Leaves, tensors: list[Tensor], wants: bool) -> Any:
         of = self._arena(kind, tensors[0].device).recorder
-        wanted, versions = [t.requires_grad for t in tensors], versions_of(tensors)
-        random, host = of.random_state(), of.host_state()
-        before = [t.clone() for t in tensors if t.is_inference()]
-        result, waits, checkpoints = of.watch(lambda: run(grown(tensors, leaves.sizes)))
-        kind.draws |= not torch.equal(random, of.random_state())
-        kind.forwards += 1
-        outputs = Outputs.of(result)
-        odd = [leaf for leaf in outputs.leaves if not is_constant(leaf) or inspect.isfunction(leaf)]
-        same = all(map(torch.equal, before, (t for t in tensors if t.is_inference())))
-        if waits and kind.forwards > 1:  # the first call may wait for tables that it makes
-            kind.reason = f"an operation at {waits} waits for the GPU"
-        elif host != of.host_state():
-            kind.reason = "it draws random numbers on the host, which a graph would repeat"
-        elif versions != versions_of(tensors) or wanted != [t.requires_grad for t in tensors] or not same:
-            kind.reason = "it changes its arguments in place"
-        elif odd:
-            kind.reason = f"it returns a {type(odd[0]).__name__}, which may change"
-        elif kind.draws and checkpoints:
-            kind.reason = "it draws random numbers and has checkpoints, which would restore the generator's state"
-        elif not wants and any(t.requires_grad for t in outputs.tensors):
-            kind.reason = "it uses a tensor that wants gradients and is no parameter of a module in it"
-        for hook in kind.hooks:
-            hook.remove()
+        result, outputs = run_and_judge(kind, lambda: run(grown(tensors, leaves.sizes)), tensors, of, wants)
         if not wants:
             kind.calls += 1
             return result if leaves.rows is None else outputs.result([t[: leaves.rows] for t in outputs.tensors])
@@ -258,23 +227,8 @@ class Graphed:
             return result
         if kind.forwards > WARM_UPS and not kind.calls:
             self.note("no backward pass came; torch.no_grad() would let the call be captured")
-        version, came = self._versions[0], set[int]()
-
-        def check_after_backward() -> None:
-            if version.tensors(self.model) is None:
-                kind.reason = "its backward pass changes the model: its attributes, or modes"
-
-        def gradient_came(gradient: Tensor | None, i: int) -> None:
-            if gradient is not None:
-                if not came and version.tensors(self.model) is not None:  # else, the caller has changed it
-                    after_backward(check_after_backward)
-                kind.gradient_came(came, i)
-
-        # Views: what flows from one output to another within the model is no gradient from outside
-        has_views = [not t.is_leaf and t.layout is torch.strided and not t.is_nested for t in outputs.tensors]
-        apart = [t.view_as(t) if views else t for t, views in zip(outputs.tensors, has_views, strict=True)]
-        kind.hooks = [t.register_hook(partial(gradient_came, i=i)) for i, t in enumerate(apart) if t.requires_grad]
-        return outputs.result(apart)
+        version = self._versions[0]
+        return watch_backward(kind, outputs, lambda: version.tensors(self.model) is not None)
 
     def _compare_rows(
         self, kind: Kind, run: Callable[..., Any], leaves: Leaves, tensors: list[Tensor], buffers: Sequence[Tensor],

@@ -1,0 +1,84 @@
+"""Calls before a capture: they run as without graphs, and tell whether a graph could do the same."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastvit.graphed.captured import Outputs
+from fastvit.graphed.kind import Kind, is_constant
+from fastvit.graphed.recorder import Recorder
+from fastvit.graphed.version import versions_of
+from fastvit.ops.runtime.torch_private import after_backward
+
+
+def run_and_judge(
+    kind: Kind, call: Callable[[], Any], tensors: Sequence[Tensor], recorder: Recorder, wants: bool
+) -> tuple[Any, Outputs]:
+    """Run a call, and note what speaks against graphs of its kind.
+
+    Args:
+        call: runs the model's forward.
+        tensors: its arguments.
+        wants: whether gradients are wanted.
+
+    Returns:
+        The call's result, as it is and flattened.
+    """
+    wanted, versions = [t.requires_grad for t in tensors], versions_of(tensors)
+    random, host = recorder.random_state(), recorder.host_state()
+    before = [t.clone() for t in tensors if t.is_inference()]
+    result, waits, checkpoints = recorder.watch(call)
+    kind.draws |= not torch.equal(random, recorder.random_state())
+    kind.forwards += 1
+    outputs = Outputs.of(result)
+    odd = [leaf for leaf in outputs.leaves if not is_constant(leaf) or inspect.isfunction(leaf)]
+    same = all(map(torch.equal, before, (t for t in tensors if t.is_inference())))
+    if waits and kind.forwards > 1:  # the first call may wait for tables that it makes
+        kind.reason = f"an operation at {waits} waits for the GPU"
+    elif host != recorder.host_state():
+        kind.reason = "it draws random numbers on the host, which a graph would repeat"
+    elif versions != versions_of(tensors) or wanted != [t.requires_grad for t in tensors] or not same:
+        kind.reason = "it changes its arguments in place"
+    elif odd:
+        kind.reason = f"it returns a {type(odd[0]).__name__}, which may change"
+    elif kind.draws and checkpoints:
+        kind.reason = "it draws random numbers and has checkpoints, which would restore the generator's state"
+    elif not wants and any(t.requires_grad for t in outputs.tensors):
+        kind.reason = "it uses a tensor that wants gradients and is no parameter of a module in it"
+    for hook in kind.hooks:
+        hook.remove()
+    return result, outputs
+
+
+def watch_backward(kind: Kind, outputs: Outputs, is_unchanged: Callable[[], bool]) -> Any:
+    """Let the backward pass of a call tell for which outputs gradients come, and whether it changes the model.
+
+    Args:
+        is_unchanged: returns whether the model is as it was in the call.
+
+    Returns:
+        The result, with views of the outputs: what flows from one output to another within the model is no gradient
+        from outside.
+    """
+    came: set[int] = set()
+
+    def check_after_backward() -> None:
+        if not is_unchanged():
+            kind.reason = "its backward pass changes the model: its attributes, or modes"
+
+    def gradient_came(gradient: Tensor | None, i: int) -> None:
+        if gradient is not None:
+            if not came and is_unchanged():  # else, the caller has changed it
+                after_backward(check_after_backward)
+            kind.gradient_came(came, i)
+
+    has_views = [not t.is_leaf and t.layout is torch.strided and not t.is_nested for t in outputs.tensors]
+    apart = [t.view_as(t) if views else t for t, views in zip(outputs.tensors, has_views, strict=True)]
+    kind.hooks = [t.register_hook(partial(gradient_came, i=i)) for i, t in enumerate(apart) if t.requires_grad]
+    return outputs.result(apart)
