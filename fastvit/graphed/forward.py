@@ -22,7 +22,7 @@ from fastvit.graphed.kind import WARM_UPS, Kind, circumstances, ddp_runs, descri
 from fastvit.graphed.recorder import Unfit
 from fastvit.graphed.rounding import Leaves, coarsest, grown, rows_are_independent
 from fastvit.graphed.tensors import as_argument, as_leaf, copies, put_back, replaced
-from fastvit.graphed.version import OPAQUE, Version, marks_of, versions_of, why_not
+from fastvit.graphed.version import OPAQUE, Version, changes, marks_of, versions_of, why_not
 from fastvit.graphed.warm_up import run_and_judge, watch_backward
 from fastvit.modules.features import Backbone
 from fastvit.ops.runtime import backend
@@ -156,8 +156,7 @@ class Graphed:
                 frozen = [p for p in parameters if not p.requires_grad]
                 before = marks_of([*buffers, *others, *frozen])
                 result = self._warm_up(kind, lambda _: plain(), leaves, tensors, wants)
-                after = marks_of([*buffers, *others, *frozen])
-                changed = {i for i, (a, b) in enumerate(zip(before, after, strict=True)) if a != b}
+                changed = changes(before, marks_of([*buffers, *others, *frozen]))
                 kind.buffers |= changed
                 if any(i >= len(buffers) for i in changed):
                     kind.reason = _CHANGES_TENSORS

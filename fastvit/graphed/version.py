@@ -135,8 +135,14 @@ def versions_of(tensors: Sequence[Tensor]) -> list[int]:
         return [0] * len(tensors)
 
 
-def marks_of(tensors: Sequence[Tensor]) -> list[tuple[int, float]]:
-    """Return two numbers that change with each tensor: its version and, as changes by `.data` have none, its norm."""
+def marks_of(tensors: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
+    """Return what changes with the value of each tensor: its version and, as changes by `.data` have none, its norm."""
     real = [torch.view_as_real(t.detach()) if t.is_complex() else t.detach() for t in tensors]
-    norms = torch.stack([torch.linalg.vector_norm(t.float()) for t in real]).nan_to_num(-1).tolist() if real else []
+    norms = [torch.linalg.vector_norm(t.float()).nan_to_num(-1) for t in real]
     return [*zip(versions_of(tensors), norms, strict=True)]
+
+
+def changes(before: Sequence[tuple[int, Tensor]], after: Sequence[tuple[int, Tensor]]) -> set[int]:
+    """Return the numbers of the tensors whose marks differ."""
+    pairs = enumerate(zip(before, after, strict=True))
+    return {i for i, ((v, a), (w, b)) in pairs if v != w or not torch.equal(a, b)}
