@@ -204,10 +204,11 @@ static int visit_value(Walk *walk, PyObject *value) {
     if (PyTuple_Check(value) || PyList_Check(value))
         return visit_derived(walk, value) &&
                visit_items(walk, value, PyTuple_Check(value) ? TUPLE : LIST, PySequence_Fast_GET_SIZE(value));
-    if (PyAnySet_Check(value))
-        return PyAnySet_CheckExact(value) && (walk->opaque != NULL || PySet_GET_SIZE(value) == 0) &&
-               note_number(walk, PyFrozenSet_CheckExact(value) ? FROZEN : SET, 0) &&
-               visit_list_of(walk, PySequence_List(value));
+    if (PyAnySet_Check(value)) {
+        Py_ssize_t length = PySet_GET_SIZE(value); /* 0: as of every module's names of buffers that are not saved */
+        return PyAnySet_CheckExact(value) && note_number(walk, PyFrozenSet_CheckExact(value) ? FROZEN : SET, length) &&
+               (length == 0 || (walk->opaque != NULL && visit_list_of(walk, PySequence_List(value))));
+    }
     if (value == Py_None || PyBool_Check(value) || PyLong_CheckExact(value) || PyFloat_CheckExact(value) ||
         PyUnicode_CheckExact(value))
         return note(walk, value);
