@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch.nn.functional as F
 from torch import nn
 
 from fastvit.blocks.read import ACTIVATIONS, DROPOUT, LINEAR, Dropout, read_inner_norm, read_layer
@@ -84,9 +85,19 @@ def describe_mlp(
         raise CannotFuse("a dropout of everything")
     if p1 not in (0.0, p2):
         raise CannotFuse(f"its two dropouts differ: {p1} and {p2}")
+    if _calls_another(act):
+        raise CannotFuse("an activation that calls another function")
     activation = ACTIVATIONS.get(type(act)) or ACTIVATIONS[qualified_name(act)]
     if act.__dict__.get("approximate") == "tanh":  # nn.GELU's
         activation = "gelu_tanh"
     first, last = read_layer(fc1), read_layer(fc2)
     adapted = AdaptedLinear in (type(first), type(last))
     return MlpSpec(first, last, activation, act, p1, p2, inner_norm=inner_norm, adapted=adapted)
+
+
+def _calls_another(act: nn.Module) -> bool:
+    """Return whether an activation holds a function, as transformers' do, that is neither GELU nor a method of its
+    own."""
+    held = vars(act).get("act")
+    held = getattr(held, "func", held)  # a partial
+    return held not in (None, F.gelu) and getattr(held, "__self__", None) is not act

@@ -61,11 +61,16 @@ def shared_keys_in_windows() -> nn.Module:
     return layer
 
 
+def calls_another() -> nn.Module:
+    return changed(import_library("transformers").activations.GELUActivation(), act=torch.tanh)
+
+
 norms = partial(attention_of_timm, "EvaAttention", qk_norm=True)
 shared_keys = partial(attention_of_timm, "AttentionRope", qkv_fused=False, num_kv_heads=2, rotate_half=True)
 LEFT: list[tuple[Make, str]] = [
     (partial(block_of_timm, num_heads=16), "head_dim 4 is not a multiple of 8 from 16 to 256"),
     (partial(block_of_timm, act_layer="mish"), "act is nn.Mish"),
+    (partial(block_of_timm, act_layer=calls_another), "an activation that calls another function"),
     (lambda: block_of_timm(attn_drop_rate=1.0).train(), "a dropout of everything"),
     (lambda: block_of_timm(proj_drop_rate=1.0).train(), "a dropout of everything"),
     (partial(attention_of_timm, "EvaAttention", gated=True), "a gate in attention"),
