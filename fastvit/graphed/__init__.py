@@ -106,8 +106,10 @@ def graphs(model: nn.Module, *, batches: Sequence[int] | None = None, keep: int 
     holds what cannot be compared, such as a NumPy array, and others. A backward pass that comes a second time, that is
     differentiated (create_graph), or that reads other outputs than before, computes the forward pass again. Where one
     loss reads several calls, or such other outputs, the gradients of a parameter are added in another order than
-    without graphs, and may round otherwise; so may those that are differentiated under autocast. torch.compile,
-    torch.export, modes such as FLOP counters and an outer capture see the model without graphs.
+    without graphs, and may round otherwise; so may those that are differentiated under autocast. Outputs of a replayed
+    call are no functions of each other. So a call is not captured if a hook or retain_grad looks at the gradient of one
+    with respect to another in the first calls; in a replay, autograd.grad raises for it. torch.compile, torch.export,
+    modes such as FLOP counters and an outer capture see the model without graphs.
 
     The graphs of a model share memory, which they hold until `fastvit.restore(model)`, in addition to that of tensors
     outside; of calls that wait for their backward pass at one time, each has memory of its own. `fastvit memory

@@ -14,7 +14,7 @@ from fastvit.graphed.recorder import Recorder, Replay, Unfit
 from fastvit.graphed.tensors import as_argument, as_leaf, copies, leaves_of, replaced, static_copy
 from fastvit.graphed.version import versions_of
 from fastvit.ops.runtime.backend import is_observed
-from fastvit.ops.runtime.torch_private import is_batched_gradient
+from fastvit.ops.runtime.torch_private import after_backward, is_batched_gradient
 
 _GROUP_BYTES = 25 * 2**20  # of gradients that are given out together, as in DistributedDataParallel's buckets
 
@@ -207,16 +207,19 @@ class Call:
     tensors, parameters: of the call and of the model.
     again: function (the call's tensors, whether gradients are differentiated) that runs the forward pass without a
         graph, as it was. It returns the outputs, and the tensors that want gradients.
+    read: function that is told the numbers of the outputs that a backward pass has had gradients for; or None.
     left: how many captured parts have not been computed.
     """
 
     def __init__(
         self, captured: Captured, tensors: Sequence[Tensor], parameters: Sequence[Tensor],
         again: Callable[[Sequence[Tensor], bool], tuple[list[Tensor], list[Tensor]]],
+        read: Callable[[set[int]], None] | None,
     ) -> None:  # fmt: skip
         self.captured, self.tensors, self.left = captured, tensors, len(captured.groups)
         self._parameters, self._versions = parameters, versions_of(parameters)
-        self._again = again
+        self._again, self._read = again, read
+        self._came: set[int] = set()  # the numbers of the outputs that this backward pass has had gradients for
         self._recomputed: list[Tensor | None] | None = None  # for the captured parts of this backward pass
 
     def gradients(
@@ -234,6 +237,10 @@ class Call:
         of = {i: g for i, g in zip(part.outputs, given, strict=False) if g is not None}
         if part.outputs:
             self._check_parameters(part)
+            if self._read is not None:
+                if not self._came:
+                    after_backward(self._tell)
+                self._came |= of.keys()
         if part.replay is None:
             recomputed = self._recompute(of, saved())
             return [recomputed[k] for k in part.places]
@@ -252,6 +259,11 @@ class Call:
         if part is self.captured.groups[0]:
             self._recomputed = None
         return [recomputed[k] for k in part.places]
+
+    def _tell(self) -> None:
+        assert self._read is not None
+        self._read(self._came)
+        self._came = set()
 
     def _check_parameters(self, part: Part) -> None:
         """Raise if parameters have changed since the forward pass. Those that another part has computed gradients of

@@ -149,14 +149,13 @@ class Graphed:
             if kind.is_warm(wants) and (leaves.rows is None or kind.rows_are_independent):
                 captured = self._captured(kind, run, leaves, tensors)
                 held = (parameters, [buffers[i] for i in sorted(kind.buffers)]) if wants else None
-                return self._replay(captured, run, version, leaves, tensors, held)
+                return self._replay(captured, kind, run, version, leaves, tensors, held)
             if leaves.rows is not None and not kind.rows_are_independent:
                 result = self._compare_rows(kind, run, leaves, tensors, buffers, plain)
             elif wants:
-                frozen = [p for p in parameters if not p.requires_grad]
-                before = marks_of([*buffers, *others, *frozen])
+                before = marks_of([*buffers, *others, *parameters])
                 result = self._warm_up(kind, lambda _: plain(), leaves, tensors, wants)
-                changed = changes(before, marks_of([*buffers, *others, *frozen]))
+                changed = changes(before, marks_of([*buffers, *others, *parameters]))
                 kind.buffers |= changed
                 if any(i >= len(buffers) for i in changed):
                     kind.reason = _CHANGES_TENSORS
@@ -222,12 +221,11 @@ class Graphed:
         if not wants:
             kind.calls += 1
             return result if leaves.rows is None else outputs.result([t[: leaves.rows] for t in outputs.tensors])
-        if kind.reason:
-            return result
         if kind.forwards > WARM_UPS and not kind.calls:
             self.note("no backward pass came; torch.no_grad() would let the call be captured")
         version = self._versions[0]
-        return watch_backward(kind, outputs, lambda: version.tensors(self.model) is not None)
+        watch_backward(kind, outputs, lambda: version.tensors(self.model) is not None)
+        return result
 
     def _compare_rows(
         self, kind: Kind, run: Callable[..., Any], leaves: Leaves, tensors: list[Tensor], buffers: Sequence[Tensor],
@@ -258,11 +256,16 @@ class Graphed:
     def _captured(self, kind: Kind, run: Callable[..., Any], leaves: Leaves, tensors: list[Tensor]) -> Captured:
         """Return the graphs of a kind of calls; capture them if there are none."""
         arena = self._arena(kind, tensors[0].device)
-        if (captured := kind.captured.get(arena)) is None:
+        gradients = kind.settle()
+        captured = kind.captured.get(arena)
+        if captured is not None and captured.out_gradients.keys() != gradients:
+            del kind.captured[arena], self.captured[captured]
+            captured = None
+        if captured is None:
             self._made["capture"] += 1
             if self._made["capture"] > _MOST_CAPTURES * self.keep:
                 raise Unfit(f"there were {_MOST_CAPTURES * self.keep} captures: calls are of too many kinds")
-            larger, gradients = grown(tensors, leaves.sizes), frozenset(kind.gradients)
+            larger = grown(tensors, leaves.sizes)
             for hook in kind.hooks:
                 hook.remove()
             try:
@@ -279,8 +282,8 @@ class Graphed:
         return captured
 
     def _replay(
-        self, captured: Captured, run: Callable[..., Any], version: Version, leaves: Leaves, tensors: list[Tensor],
-        held: tuple[Sequence[Tensor], Sequence[Tensor]] | None,
+        self, captured: Captured, kind: Kind, run: Callable[..., Any], version: Version, leaves: Leaves,
+        tensors: list[Tensor], held: tuple[Sequence[Tensor], Sequence[Tensor]] | None,
     ) -> Any:  # fmt: skip
         """Replay a call. held: the parameters, and the buffers that it changes; None in inference."""
         of = captured.arena.recorder
@@ -311,7 +314,7 @@ class Graphed:
                 put_back(buffers, before)
                 return results, [*(t for t in inputs if t.requires_grad), *parameters]
 
-            call = Call(captured, tensors, parameters, again)
+            call = Call(captured, tensors, parameters, again, kind.read if kind.between else None)
             outputs = captured.attach(call, outputs, [t for t in (*tensors, *parameters) if t.requires_grad])
         return captured.outputs.result(outputs)
 

@@ -136,10 +136,18 @@ def versions_of(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def marks_of(tensors: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
-    """Return what changes with the value of each tensor: its version and, as changes by `.data` have none, its norm."""
-    real = [torch.view_as_real(t.detach()) if t.is_complex() else t.detach() for t in tensors]
-    norms = [torch.linalg.vector_norm(t.float()).nan_to_num(-1) for t in real]
-    return [*zip(versions_of(tensors), norms, strict=True)]
+    """Return what changes with the value of each tensor: its version and, as changes by `.data` have none, a weighted
+    sum of its elements."""
+    return [*zip(versions_of(tensors), map(_weighted_sum, tensors), strict=True)]
+
+
+def _weighted_sum(t: Tensor) -> Tensor:
+    try:
+        values = torch.view_as_real(t.detach()) if t.is_complex() else t.detach()
+        values = values.float().nan_to_num().flatten()
+    except RuntimeError:  # quantised, or of 4 bits
+        return torch.zeros(())
+    return (values * torch.linspace(1, 2, len(values), device=t.device)).sum(dtype=torch.float64)
 
 
 def changes(before: Sequence[tuple[int, Tensor]], after: Sequence[tuple[int, Tensor]]) -> set[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -56,29 +57,47 @@ def run_and_judge(
     return result, outputs
 
 
-def watch_backward(kind: Kind, outputs: Outputs, is_unchanged: Callable[[], bool]) -> Any:
-    """Let the backward pass of a call tell for which outputs gradients come, and whether it changes the model.
+def watch_backward(kind: Kind, outputs: Outputs, is_unchanged: Callable[[], bool]) -> None:
+    """Let the backward pass of a call tell for which outputs gradients come, and whether a graph could do the same.
 
     Args:
         is_unchanged: returns whether the model is as it was in the call.
-
-    Returns:
-        The result, with views of the outputs: what flows from one output to another within the model is no gradient
-        from outside.
     """
     came: set[int] = set()
+    kind.later = _computed_from(outputs.tensors)
 
     def check_after_backward() -> None:
         if not is_unchanged():
             kind.reason = "its backward pass changes the model: its attributes, or modes"
 
-    def gradient_came(gradient: Tensor | None, i: int) -> None:
-        if gradient is not None:
-            if not came and is_unchanged():  # else, the caller has changed it
-                after_backward(check_after_backward)
-            kind.gradient_came(came, i)
+    def gradient_came(gradient: Tensor | None, i: int, output: weakref.ref[Tensor]) -> None:
+        if gradient is None:
+            return
+        if not came and is_unchanged():  # else, the caller has changed it
+            after_backward(check_after_backward)
+        t = output()
+        if t is not None and kind.later[i] & came and (t.retains_grad or len(t._backward_hooks or ()) > 1):
+            kind.reason = "the gradient of one output with respect to another is wanted, and replays have none"
+        kind.gradient_came(came, i)
 
-    has_views = [not t.is_leaf and t.layout is torch.strided and not t.is_nested for t in outputs.tensors]
-    apart = [t.view_as(t) if views else t for t, views in zip(outputs.tensors, has_views, strict=True)]
-    kind.hooks = [t.register_hook(partial(gradient_came, i=i)) for i, t in enumerate(apart) if t.requires_grad]
-    return outputs.result(apart)
+    kind.hooks = [
+        t.register_hook(partial(gradient_came, i=i, output=weakref.ref(t)))
+        for i, t in enumerate(outputs.tensors)
+        if t.requires_grad
+    ]
+
+
+def _computed_from(outputs: Sequence[Tensor]) -> list[set[int]]:
+    """Return for each output the numbers of those that are computed from it."""
+    numbers = {(t.grad_fn, t.output_nr): i for i, t in enumerate(outputs) if t.grad_fn is not None}
+    later: list[set[int]] = [set() for _ in outputs]
+    for (node, _), i in numbers.items():
+        left, seen = [node], set[Any]()
+        while left:
+            for edge in left.pop().next_functions:
+                if edge in numbers:
+                    later[numbers[edge]].add(i)
+                if edge[0] is not None and edge[0] not in seen:
+                    seen.add(edge[0])
+                    left.append(edge[0])
+    return later

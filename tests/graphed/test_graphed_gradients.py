@@ -171,17 +171,53 @@ def test_an_output_that_another_is_computed_from(monkeypatch: pytest.MonkeyPatch
     recompute = Call._recompute
     monkeypatch.setattr(Call, "_recompute", lambda *args: (recomputed.append(1), recompute(*args))[1])
     model, graphed, report = pair(Scaled())
-    for read, count in (([1], 0), ([1], 0), ([1], 0), ([1], 0), ([0], 1), ([0, 1], 1), ([1, 1], 1), ([1], 0)):
+
+    def step(*passes: list[int]) -> int:
+        """Return how many passes computed the forward pass again. passes: the outputs that each reads."""
         recomputed.clear()
         x = torch.randn(4, 8)
         for each in (model, graphed):
             each.zero_grad()
             outputs = each(x)
-            for i in read:  # in two passes
-                outputs[i].square().sum().backward(retain_graph=True)
-        assert len(recomputed) == count, read
+            for read in passes:
+                sum(outputs[i].square().sum() for i in read).backward(retain_graph=True)
+        for p, q in zip(model.parameters(), graphed.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad)  # of two passes, added in another order
+        return len(recomputed)
+
+    assert [step([1]) for _ in range(4)] == [0, 0, 0, 0]
+    assert (step([0]), step([1], [0]), step([1], [1])) == (1, 1, 1)
+    assert [step([1]), step([0, 1]), step([0, 1]), step([0, 1])] == [0, 1, 0, 0]
+    assert replays(report) == [2]
+
+
+@pytest.mark.parametrize("looks", [Tensor.retain_grad, lambda t: t.register_hook(lambda g: g * 2)])
+def test_the_gradient_of_an_output_with_respect_to_another(looks: Callable[[Tensor], Any]) -> None:
+    model, graphed, report = pair(Scaled())
+    for _ in range(5):
+        x, seen = torch.randn(4, 8), []
+        for each in (model, graphed):
+            each.zero_grad()
+            features, out = each(x)
+            looks(features)
+            (out.square().sum() + features.sum()).backward()
+            seen.append(features.grad if features.retains_grad else None)
         assert_equal(model, graphed)
-    assert replays(report) == [6]
+        assert seen[0] is seen[1] is None or torch.equal(*seen)
+    assert "the gradient of one output with respect to another" in str(report).replace("\n        ", " ")
+
+
+def test_a_result_in_warm_ups_is_the_models_own() -> None:
+    """It may be changed in place."""
+    model, graphed, report = pair(Scaled())
+    for _ in range(5):
+        x = torch.randn(4, 8)
+        for each in (model, graphed):
+            each.zero_grad()
+            out = each(x)[1]
+            out.mul_(2).square().sum().backward()
+        assert_equal(model, graphed)
+    assert replays(report) == [3]
 
 
 class Momentum(nn.Module):
