@@ -28,7 +28,7 @@ class Kind:
     forwards: how many calls there were before the capture.
     calls: how many of them count: in training, those that have had a backward pass.
     gradients: numbers of the outputs that gradients came for in the last backward pass.
-    later: for each output the numbers of those that are computed from it.
+    later: for each output of that call the numbers of those that are computed from it.
     between: numbers of the outputs whose gradients are taken to come from later outputs alone; None before a capture.
     buffers: numbers of those that the forward pass changes.
     draws: whether the forward pass draws random numbers.
@@ -66,10 +66,11 @@ class Kind:
         if self.between and came - self.gradients and came - self.between == self.gradients:
             self.between, self.gradients = self.between - came, came
 
-    def gradient_came(self, came: set[int], number: int) -> None:
-        """Note that a gradient came for an output. came: for which outputs of this call one did."""
+    def gradient_came(self, came: set[int], later: list[set[int]], number: int) -> None:
+        """Note that a gradient came for an output. came: for which outputs of this call one did. later: of this
+        call."""
         if not came:  # the first one
-            self.calls, self.gradients = self.calls + 1, came
+            self.calls, self.gradients, self.later = self.calls + 1, came, later
         came.add(number)
         if torch.is_grad_enabled():
             self.reason = "gradients of gradients are wanted (create_graph)"

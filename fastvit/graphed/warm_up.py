@@ -63,8 +63,7 @@ def watch_backward(kind: Kind, outputs: Outputs, is_unchanged: Callable[[], bool
     Args:
         is_unchanged: returns whether the model is as it was in the call.
     """
-    came: set[int] = set()
-    kind.later = _computed_from(outputs.tensors)
+    came, later = set[int](), _computed_from(outputs.tensors)
 
     def check_after_backward() -> None:
         if not is_unchanged():
@@ -76,9 +75,9 @@ def watch_backward(kind: Kind, outputs: Outputs, is_unchanged: Callable[[], bool
         if not came and is_unchanged():  # else, the caller has changed it
             after_backward(check_after_backward)
         t = output()
-        if t is not None and kind.later[i] & came and (t.retains_grad or len(t._backward_hooks or ()) > 1):
+        if t is not None and later[i] & came and (t.retains_grad or len(t._backward_hooks or ()) > 1):
             kind.reason = "the gradient of one output with respect to another is wanted, and replays have none"
-        kind.gradient_came(came, i)
+        kind.gradient_came(came, later, i)
 
     kind.hooks = [
         t.register_hook(partial(gradient_came, i=i, output=weakref.ref(t)))
