@@ -256,7 +256,7 @@ class Graphed:
     def _captured(self, kind: Kind, run: Callable[..., Any], leaves: Leaves, tensors: list[Tensor]) -> Captured:
         """Return the graphs of a kind of calls; capture them if there are none."""
         arena = self._arena(kind, tensors[0].device)
-        gradients = kind.settle()
+        gradients = frozenset(kind.gradients)
         captured = kind.captured.get(arena)
         if captured is not None and captured.out_gradients.keys() != gradients:
             del kind.captured[arena], self.captured[captured]
@@ -314,7 +314,7 @@ class Graphed:
                 put_back(buffers, before)
                 return results, [*(t for t in inputs if t.requires_grad), *parameters]
 
-            call = Call(captured, tensors, parameters, again, kind.read if kind.between else None)
+            call = Call(captured, tensors, parameters, again, None if kind.settled else kind.read)
             outputs = captured.attach(call, outputs, [t for t in (*tensors, *parameters) if t.requires_grad])
         return captured.outputs.result(outputs)
 

@@ -29,7 +29,7 @@ class Kind:
     calls: how many of them count: in training, those that have had a backward pass.
     gradients: numbers of the outputs that gradients came for in the last backward pass.
     later: for each output of that call the numbers of those that are computed from it.
-    between: numbers of the outputs whose gradients are taken to come from later outputs alone; None before a capture.
+    settled: whether these came for a replayed call, whose outputs are no functions of each other.
     buffers: numbers of those that the forward pass changes.
     draws: whether the forward pass draws random numbers.
     rows_are_independent: whether more rows leave the first ones as they are; None: not known.
@@ -42,7 +42,7 @@ class Kind:
     calls: int = 0
     gradients: set[int] = field(default_factory=set)
     later: list[set[int]] = field(default_factory=list)
-    between: set[int] | None = None
+    settled: bool = False
     buffers: set[int] = field(default_factory=set)
     draws: bool = False
     rows_are_independent: bool | None = None
@@ -53,18 +53,12 @@ class Kind:
     def is_warm(self, wants: bool) -> bool:
         return self.calls >= WARM_UPS and bool(self.gradients or not wants)
 
-    def settle(self) -> frozenset[int]:
-        """Return the numbers of the outputs that a capture has gradients for."""
-        if self.between is None:
-            self.between = {i for i in self.gradients if self.later[i] & self.gradients}
-            self.gradients = self.gradients - self.between
-        return frozenset(self.gradients)
-
     def read(self, came: set[int]) -> None:
-        """Note for which outputs of a replayed call gradients came, in one backward pass: each from outside the model.
-        If more than taken for such, the next call is captured with these."""
-        if self.between and came - self.gradients and came - self.between == self.gradients:
-            self.between, self.gradients = self.between - came, came
+        """Note for which outputs of a replayed call gradients came, the first time. In the calls before, those that
+        flow from one output to another within the model counted, too: the next call is captured without them."""
+        if not self.settled and all(self.later[i] & came for i in self.gradients - came):
+            self.gradients = self.gradients & came
+        self.settled = True
 
     def gradient_came(self, came: set[int], later: list[set[int]], number: int) -> None:
         """Note that a gradient came for an output. came: for which outputs of this call one did. later: of this
