@@ -160,7 +160,8 @@ class Graphed:
                 if any(i >= len(buffers) for i in changed):
                     kind.reason = _CHANGES_TENSORS
             else:
-                result = self._warm_up(kind, run if leaves.rows else lambda _: plain(), leaves, tensors, wants)
+                as_it_is = leaves.rows is None
+                result = self._warm_up(kind, (lambda _: plain()) if as_it_is else run, leaves, tensors, wants)
             if kind.forwards > 1 and version.tensors(self.model) is None:  # the first call may make tables
                 kind.reason = "it changes the model: its modes, hooks, parameters or other attributes"
             return result

@@ -56,8 +56,8 @@ class Kind:
     def read(self, came: set[int]) -> None:
         """Note for which outputs of a replayed call gradients came, the first time. In the calls before, those that
         flow from one output to another within the model counted, too: the next call is captured without them."""
-        if not self.settled and all(self.later[i] & came for i in self.gradients - came):
-            self.gradients = self.gradients & came
+        if not self.settled and came <= self.gradients and all(self.later[i] & came for i in self.gradients - came):
+            self.gradients = came
         self.settled = True
 
     def gradient_came(self, came: set[int], later: list[set[int]], number: int) -> None:
