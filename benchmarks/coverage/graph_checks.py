@@ -6,10 +6,10 @@ gradients in training mode, by the rule
 `floor` is four roundings of the tensor's largest element, or of the largest gradient's.
 
 error(eager) is that of one run. If the compiled model fails against it, error(eager) is the largest of up to 17 runs:
-in the others every parameter is moved, by one rounding in the first four and by four in the last. One run may be lucky
-where a top-k, a ReLU or a divisor near zero makes much of a rounding. Another order of summing n terms moves more than
-that: it is exact for operands moved by up to n roundings (Higham 2002, section 4.2), by about sqrt(n) where roundings
-are random (Higham and Mary 2019). Four is what sums of 16 terms make; most of these models' sums are longer.
+in the others every parameter is moved, by one rounding in the first four runs and by four in the last four. One run may
+be lucky where a top-k, a ReLU or a divisor near zero makes much of a rounding. Another order of summing n terms moves
+more than that: it is exact for operands moved by up to n roundings (Higham 2002, section 4.2), by about sqrt(n) where
+roundings are random (Higham and Mary 2019). Four is what sums of 16 terms make; most of these models' sums are longer.
 """
 
 from __future__ import annotations
