@@ -100,4 +100,4 @@ def _calls_another(act: nn.Module) -> bool:
     own."""
     held = vars(act).get("act")
     held = getattr(held, "func", held)  # a partial
-    return held not in (None, F.gelu) and getattr(held, "__self__", None) is not act
+    return held is not None and held is not F.gelu and getattr(held, "__self__", None) is not act

@@ -26,7 +26,8 @@
 
 enum { MOST_ITEMS = 5000 };            /* modules in a cycle, or that lead to the whole model, have more */
 enum { MOST_VALUES = 4000000, DEEPEST = 1000 }; /* with `opaque`: some 30 ms, and 400 bytes each */
-enum Kind { TAG = 1, DICT, LIST, TUPLE, SET, FROZEN, REFERENCE, SEEN, TENSOR, REAL, IMAGINARY }; /* of a number in a record */
+/* of a number in a record */
+enum Kind { TAG = 1, DICT, LIST, TUPLE, SET, FROZEN, REFERENCE, SEEN, TENSOR, REAL, IMAGINARY };
 
 typedef struct {
     PyObject *record;
