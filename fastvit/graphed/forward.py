@@ -152,7 +152,7 @@ class Graphed:
                 return self._replay(captured, kind, run, version, leaves, tensors, held)
             if leaves.rows is not None and not kind.rows_are_independent:
                 result = self._compare_rows(kind, run, leaves, tensors, buffers, plain)
-            elif wants:
+            elif wants and kind.forwards < WARM_UPS:  # not in every call of a loop without backward passes
                 before = marks_of([*buffers, *others, *parameters])
                 result = self._warm_up(kind, lambda _: plain(), leaves, tensors, wants)
                 changed = changes(before, marks_of([*buffers, *others, *parameters]))

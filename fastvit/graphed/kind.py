@@ -29,8 +29,8 @@ class Kind:
     calls: how many of them count: in training, those that have had a backward pass.
     gradients: numbers of the outputs that gradients came for in the last backward pass.
     later: for each output of that call the numbers of those that are computed from it.
-    settled: whether these came for a replayed call, whose outputs are no functions of each other.
-    buffers: numbers of those that the forward pass changes.
+    settled: whether a replayed call, whose outputs are no functions of each other, has had a backward pass.
+    buffers: numbers of the model's buffers that the forward pass changes.
     draws: whether the forward pass draws random numbers.
     rows_are_independent: whether more rows leave the first ones as they are; None: not known.
     reason: why there will be no capture, or "".

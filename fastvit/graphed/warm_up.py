@@ -52,8 +52,6 @@ def run_and_judge(
         kind.reason = "it draws random numbers and has checkpoints, which would restore the generator's state"
     elif not wants and any(t.requires_grad for t in outputs.tensors):
         kind.reason = "it uses a tensor that wants gradients and is no parameter of a module in it"
-    for hook in kind.hooks:
-        hook.remove()
     return result, outputs
 
 
@@ -63,6 +61,8 @@ def watch_backward(kind: Kind, outputs: Outputs, is_unchanged: Callable[[], bool
     Args:
         is_unchanged: returns whether the model is as it was in the call.
     """
+    for hook in kind.hooks:  # of the last call
+        hook.remove()
     came, later = set[int](), _computed_from(outputs.tensors)
 
     def check_after_backward() -> None:
@@ -90,7 +90,7 @@ def _computed_from(outputs: Sequence[Tensor]) -> list[set[int]]:
     """Return for each output the numbers of those that are computed from it."""
     numbers = {(t.grad_fn, t.output_nr): i for i, t in enumerate(outputs) if t.grad_fn is not None}
     later: list[set[int]] = [set() for _ in outputs]
-    for (node, _), i in numbers.items():
+    for (node, _), i in numbers.items() if len(numbers) > 1 else ():
         left, seen = [node], set[Any]()
         while left:
             for edge in left.pop().next_functions:
