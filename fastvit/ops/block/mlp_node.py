@@ -125,7 +125,7 @@ class Mlp(FusedNode):
         if seeds is None:
             return (linear_fwd(h, t.fc2_weight, t.fc2_bias, "none", *epilogue, path=path),), kept
         out = F.linear(h, t.fc2_weight, t.fc2_bias)
-        return (dropout_op(out, seeds[1:], o.dropout_p, *epilogue, path=path),), kept
+        return (dropout_op(out, seeds[2:], o.dropout_p, *epilogue, path=path),), kept
 
     @staticmethod
     def reads(t: MlpInputs, kept: dict[str, Any], wants: Any) -> dict[str, bool]:
@@ -150,7 +150,7 @@ class Mlp(FusedNode):
         if t.seeds is None:
             g = scale_samples(g, t.row_scale)
         else:
-            g = dropout_op(g, t.seeds[1:], o.dropout_p, None, t.row_scale, path=path)
+            g = dropout_op(g, t.seeds[2:], o.dropout_p, None, t.row_scale, path=path)
         h, hidden = _fc2_backward(t, s, g, fc2, wanted)
         G = fc2.product(g, h)
         # the pass that adds dout to the gradient of x also sums it over rows

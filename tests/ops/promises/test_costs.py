@@ -150,7 +150,7 @@ SAVED = {  # elements of the tokens' dtype, and of float32
     "rms_norm": (X, STATISTICS // 2),
     "linear gelu": (X + ROWS_OF_X * HIDDEN, 0),
     "linear residual": (X, 0),
-    "mlp dropout": (X + 2 * ROWS_OF_X * HIDDEN, 2 * SEED),
+    "mlp dropout": (X + 2 * ROWS_OF_X * HIDDEN, 3 * SEED),  # the second is not used
     "attention_qkvpacked": (4 * INNER, LSE),
     "attention_qkvpacked dropout": (4 * INNER, LSE + SEED),
     "attention relative": (4 * INNER + B * N * H * (2 + 3), LSE),
