@@ -62,7 +62,7 @@ def saved_bytes(function: Callable[[], object], parameters: Sequence[Tensor]) ->
         storage = tensor.untyped_storage()
         if storage._cdata not in own:
             kept[storage._cdata] = storage
-        return tensor
+        return tensor.detach()  # an output that is saved as it is would keep itself alive
 
     with saved_tensors_hooks(pack, lambda tensor: tensor):
         result = function()
