@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+from fastvit.graphed.recorder import Recorder, Unfit
+
 Work = Callable[[], object]
 
 
@@ -21,22 +23,21 @@ def capture_all(works: Mapping[str, Work]) -> tuple[dict[str, Work], dict[str, s
     """
     for work in works.values():
         _warm_up(work)
-    stream, pool = torch.cuda.current_stream(), torch.cuda.graph_pool_handle()
+    recorder = Recorder(torch.device("cuda", torch.cuda.current_device()))
     replays: dict[str, Work] = {}
     remarks: dict[str, str] = {}
     for name, work in works.items():
-        graph = torch.cuda.CUDAGraph()
+
+        def run(_: Work, work: Work = work) -> None:
+            work()
+
         try:
-            with torch.cuda.graph(graph, pool=pool):
-                work()
-            graph.replay()
+            _, (replay,) = recorder.record(run)
+            replay()
             torch.cuda.synchronize()
-            replays[name] = graph.replay
-        except Exception as error:
-            torch.cuda.set_stream(stream)  # a capture that fails at its end leaves its own stream current
-            _check_context()
-            cause = error.__context__ or error  # ending a capture that has failed fails, too
-            remarks[name] = f"no graph: {type(cause).__name__}: {str(cause)[:200]}; "
+            replays[name] = replay
+        except Unfit as reason:
+            remarks[name] = f"no graph: {str(reason)[:200]}; "
     return replays, remarks
 
 
@@ -50,14 +51,3 @@ def _warm_up(work: Work) -> None:
             work()
     torch.cuda.current_stream().wait_stream(stream)
     torch.cuda.synchronize()
-
-
-def _check_context() -> None:
-    """Raise where kernels, or captures, no longer work."""
-    torch.cuda.synchronize()
-    x, graph = torch.zeros(1, device="cuda"), torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        x.add_(1)
-    graph.replay()
-    if x.item() != 1:
-        raise RuntimeError("graphs compute nothing after a failed capture")
