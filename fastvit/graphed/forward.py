@@ -245,7 +245,8 @@ class Graphed:
 
             precision = coarsest([*tensors, *own.tensors, *self.model.parameters()])
             try:
-                kind.rows_are_independent = rows_are_independent(drawn, own, tensors, leaves, precision)
+                with recorder.may_wait():
+                    kind.rows_are_independent = rows_are_independent(drawn, own, tensors, leaves, precision)
             except Exception as error:  # as where it checks the values of its inputs
                 kind.reason = f"with more samples it fails: {recorder.described(error)}"
             put_back(buffers, before)

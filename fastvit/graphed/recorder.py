@@ -6,11 +6,13 @@ import contextlib
 import gc
 import random
 import sys
+import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 import torch
 import torch.utils.checkpoint
@@ -37,6 +39,7 @@ class Recorder:
         self.device = device
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
+        self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()  # whose memory is in the pool
         self._used: torch.cuda.Stream | None = None  # the stream of the last replay
 
     @staticmethod
@@ -68,11 +71,15 @@ class Recorder:
             Unfit: the capture failed.
         """
         graphs: list[torch.cuda.CUDAGraph] = []
+        begun: torch.cuda.CUDAGraph | None = None
 
         def begin() -> None:
+            nonlocal begun
+            begun = None
             graphs.append(torch.cuda.CUDAGraph())
             with torch.inference_mode(False):  # torch 2.9: the generator's tensors would be of that mode
                 graphs[-1].capture_begin(self._pool, capture_error_mode="relaxed")  # another thread may end it
+            begun = graphs[-1]
 
         def cut() -> None:
             with torch.cuda.stream(self._stream):
@@ -80,33 +87,44 @@ class Recorder:
                 begin()
 
         gc.collect()
-        torch.cuda.synchronize(self.device)
-        torch._C._cuda_clearCublasWorkspaces()  # one in the pool would outlive its graphs
-        torch.cuda.empty_cache()
-        try:
-            with torch.cuda.stream(self._stream), device_states(lambda *_: ([], [])):
-                begin()
-                try:
-                    result = function(cut)
-                except Exception:
-                    with contextlib.suppress(RuntimeError):  # it fails because the function did
-                        graphs[-1].capture_end()
+        if not self._graphs:  # PyTorch refuses a pool whose graphs are all gone
+            self._pool = torch.cuda.graph_pool_handle()
+        with may_wait():
+            torch.cuda.synchronize(self.device)
+            torch._C._cuda_clearCublasWorkspaces()  # one in the pool would outlive its graphs
+            torch.cuda.empty_cache()
+            try:
+                with torch.cuda.stream(self._stream), device_states(lambda *_: ([], [])):
+                    try:
+                        begin()
+                        result = function(cut)
+                    except BaseException:  # such as KeyboardInterrupt
+                        with contextlib.suppress(RuntimeError):  # it fails because the function did
+                            graphs[-1].capture_end()
+                        raise
+                    graphs[-1].capture_end()
+            except BaseException as error:
+                self._clean_up(begun)
+                if not isinstance(error, Exception):
                     raise
-                graphs[-1].capture_end()
-        except Exception as error:
-            self._clean_up()
-            raise Unfit(f"its capture failed at {line_of(error)}: {described(error)}") from error
-        finally:
-            torch._C._cuda_clearCublasWorkspaces()
+                raise Unfit(f"its capture failed at {line_of(error)}: {described(error)}") from error
+            finally:
+                torch._C._cuda_clearCublasWorkspaces()
+        self._graphs.update(graphs)
         return result, [graph.replay for graph in graphs]
 
-    def _clean_up(self) -> None:
+    def _clean_up(self, begun: torch.cuda.CUDAGraph | None) -> None:
         """Undo what a failed capture leaves behind: the pool takes allocations as if it went on, and so does the
-        generator take draws, until another capture ends."""
+        generator take draws, until another capture ends. begun: the last graph whose capture has begun."""
         with contextlib.suppress(AttributeError, RuntimeError):  # it takes none
             torch._C._cuda_endAllocateToPool(self.device.index, self._pool)
-            torch._C._cuda_releasePool(self.device.index, self._pool)
-        self._pool = torch.cuda.graph_pool_handle()
+        try:
+            if begun is not None:
+                begun.pool()
+        except RuntimeError:  # a graph that was not made does not release the pool
+            with contextlib.suppress(AttributeError, RuntimeError):
+                torch._C._cuda_releasePool(self.device.index, self._pool)
+        self._pool, self._graphs = torch.cuda.graph_pool_handle(), WeakSet()
         number = torch.zeros(1, device=self.device)
         with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=self._stream):
             number.add_(1)
@@ -149,24 +167,50 @@ class Recorder:
         """Call a function. Return its result, the line of an operation that made the host wait for the GPU, or "", and
         whether torch.utils.checkpoint has kept the generator's state."""
         kept: list[Any] = []
-        before, mode = torch.utils.checkpoint.get_device_states, torch.cuda.get_sync_debug_mode()
+        seen: list[tuple[Any, ...]] = []
+        waits: list[str] = []
+        before, mode, thread = torch.utils.checkpoint.get_device_states, _sync_debug_mode(), threading.get_ident()
 
         def get(*args: Any) -> Any:
             kept.append(args)
             return before(*args)
 
-        with warnings.catch_warnings(record=True) as seen, device_states(get):
+        def show(message: Warning | str, category: type[Warning], filename: str, line: int, *_: Any) -> None:
+            is_wait = "synchronizing CUDA operation" in str(message)
+            if is_wait and threading.get_ident() == thread:  # other threads wait for themselves
+                waits.append(f"{filename}:{line}")
+            if not (is_wait and mode == 0) and "debug mode is a prototype" not in str(message):
+                seen.append((message, category, filename, line))
+
+        with warnings.catch_warnings(), device_states(get):
             warnings.simplefilter("always")
-            torch.cuda.set_sync_debug_mode("warn")
+            warnings.showwarning = show  # type: ignore[assignment]
+            if mode == 0:  # else it warns already, or raises
+                torch.cuda.set_sync_debug_mode("warn")
             try:
                 result = function()
             finally:
                 torch.cuda.set_sync_debug_mode(mode)
-        waits = [w for w in seen if "synchronizing CUDA operation" in str(w.message)]
-        for w in seen:
-            if w not in waits and "debug mode is a prototype" not in str(w.message):
-                warnings.warn_explicit(w.message, w.category, w.filename, w.lineno)
-        return result, f"{waits[0].filename}:{waits[0].lineno}" if waits else "", bool(kept)
+        for warning in seen:
+            warnings.warn_explicit(*warning)
+        return result, waits[0] if waits else "", bool(kept)
+
+
+def _sync_debug_mode() -> int:
+    return torch.cuda.get_sync_debug_mode() if torch.cuda.is_initialized() else 0
+
+
+@contextlib.contextmanager
+def may_wait() -> Iterator[None]:
+    """Let the host wait for the GPU within the context, whatever torch.cuda.set_sync_debug_mode says of waits."""
+    mode = _sync_debug_mode()
+    if mode:
+        torch.cuda.set_sync_debug_mode(0)
+    try:
+        yield
+    finally:
+        if mode:
+            torch.cuda.set_sync_debug_mode(mode)
 
 
 @contextlib.contextmanager

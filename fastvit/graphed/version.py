@@ -14,6 +14,7 @@ from torch.nn import Parameter
 
 from fastvit.blocks import unchanged
 from fastvit.blocks.hooks import has_foreign_hooks
+from fastvit.graphed.recorder import may_wait
 from fastvit.ops.runtime.torch_private import StorageWeakRef, TensorGuards, is_any_autocast_enabled
 
 # Types of values that cannot change, and of what graphs put on a model
@@ -151,6 +152,7 @@ def _weighted_sum(t: Tensor) -> Tensor:
 
 
 def changes(before: Sequence[tuple[int, Tensor]], after: Sequence[tuple[int, Tensor]]) -> set[int]:
-    """Return the numbers of the tensors whose marks differ."""
+    """Return the numbers of the tensors whose marks differ. The host waits for them."""
     pairs = enumerate(zip(before, after, strict=True))
-    return {i for i, ((v, a), (w, b)) in pairs if v != w or not torch.equal(a, b)}
+    with may_wait():
+        return {i for i, ((v, a), (w, b)) in pairs if v != w or not torch.equal(a, b)}

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fastvit.graphed.captured import Outputs
 from fastvit.graphed.kind import Kind, is_constant
-from fastvit.graphed.recorder import Recorder
+from fastvit.graphed.recorder import Recorder, may_wait
 from fastvit.graphed.version import versions_of
 from fastvit.ops.runtime.torch_private import after_backward
 
@@ -39,7 +39,8 @@ def run_and_judge(
     kind.forwards += 1
     outputs = Outputs.of(result)
     odd = [leaf for leaf in outputs.leaves if not is_constant(leaf) or inspect.isfunction(leaf)]
-    same = all(map(torch.equal, before, (t for t in tensors if t.is_inference())))
+    with may_wait():
+        same = all(map(torch.equal, before, (t for t in tensors if t.is_inference())))
     if waits and kind.forwards > 1:  # the first call may wait for tables that it makes
         kind.reason = f"an operation at {waits} waits for the GPU"
     elif host != recorder.host_state():
