@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -44,19 +46,22 @@ class Outputs(NamedTuple):
         return tree_unflatten([tensors[leaf] if type(leaf) is Place else leaf for leaf in self.leaves], self.spec)
 
 
-class Part(NamedTuple):
+@dataclass(eq=False)
+class Part:
     """A part of the backward pass: a node of autograd.
 
     outputs: numbers of the outputs whose gradients it takes; none if it goes on with what an earlier part has begun.
     places: of the tensors that it computes gradients of, among those that want one.
-    gradients: captured ones of these tensors.
-    replay: computes them; None for a part that runs the forward pass again instead.
+    is_captured: whether a graph computes them; else the forward pass runs again.
+    replay: runs that graph. None when it is released.
+    gradients: its results.
     """
 
     outputs: list[int]
     places: list[int]
-    gradients: list[Tensor]
-    replay: Replay | None
+    is_captured: bool = False
+    replay: Replay | None = None
+    gradients: Sequence[Tensor] = ()
 
 
 class Arena:
@@ -90,13 +95,14 @@ class Captured:
         grouped: bool, draws: bool,
     ) -> None:  # fmt: skip
         self.run, self.arena, self.model, self.draws = run, arena, model, draws
-        self.grouped, self.replays = grouped, 0
+        self.grouped, self.replays, self._is_unwanted = grouped, 0, False
         record, before = arena.recorder.record, arena.recorder.bytes()
         self.inputs, self._are_leaves = [static_copy(t) for t in tensors], [t.is_leaf for t in tensors]
+        self.wanted_inputs = sum(t.requires_grad for t in tensors)
         self.description = ", ".join(f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in tensors)
         self._live: tuple[list[Tensor], list[Tensor]] = [], []  # outputs and tensors that want gradients
         (outputs, self._static), self._forward = record(self._run_forward)
-        if with_gradient and {*map(id, leaves_of(outputs.tensors))} - {*map(id, self._live[1])}:
+        if with_gradient and leaves_of(outputs.tensors).keys() - {*map(id, self._live[1])}:
             raise Unfit("it uses a tensor that wants gradients and is no parameter of a module in it")
         self.outputs = outputs._replace(tensors=[])
         self.differentiable = [t.requires_grad for t in outputs.tensors]
@@ -105,7 +111,7 @@ class Captured:
         if with_gradient:
             self._capture_backward(outputs.tensors)
         del outputs
-        self.groups = [part for part in self.parts if part.replay is not None]  # the last to run is the first
+        self.groups = [part for part in self.parts if part.is_captured]  # the last to run is the first
         self._live = [], []  # what was saved is released: the memory is there for other captures of this arena
         outside = sum(t.untyped_storage().nbytes() for t in (*self.inputs, *self.out_gradients.values()))
         self.bytes = arena.recorder.bytes() - before + outside
@@ -128,8 +134,8 @@ class Captured:
         # gradient for, so those that only this output depends on must not belong to another node.
         for i, t in enumerate(outputs):
             if self.differentiable[i] and i not in self.out_gradients:
-                leaves = {*map(id, leaves_of([t]))}
-                self.parts.append(Part([i], [k for k, w in enumerate(wanted) if id(w) in leaves], [], None))
+                leaves = leaves_of([t])
+                self.parts.append(Part([i], [k for k, w in enumerate(wanted) if id(w) in leaves]))
         (gradients, group_of), replays = self.arena.recorder.record(self._run_backward)
         if self.grouped and any(g is None for g in gradients):  # DistributedDataParallel would wait for it
             raise Unfit("a parameter has no gradient, under DistributedDataParallel")
@@ -137,18 +143,20 @@ class Captured:
         for group, replay in reversed([*enumerate(replays)]):
             chosen = {k: g for k, g in enumerate(gradients) if g is not None and group_of[k] == group}
             taken = [i for i in range(len(outputs)) if group == 0 and i not in others]
-            self.parts.append(Part(taken, [*chosen], [*chosen.values()], replay))
+            self.parts.append(Part(taken, [*chosen], True, replay, [*chosen.values()]))
 
     def _run_backward(self, cut: Replay) -> tuple[list[Tensor | None], list[int]]:
         outputs, wanted = self._live
         left, ready, group = sum(t.nbytes for t in wanted), 0, 0
-        groups = [0] * len(wanted)
+        groups, sources = [0] * len(wanted), leaves_of(outputs)
+        awaited = Counter(sources.values())  # how many gradients each node has still to give
 
         def gradient_is_ready(i: int) -> None:
             nonlocal left, ready, group
-            groups[i] = group
+            source = sources[id(wanted[i])]
+            groups[i], awaited[source] = group, awaited[source] - 1
             left, ready = left - wanted[i].nbytes, ready + wanted[i].nbytes
-            if self.grouped and left and ready >= _GROUP_BYTES:
+            if self.grouped and left and ready >= _GROUP_BYTES and not awaited[source]:
                 cut()
                 group, ready = group + 1, 0
 
@@ -192,13 +200,30 @@ class Captured:
         attached = list(outputs)
         for part in self.parts:
             results = [outputs[i] for i in part.outputs] or [torch.empty(0, device=outputs[0].device)]
-            made = _apply(call, part, results, *[wanted[k] for k in part.places], *(token if part.replay else ()))
+            made = _apply(call, part, results, *[wanted[k] for k in part.places], *(token if part.is_captured else ()))
             if part.outputs:
                 for i, t in zip(part.outputs, made, strict=True):
                     attached[i] = t
             else:
                 token = made
         return attached
+
+    def release(self) -> None:
+        """Release the graphs and their memory: now, or when the backward pass of the last call is done."""
+        self._is_unwanted = True
+        call = self.arena.call()
+        if call is None or call.captured is not self:
+            self.done()
+        else:
+            self.done(call.left)
+
+    def done(self, left: int = 0) -> None:
+        """Note how many captured parts of the last call are left. What is unwanted is released at 0: outputs that the
+        caller keeps have no need of it."""
+        if self._is_unwanted and left == 0:
+            self._forward, self._static, self.inputs, self.out_gradients = [], [], [], {}
+            for part in self.groups:
+                part.replay, part.gradients = None, ()
 
 
 class Call:
@@ -241,7 +266,7 @@ class Call:
                 if not self._came:
                     after_backward(self._tell)
                 self._came |= of.keys()
-        if part.replay is None:
+        if not part.is_captured:
             recomputed = self._recompute(of, saved())
             return [recomputed[k] for k in part.places]
         if part.outputs:
@@ -254,6 +279,7 @@ class Call:
         if self._recomputed is None:
             gradients = self.captured.replay_backward(part, given)
             self.left -= 1  # from 0 on other threads may replay what is in this arena
+            self.captured.done(self.left)
             return gradients
         recomputed = self._recomputed
         if part is self.captured.groups[0]:
@@ -270,10 +296,10 @@ class Call:
         may have: hooks on gradients may run an optimizer."""
         if self._versions == (now := versions_of(self._parameters)):
             return
-        captured, inputs = self.captured, sum(t.requires_grad for t in self.captured.inputs)
-        places = {k for each in (captured.groups if part.replay else [part]) for k in each.places}
+        captured = self.captured
+        places = {k for each in (captured.groups if part.is_captured else [part]) for k in each.places}
         wanted = [i for i, p in enumerate(self._parameters) if p.requires_grad]
-        computed = {i for k, i in enumerate(wanted, inputs) if k not in places}
+        computed = {i for k, i in enumerate(wanted, captured.wanted_inputs) if k not in places}
         if any(a != b and i not in computed for i, (a, b) in enumerate(zip(self._versions, now, strict=True))):
             raise RuntimeError("a parameter was modified in place between a forward pass and its backward pass")
 

@@ -93,8 +93,9 @@ class Graphed:
     def forget(self) -> None:
         """Release all graphs."""
         with self._lock:
+            for captured in [*self.captured]:
+                self._release(captured)
             self._kinds, self._arenas, self._versions = {}, [], []
-            self.captured.clear()
 
     # ---- internal ----
 
@@ -183,8 +184,8 @@ class Graphed:
             raise Unfit(version.reason)
         self._versions = [version, *(v for v in self._versions if not v.is_gone())][:_KEPT_VERSIONS]
         for key in [key for key in self._kinds if key[0] not in self._versions]:
-            for captured in self._kinds.pop(key).captured.values():
-                del self.captured[captured]
+            for captured in [*self._kinds.pop(key).captured.values()]:
+                self._release(captured)
         tensors = version.tensors(self.model)
         assert tensors is not None
         return version, *tensors
@@ -261,7 +262,7 @@ class Graphed:
         gradients = frozenset(kind.gradients)
         captured = kind.captured.get(arena)
         if captured is not None and captured.out_gradients.keys() != gradients:
-            del kind.captured[arena], self.captured[captured]
+            self._release(captured)
             captured = None
         if captured is None:
             self._made["capture"] += 1
@@ -278,10 +279,13 @@ class Graphed:
             kind.captured[arena] = captured
             self.captured[captured] = kind
             if len(self.captured) > self.keep:
-                oldest, of = self.captured.popitem(last=False)
-                del of.captured[oldest.arena]
+                self._release(next(iter(self.captured)))
         self.captured.move_to_end(captured)
         return captured
+
+    def _release(self, captured: Captured) -> None:
+        del self.captured.pop(captured).captured[captured.arena]
+        captured.release()
 
     def _replay(
         self, captured: Captured, kind: Kind, run: Callable[..., Any], version: Version, leaves: Leaves,

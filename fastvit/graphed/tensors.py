@@ -26,17 +26,21 @@ def put_back(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         t.data.copy_(value)
 
 
-def leaves_of(outputs: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Yield the leaf tensors that gradients of outputs flow to."""
-    yield from (t for t in outputs if t.grad_fn is None and t.requires_grad)
-    left, seen = [t.grad_fn for t in outputs], set[Any]()
+def leaves_of(outputs: Sequence[Tensor]) -> dict[int, int]:
+    """Return the ids of the leaf tensors that gradients of outputs flow to, each with a number of the node of autograd
+    that its gradient comes from: the last on the way that computes more than one."""
+    found = {id(t): 0 for t in outputs if t.grad_fn is None and t.requires_grad}
+    left: list[tuple[Any, int]] = [(t.grad_fn, 0) for t in outputs]
+    seen = set[Any]()
     while left:
-        node = left.pop()
+        node, source = left.pop()
         if node is not None and node not in seen:
             seen.add(node)
-            left += [function for function, _ in node.next_functions]
             if hasattr(node, "variable"):
-                yield node.variable
+                found[id(node.variable)] = source
+            number = len(seen) if len(node.next_functions) > 1 else source
+            left += [(function, number) for function, _ in node.next_functions]
+    return found
 
 
 def static_copy(t: Tensor) -> Tensor:
