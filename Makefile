@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: test test-quick nightly mutants models versions peers bench lint targets report results training traffic docs gpu gpu-first tune clean
+.PHONY: test test-quick nightly mutants models versions peers bench lint targets report results training traffic docs cuda cuda-ready gpu gpu-first tune clean
 
 PYTEST := $(BIN)/pytest --numprocesses auto --maxprocesses 8 --dist worksteal
 
@@ -77,6 +77,12 @@ PAGES := fastvit fastvit.checkpoints fastvit.eva fastvit.layers fastvit.modules.
 docs: $(INSTALLED)  ## the API reference, from the docstrings: out/docs/index.html
 	$(BIN)/pdoc --docformat google --template-directory .pdoc --no-include-undocumented \
 		--output-directory out/docs $(PAGES) '!fastvit\.(ops|reference|study)\..*'
+
+cuda:  ## CUDA's half of the package without a GPU, on a pretended device, in out/cuda; ARGS="-k graphs"
+	$(PYTHON) tests/pretended_cuda/run.py -m pytest tests/runtime tests/pretended_cuda $(ARGS)
+
+cuda-ready:  ## only make what `cuda` needs; fails where torch for CUDA (530 MB) cannot be had
+	$(PYTHON) tests/pretended_cuda/build.py
 
 # A machine with a GPU may have torch already, and no network to install it: then PYTHON itself runs the steps. So it does
 # where its torch is built for GPUs and finds none, and says why. Asked once, without importing torch, which takes seconds.
