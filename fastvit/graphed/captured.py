@@ -160,11 +160,14 @@ class Captured:
                 cut()
                 group, ready = group + 1, 0
 
-        for i, t in enumerate(wanted):
-            t.register_hook(lambda _, i=i: gradient_is_ready(i))
+        hooks = [t.register_hook(lambda _, i=i: gradient_is_ready(i)) for i, t in enumerate(wanted)]
         of, given = [outputs[i] for i in self.out_gradients], list(self.out_gradients.values())
-        with torch.autocast(wanted[0].device.type, enabled=False):  # backward passes run outside of it
-            return list(torch.autograd.grad(of, wanted, given, allow_unused=True)), groups
+        try:
+            with torch.autocast(wanted[0].device.type, enabled=False):  # backward passes run outside of it
+                return list(torch.autograd.grad(of, wanted, given, allow_unused=True)), groups
+        finally:
+            for hook in hooks:  # which hold the tensors that hold them
+                hook.remove()
 
     # ---- replays ----
 

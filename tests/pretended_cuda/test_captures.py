@@ -1,0 +1,185 @@
+"""`fastvit.graphs`: whatever ends a capture, memory and modes are as before, and the next call is captured."""
+
+import gc
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from device_trace import counts, problems, recorded
+from graphed_models import IMAGE, ours, replays
+from torch import Tensor, nn
+
+import fastvit
+
+
+@pytest.fixture
+def x() -> Tensor:
+    return IMAGE.cuda()
+
+
+def train(model: nn.Module, x: Tensor, calls: int = 4) -> None:
+    for _ in range(calls):
+        model(x).square().sum().backward()
+        model.zero_grad()
+
+
+def held() -> tuple[list[Any], int, int]:
+    """Return pools of memory that belong to graphs, how many graphs there are, and how many captures go on."""
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    pools = {tuple(s["segment_pool_id"]) for s in torch.cuda.memory_snapshot()} - {(0, 0)}
+    return sorted(pools), counts()["graphs"], counts()["captures"]
+
+
+NOTHING: tuple[list[Any], int, int] = [], 0, 0
+
+
+def forks(x: Tensor) -> None:
+    """Let a stream wait for the captured one, and do not join them."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        x + 1
+
+
+def waits_for_an_event(_: Tensor) -> None:
+    event = torch.cuda.Event()
+    event.record()
+    event.synchronize()
+
+
+def fails(_: Tensor) -> None:
+    raise KeyError("in Python")
+
+
+def is_interrupted(_: Tensor) -> None:
+    raise KeyboardInterrupt
+
+
+WAYS: dict[str, Callable[[Tensor], object]] = {
+    "stream": lambda _: torch.cuda.current_stream().synchronize(),
+    "device": lambda _: torch.cuda.synchronize(),
+    "event": waits_for_an_event,
+    "value": lambda x: x.sum().item(),
+    "host memory": lambda _: torch.ones(4).to("cuda"),
+    "no memory": lambda _: torch.empty(1 << 42, dtype=torch.uint8, device="cuda"),
+    "forks": forks,
+    "error": fails,
+    "interrupt": is_interrupted,
+}
+
+
+class Ends(nn.Module):
+    """Does something in a capture, of its forward or its backward pass, that ends it."""
+
+    def __init__(self, way: Callable[[Tensor], object], where: str) -> None:
+        super().__init__()
+        self.body, self.way, self.where = nn.Linear(3072, 8), way, where
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.body(x.flatten(1))
+        if self.where == "forward":
+            self.end(x)
+        elif x.requires_grad:
+            x.register_hook(self.end)
+        return 2 * x
+
+    def end(self, x: Tensor) -> None:
+        if torch.cuda.is_current_stream_capturing():
+            self.way(x)
+
+
+@pytest.mark.filterwarnings("ignore:.*runs as without fastvit.graphs")
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_capture_that_ends(way: str, where: str, x: Tensor) -> None:
+    assert held() == NOTHING
+    model = Ends(WAYS[way], where).cuda()
+    report = fastvit.graphs(model)
+    if way == "interrupt":
+        with pytest.raises(KeyboardInterrupt):
+            train(model, x)
+    else:
+        train(model, x)
+        assert "its capture failed" in " ".join(report.reasons)
+    assert not report.graphs
+    fastvit.restore(model)
+    del model, report
+    assert held() == NOTHING
+    later = ours().cuda()
+    report = fastvit.graphs(later)
+    train(later, x)
+    assert replays(report) == [2]
+    fastvit.restore(later)
+    assert held() == NOTHING
+
+
+def test_an_arena_whose_graphs_are_gone(x: Tensor) -> None:
+    """PyTorch refuses a memory pool that all graphs have left."""
+    model = ours().cuda()
+    report = fastvit.graphs(model, keep=1)
+    train(model, x)
+    train(model.half(), x.half())
+    train(model.float(), x)
+    for calls in (x, x.clone()), (x[:1], x):  # two wait for their backward pass, of one kind and of two
+        for _ in range(3):
+            sum(model(each).sum() for each in calls).backward()
+    train(model, x[:1])
+    assert not report.reasons
+    assert replays(report)[0] >= 2
+
+
+def test_outputs_that_are_kept_hold_no_graphs(x: Tensor) -> None:
+    """After their backward pass; before, only what it needs."""
+    model = ours().cuda().train()
+    fastvit.graphs(model)
+    train(model, x)
+    kept = [model(x)]
+    kept[0].sum().backward(retain_graph=True)
+    kept.append(model(x))
+    fastvit.restore(model)
+    assert held()[1] == 2, "forward and backward of the call that waits"
+    with recorded() as events:
+        kept[1].sum().backward()
+    assert [e["e"] for e in events].count("graph_launch") == 1
+    assert not problems(events)
+    assert held() == NOTHING
+    with pytest.raises(RuntimeError, match="the model has changed"):  # a second backward pass needs the model as it was
+        kept[0].sum().backward()
+
+
+@pytest.mark.parametrize("mode", ["warn", "error"])
+def test_a_mode_that_forbids_waits(mode: str, x: Tensor) -> None:
+    """It is for the model's own waits."""
+    model, rounded = ours().cuda().train(), ours().cuda()
+    reports = fastvit.graphs(model), fastvit.graphs(rounded, batches=[4])
+    torch.cuda.set_sync_debug_mode(mode)
+    try:
+        train(model, x)
+        with torch.no_grad():
+            for _ in range(4):
+                rounded(x)
+        assert torch.cuda.get_sync_debug_mode() == ("default", "warn", "error").index(mode)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert [replays(report) for report in reports] == [[2], [2]]
+    assert not reports[0].reasons | reports[1].reasons
+
+
+def test_waits_of_other_threads(x: Tensor) -> None:
+    model = ours().cuda()
+    report = fastvit.graphs(model)
+
+    def wait(*_: Any) -> None:
+        thread = threading.Thread(target=torch.zeros(8, device="cuda").cpu)
+        thread.start()
+        thread.join()
+
+    model.blocks[0].norm1.weight.register_hook(wait)  # in the backward pass
+    whole = model.head.forward
+    model.head.forward = lambda x: (wait(), whole(x))[1]
+    train(model, x)
+    assert not report.reasons
