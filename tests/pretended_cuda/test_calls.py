@@ -1,0 +1,112 @@
+"""Calls launch the same in Python, recorded, and replayed in C; on the current stream; and write to nothing else."""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from device_trace import OPS, canonical, pointers, problems, recorded, stubs
+from known_models import MODELS, built
+from library_models import output_of
+from op_cases import ROWS, function, made, outputs_of, wanted
+from replaying import in_python, replays
+from torch import Tensor
+
+import fastvit
+from fastvit.ops import use_backend
+from fastvit.ops.runtime import call
+
+
+class Calls:
+    """Runs calls, and compares what they launch with the first."""
+
+    def __init__(self) -> None:
+        self.in_order = True
+        self.first: list[Any] | None = None
+        self.held: list[Tensor] = []  # results of earlier calls
+
+    def run(self, function: Any, known: dict[str, Tensor | None]) -> None:
+        """function: returns results. known: tensors from before, by name."""
+        stream = torch.cuda.current_stream()
+        known = {name: t for name, t in known.items() if t is not None}
+        with recorded() as events:
+            results = function()
+        assert not problems(events)
+        assert not stubs(events)
+        ops = [e for e in events if e["e"] in OPS]
+        touched = {p for e in ops for p in pointers(e)}
+        ranges = [(t.data_ptr(), t.nbytes) for t in self.held]
+        assert not any(start <= p < start + size for p in touched for start, size in ranges)
+        number = {e["s"] for e in ops}
+        assert len(number) == 1
+        assert (number == {0}) == (stream == torch.cuda.default_stream())
+        launched: list[Any] = [op[:-1] for op in canonical(events, known)]  # without the stream
+        if not self.in_order:
+            launched = sorted(re.sub(r"#\d+", "#", str(op)) for op in launched)
+        self.first = self.first or launched
+        assert launched == self.first
+        self.held += [t.detach() for t in results if t is not None]
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # fills count as launches
+    with call.forgotten():
+        yield Calls()
+
+
+@pytest.mark.parametrize("gradients", [False, True], ids=["forward", "both passes"])
+@pytest.mark.parametrize("name", ROWS)
+def test_ops(name: str, gradients: bool, calls: Calls) -> None:
+    device, op = torch.device("cuda"), function(name)
+    sets = [made(name, 2, 18, device) for _ in range(2)]
+    with use_backend("triton", strict=True), torch.set_grad_enabled(gradients):
+        douts = [torch.zeros_like(t) for t in outputs_of(op(**sets[0]))]  # a first call may make tables
+
+        def results(tensors: dict[str, Any]) -> list[Tensor]:
+            outputs = outputs_of(op(**tensors))
+            return (
+                [*outputs, *torch.autograd.grad(outputs, [*wanted(tensors).values()], douts)] if gradients else outputs
+            )
+
+        side = torch.cuda.Stream()
+        streams = [torch.cuda.current_stream()] * 3 + [side] * 2
+        with in_python():
+            calls.run(lambda: results(sets[0]), sets[0])
+        with replays() as replayed:
+            for i, stream in enumerate(streams):
+                with torch.cuda.stream(stream):
+                    calls.run(lambda i=i: results(sets[i % 2]), sets[i % 2])
+        assert all(replayed)
+        assert len(replayed) == (4 + 4 * gradients)
+
+
+# With other inputs than images, shapes depend on numbers that a kernel computes
+@pytest.mark.parametrize("name", [name for name, row in MODELS.items() if row.inputs is None])
+def test_accelerated_models(name: str, calls: Calls) -> None:
+    """A step under autocast, in Python and replayed. Where it is recorded, autograd adds gradients out of place; casts
+    of gradients come in another order."""
+    calls.in_order = False
+    known = built(name, torch.device("cuda"))
+    model, parameters = known.model, dict(known.model.named_parameters())
+
+    def step() -> list[Tensor]:
+        with torch.autocast("cuda", torch.bfloat16):
+            out = output_of(known.call(model))
+        gradients = torch.autograd.grad(out, [*parameters.values()], torch.zeros_like(out), allow_unused=True)
+        return [out, *(g for g in gradients if g is not None)]
+
+    fastvit.accelerate(model)
+    try:
+        step()  # makes tables
+        with in_python():
+            calls.run(step, parameters | known.inputs)
+        with replays() as replayed:
+            step(), step()
+            for _ in range(3):
+                calls.run(step, parameters | known.inputs)
+        assert replayed
+        assert all(replayed)
+    finally:
+        fastvit.restore(model)
