@@ -83,7 +83,7 @@ def test_ops(name: str, gradients: bool, calls: Calls) -> None:
 
 
 # With other inputs than images, shapes depend on numbers that a kernel computes
-@pytest.mark.parametrize("name", [name for name, row in MODELS.items() if row.inputs is None])
+@pytest.mark.parametrize("name", [name for name, row in MODELS.items() if row.inputs is None and name != "V-JEPA 2"])
 def test_accelerated_models(name: str, calls: Calls) -> None:
     """A step under autocast, in Python and replayed. Where it is recorded, autograd adds gradients out of place; casts
     of gradients come in another order."""
