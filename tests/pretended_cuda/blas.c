@@ -34,8 +34,9 @@ static int gemm(Handle *h, const char *name, int ta, int tb, int m, int n, int k
                 double beta) {
     Op op = {.kind = LIBRARY, .name = name, .pointer_count = 4, .pointers = {(uint64_t)c.data, (uint64_t)a.data,
              (uint64_t)b.data, (uint64_t)h->workspace}};
-    snprintf(op.text, sizeof(op.text), "%c%c m=%d n=%d k=%d ld=%d,%d,%d strides=%lld,%lld,%lld batch=%d beta=%g",
-             "NTC"[ta % 3], "NTC"[tb % 3], m, n, k, a.ld, b.ld, c.ld, a.stride, b.stride, c.stride, count, beta);
+    if (pretended_is_read(h->stream))
+        snprintf(op.text, sizeof(op.text), "%c%c m=%d n=%d k=%d ld=%d,%d,%d strides=%lld,%lld,%lld batch=%d beta=%g",
+                 "NTC"[ta % 3], "NTC"[tb % 3], m, n, k, a.ld, b.ld, c.ld, a.stride, b.stride, c.stride, count, beta);
     return pretended_put(h->stream, &op) ? INTERNAL_ERROR : 0;
 }
 
@@ -119,8 +120,9 @@ int cublasLtMatmul(void *h, Layout *product, const void *alpha, const void *a, L
                    size_t workspace_size, Stream *stream) {
     Op op = {.kind = LIBRARY, .name = "cublasLtMatmul", .pointer_count = 6, .pointers = {(uint64_t)d, (uint64_t)a,
              (uint64_t)b, (uint64_t)c, product->attributes[BIAS], (uint64_t)workspace}};
-    snprintf(op.text, sizeof(op.text), "%lux%lu %lux%lu -> %lux%lu ld=%ld,%ld,%ld epilogue=%u beta=%g", of_a->rows,
-             of_a->columns, of_b->rows, of_b->columns, of_d->rows, of_d->columns, of_a->ld, of_b->ld, of_d->ld,
-             (unsigned)product->attributes[EPILOGUE], *beta);
+    if (pretended_is_read(stream))
+        snprintf(op.text, sizeof(op.text), "%lux%lu %lux%lu -> %lux%lu ld=%ld,%ld,%ld epilogue=%u beta=%g", of_a->rows,
+                 of_a->columns, of_b->rows, of_b->columns, of_d->rows, of_d->columns, of_a->ld, of_b->ld, of_d->ld,
+                 (unsigned)product->attributes[EPILOGUE], *beta);
     return pretended_put(stream, &op) ? INTERNAL_ERROR : 0;
 }

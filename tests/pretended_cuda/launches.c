@@ -1,7 +1,6 @@
 /* What is put on a stream: written into the trace, checked, and done if it is a copy or a fill. */
 #include "pretended.h"
 
-#include <stdlib.h>
 #include <string.h>
 
 enum { LARGE = 64 << 20 }; /* bytes that are not worth memory of the host */
@@ -29,7 +28,7 @@ static void check_addresses(const Op *op, int exec) {
 
 /* Return about how many seconds an op takes. */
 static double duration(const Op *op) {
-    if (op->kind == KERNEL && strstr(op->function->name, "spin_kernel")) { /* torch.cuda._sleep(cycles) */
+    if (op->kind == KERNEL && op->function->count == 1 && strstr(op->function->name, "spin_kernel")) { /* _sleep(cycles) */
         long long cycles;
         memcpy(&cycles, op->args, 8);
         return cycles / 1.98e9;
@@ -37,9 +36,13 @@ static double duration(const Op *op) {
     return op->kind == COPY || op->kind == FILL ? 1e-6 + op->width * op->height / 2e12 : 3e-6;
 }
 
+/* Write an element `count` times, by copies of ever longer pieces. */
 static void repeat(char *dst, const void *element, size_t size, size_t count) {
-    for (size_t i = 0; i < count; i++)
-        memcpy(dst + i * size, element, size);
+    memcpy(dst, element, count ? size : 0);
+    for (size_t done = size, all = size * count, piece; done < all; done += piece) {
+        piece = done < all - done ? done : all - done;
+        memcpy(dst + done, dst, piece);
+    }
 }
 
 /* PyTorch's fill_ and add_(number) of contiguous tensors: (int count, functor, std::array<char *, 1 or 2>). */
@@ -103,6 +106,8 @@ static int put(Stream *stream, const Op *op) {
     return cudaSuccess;
 }
 
+int pretended_is_read(Stream *stream) { return is_traced() || resolve(stream)->capture != NULL; }
+
 int pretended_put(Stream *stream, const Op *op) {
     LOCKED;
     pretended_has_context = 1;
@@ -128,12 +133,10 @@ int pretended_launch(Stream *stream, const Function *f, dim3 grid, dim3 block, u
     Op op = {.kind = KERNEL, .function = f, .grid = grid, .block = block, .shared = shared};
     for (int i = 0; i < f->count; i++)
         op.args_size += f->parameters[i].size;
-    unsigned char *at = op.args = malloc(op.args_size + 1);
+    unsigned char args_of[op.args_size + 1], *at = op.args = args_of; /* a capture copies them */
     for (int i = 0; i < f->count; at += f->parameters[i++].size)
         memcpy(at, args[i], f->parameters[i].size);
-    int error = pretended_put(stream, &op);
-    free(op.args);
-    return error;
+    return pretended_put(stream, &op);
 }
 
 int pretended_limit_shared(Function *function, int bytes) {

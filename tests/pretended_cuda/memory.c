@@ -16,6 +16,7 @@ typedef struct Range {
 #define REGION ((char *)0x200000000000) /* device_trace.py has it, too */
 #define REGION_END (REGION + ((size_t)8 << 40))
 enum { GRANULE = 2 << 20 };
+static unsigned owner[(8ul << 40) / GRANULE]; /* of a granule: the number of its range, or 0. Launches look it up */
 static char *unused; /* no address is given out twice, so that a stale pointer is seen */
 static Range *device, *pinned;
 
@@ -52,16 +53,23 @@ static size_t forget(Range **ranges, const void *base) {
     return size;
 }
 
+static unsigned *owner_of(const void *address) { return owner + ((char *)address - REGION) / GRANULE; }
+static void own(const void *base, size_t size, unsigned number) {
+    for (unsigned *at = owner_of(base); at < owner_of((char *)base + size); at++)
+        *at = number;
+}
+
 int is_device(const void *address) { return (char *)address >= REGION && (char *)address < REGION_END; }
 
 int is_mapped(const void *address, size_t size) {
     if (!is_device(address) || size == 0)
         return 1;
-    Range *range = *find(&device, address);
-    return range != NULL && (char *)address + size <= range->base + range->size;
+    const char *last = (char *)address + size - 1;
+    return *owner_of(address) && is_device(last) && *owner_of(address) == *owner_of(last);
 }
 
 API(cudaMalloc, void **address, size_t size) {
+    static unsigned numbers;
     LOCKED;
     size_t rounded = (size + GRANULE - 1) / GRANULE * GRANULE;
     int error = pretended_forbidden("cudaMalloc");
@@ -74,6 +82,7 @@ API(cudaMalloc, void **address, size_t size) {
             error = cudaErrorMemoryAllocation;
         } else {
             *address = add(&device, unused, rounded);
+            own(unused, rounded, ++numbers);
             unused += rounded, live.bytes += rounded, live.ranges++;
         }
     }
@@ -87,7 +96,7 @@ API(cudaFree, void *address) {
     if (address != NULL && error == 0) {
         size_t size = forget(&device, address);
         if (size)
-            reserve(address, size, MAP_FIXED), live.bytes -= size, live.ranges--;
+            reserve(address, size, MAP_FIXED), own(address, size, 0), live.bytes -= size, live.ranges--;
         else
             error = cudaErrorInvalidValue;
     }

@@ -88,6 +88,7 @@ typedef struct CUevent_st {
 extern __thread int pretended_has_context; /* of this thread: the runtime makes one with the first call that needs it */
 void pretended_note(const char *event, const char *format, ...) __attribute__((format(printf, 2, 3)));
 int pretended_put(Stream *stream, const Op *op);
+int pretended_is_read(Stream *stream); /* the text of ops: writing it takes longer than the call */
 int pretended_launch(Stream *stream, const Function *function, dim3 grid, dim3 block, unsigned shared, void **args);
 int pretended_forbidden(const char *what); /* an error if a capture that is not relaxed forbids it */
 int pretended_limit_shared(Function *function, int bytes);
@@ -99,6 +100,7 @@ extern struct Live {
 
 int lock(void);
 void unlock(int *);
+int is_traced(void);
 void trace_op(const Op *op, const Stream *stream, int capture, int exec, int error);
 
 API(set, int error); /* keep it for cudaGetLastError, and return it */
