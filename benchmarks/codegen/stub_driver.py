@@ -50,7 +50,7 @@ class StubKernel(CompiledKernel):
         self.metadata_group: dict[str, str] = {}
         self.hash = self.name  # Triton 3.8 passes it and metadata_group to its unload hook
         self._gpu = gpu
-        self._run = self._launch if gpu.records else lambda *arguments: None
+        self._run = self._launch
 
     def _launch(self, *call: Any) -> None:
         x, y, z, _stream, function, packed, metadata, enter, _leave, *arguments = call
@@ -65,7 +65,6 @@ class StubGpu:
     """The parts of a driver that launches use."""
 
     target: GPUTarget
-    records: bool = True
     device: int = 0
     launches: list[Launched] = field(default_factory=list)
     compiled: list[StubKernel] = field(default_factory=list)
@@ -94,11 +93,10 @@ class StubGpu:
 
 
 @contextlib.contextmanager
-def stub_gpu(target: GPUTarget | None = None, *, records: bool = True, compiles: bool = False) -> Iterator[StubGpu]:
+def stub_gpu(target: GPUTarget | None = None, *, compiles: bool = False) -> Iterator[StubGpu]:
     """Within the context, ops on CPU tensors launch Triton kernels on a GPU that is not there. Not in the interpreter.
-    records: keep the launches; otherwise a launch does nothing. compiles: let Triton compile, and keep `binaries`
-    only."""
-    gpu = StubGpu(target or GPUTarget("cuda", 90, 32), records)
+    compiles: let Triton compile, and keep `binaries` only."""
+    gpu = StubGpu(target or GPUTarget("cuda", 90, 32))
     arch = f"sm_{gpu.target.arch}" if gpu.target.backend == "cuda" else str(gpu.target.arch)
     for name in LAUNCH_MODULES:
         importlib.import_module(name)

@@ -345,8 +345,9 @@ def threads_compile_once():
 
 def a_kernel_that_is_called_is_held():
     """Also after Triton has forgotten it: a binary is unloaded with its last reference."""
-    with stub_gpu(records=False) as gpu, torch.no_grad():
+    with stub_gpu() as gpu, torch.no_grad():
         _one_kernel()()
+        gpu.launches.clear()
         kernel = weakref.ref(gpu.compiled.pop())
         layer_norm_fwd_kernel.device_caches.clear()
         gc.collect()
@@ -358,7 +359,7 @@ def a_kernel_that_is_called_is_held():
 
 
 def many_shapes_do_not_pile_up():
-    with stub_gpu(records=False), mock.patch.object(runtime_launch, "_MOST", 8), torch.no_grad():
+    with stub_gpu(), mock.patch.object(runtime_launch, "_MOST", 8), torch.no_grad():
         for rows in range(1, 40):
             _one_kernel(rows)()
             assert len(runtime_launch._compiled) <= 8
