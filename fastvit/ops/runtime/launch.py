@@ -1,9 +1,9 @@
 """Launch kernels. No other module calls one.
 
 Triton's own `kernel[grid](...)` binds and classifies every argument and builds a string of them all, on every call:
-some 17 us of Python for a kernel of 40 arguments, more than a small kernel runs. Here Triton does so once for each set
-of values that it distinguishes; the kernel that it compiled is kept and then called directly, in 3 to 4 us
-(`python -m benchmarks.host`).
+some 16 us of Python for a kernel of 47 arguments, more than a small kernel runs. Here Triton does so once for each set
+of values that it distinguishes; the kernel that it compiled is kept and then called directly, in 3 to 4.5 us
+(`python -m benchmarks.host`, without CUDA's own 2 us).
 
 Triton's public launch path is used when a profiler hooks launches, in the interpreter, on AMD GPUs (where kernels also
 depend on the size of tensors), and with versions of Triton whose internals have not been compared.
