@@ -1,6 +1,6 @@
 """A stand-in for a GPU and its driver: Triton binds and specialises launches as it would there, and nothing runs.
 
-For tests of launches and of what they cost the host. By default nothing is compiled: one object stands for each binary
+For tests of launches. By default nothing is compiled: one object stands for each binary
 that Triton would compile, and two launches share one exactly where they would share a binary on the GPU.
 
     with stub_gpu() as gpu:
