@@ -25,11 +25,11 @@ import pytest
 import torch
 import triton
 from op_cases import ROWS, function, made, outputs_of
+from stub_driver import stub_gpu
 from triton.backends.compiler import GPUTarget
 from triton.runtime import _allocation
 from triton.runtime.errors import OutOfResources
 
-from benchmarks.codegen.stub_driver import stub_gpu
 from fastvit import ops
 from fastvit.kernels.layer_norm import layer_norm_fwd_kernel
 from fastvit.ops.runtime import backend as backends

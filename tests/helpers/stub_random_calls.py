@@ -21,9 +21,9 @@ import torch
 from layouts import LAYOUTS
 from op_cases import ROWS, made, more, outputs_of
 from replaying import replays
+from stub_driver import stub_gpu
 from stub_launches import DTYPES, _hooked
 
-from benchmarks.codegen.stub_driver import stub_gpu
 from fastvit import ops
 from fastvit.ops.runtime import call as runtime_call
 from fastvit.study.accuracy.cases import WITHOUT_GRADIENT

@@ -122,17 +122,3 @@ def test_compilation_ends_with_its_caller(tmp_path):
     next(done)
     done.close()
     assert len(list(tmp_path.iterdir())) < 300
-
-
-@needs_triton
-@pytest.mark.nightly
-def test_what_is_compiled_beforehand_is_what_is_launched():
-    """For models of the zoo, of timm under autocast, with a mask, and with rotary positions."""
-    out = python("tests/helpers/warmed.py")
-    launched = [line.split()[1:] for line in out.splitlines() if line.startswith("launched ")]
-    assert len(launched) == 4
-    assert all(int(kernels) > 8 and added == "0" for _, kernels, added in launched), out
-    assert out.count("compiled before") == 8
-    for again in out.split("launched ")[1:]:
-        kernels, before = again.splitlines()[2].split(" of them compiled before")[0].split(" kernels, ")
-        assert kernels == before, "a second call compiles nothing"

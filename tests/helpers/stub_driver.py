@@ -1,7 +1,7 @@
 """A stand-in for a GPU and its driver: Triton binds and specialises launches as it would there, and nothing runs.
 
-For tests of launches. By default nothing is compiled: one object stands for each binary
-that Triton would compile, and two launches share one exactly where they would share a binary on the GPU.
+Nothing is compiled: one object stands for each binary that Triton would compile, and two launches share one exactly
+where they would share a binary on the GPU.
 
     with stub_gpu() as gpu:
         ops.layer_norm(x, weight, bias)  # of CPU tensors
@@ -14,7 +14,7 @@ import contextlib
 import importlib
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -68,14 +68,6 @@ class StubGpu:
     device: int = 0
     launches: list[Launched] = field(default_factory=list)
     compiled: list[StubKernel] = field(default_factory=list)
-    binaries: set[str] = field(default_factory=set)  # hashes of launched binaries, if Triton compiles
-    utils = SimpleNamespace(
-        get_device_properties=lambda device: {"max_shared_mem": 232448}, load_binary=lambda *_: (1, 1, 128, 0, 1024)
-    )
-
-    def launcher_cls(self, source: Any, metadata: Any) -> Callable[..., None]:
-        """Return the launcher of a binary that Triton compiled."""
-        return lambda *arguments: self.binaries.add(metadata.hash)
 
     def get_current_target(self) -> GPUTarget:
         return self.target
@@ -93,9 +85,9 @@ class StubGpu:
 
 
 @contextlib.contextmanager
-def stub_gpu(target: GPUTarget | None = None, *, compiles: bool = False) -> Iterator[StubGpu]:
-    """Within the context, ops on CPU tensors launch Triton kernels on a GPU that is not there. Not in the interpreter.
-    compiles: let Triton compile, and keep `binaries` only."""
+def stub_gpu(target: GPUTarget | None = None) -> Iterator[StubGpu]:
+    """Within the context, ops on CPU tensors launch Triton kernels on a GPU that is not there. Not in the
+    interpreter."""
     gpu = StubGpu(target or GPUTarget("cuda", 90, 32))
     arch = f"sm_{gpu.target.arch}" if gpu.target.backend == "cuda" else str(gpu.target.arch)
     for name in LAUNCH_MODULES:
@@ -106,8 +98,7 @@ def stub_gpu(target: GPUTarget | None = None, *, compiles: bool = False) -> Iter
             in_library(wants_triton=lambda x: True, arch=lambda x: arch, multiprocessors=lambda index: MULTIPROCESSORS)
         )
         stack.enter_context(mock.patch.object(triton.runtime.driver, "_active", gpu))
-        if not compiles:
-            stack.enter_context(mock.patch.object(triton.compiler, "compile", gpu.compile))
+        stack.enter_context(mock.patch.object(triton.compiler, "compile", gpu.compile))
         stack.enter_context(call.forgotten())
         for name in ("_compiled", "_refused"):
             stack.enter_context(mock.patch.object(launch, name, {}))
