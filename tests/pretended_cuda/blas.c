@@ -1,7 +1,6 @@
 /* cuBLAS and cuBLASLt: products of matrices become ops of the trace that compute nothing. */
 #include "pretended.h"
 
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -30,14 +29,14 @@ typedef struct Matrix {
     long long stride;
 } Matrix;
 
-static int gemm(Handle *h, const char *name, int ta, int tb, int m, int n, int k, Matrix a, Matrix b, Matrix c, int count,
-                double beta) {
-    Op op = {.kind = LIBRARY, .name = name, .pointer_count = 4, .pointers = {(uint64_t)c.data, (uint64_t)a.data,
-             (uint64_t)b.data, (uint64_t)h->workspace}};
-    if (pretended_is_read(h->stream))
-        snprintf(op.text, sizeof(op.text), "%c%c m=%d n=%d k=%d ld=%d,%d,%d strides=%lld,%lld,%lld batch=%d beta=%g",
-                 "NTC"[ta % 3], "NTC"[tb % 3], m, n, k, a.ld, b.ld, c.ld, a.stride, b.stride, c.stride, count, beta);
-    return pretended_put(h->stream, &op) ? INTERNAL_ERROR : 0;
+static int gemm(Handle *h, const char *name, int ta, int tb, int m, int n, int k, Matrix a, Matrix b, Matrix c,
+                int count, double beta) {
+    void *pointers[] = {(void *)c.data, (void *)a.data, (void *)b.data, h->workspace};
+    int error = pretended_library(h->stream, name, 4, pointers,
+                                  "%c%c m=%d n=%d k=%d ld=%d,%d,%d strides=%lld,%lld,%lld batch=%d beta=%g",
+                                  "NTC"[ta % 3], "NTC"[tb % 3], m, n, k, a.ld, b.ld, c.ld, a.stride, b.stride, c.stride,
+                                  count, beta);
+    return error ? INTERNAL_ERROR : 0;
 }
 
 #define SHAPE Handle *h, int ta, int tb, int m, int n, int k
@@ -49,7 +48,8 @@ static int gemm(Handle *h, const char *name, int ta, int tb, int m, int n, int k
         return GEMM("cublas" #T "gemm", M(a, lda), M(b, ldb), M(c, ldc), 1, h->pointers ? 0 : *beta); \
     } \
     int cublas##T##gemmStridedBatched(SHAPE, const type *alpha, const type *a, int lda, long long sa, const type *b, \
-                                      int ldb, long long sb, const type *beta, type *c, int ldc, long long sc, int count) { \
+                                      int ldb, long long sb, const type *beta, type *c, int ldc, long long sc, \
+                                      int count) { \
         return GEMM("cublas" #T "gemmStridedBatched", M(a, lda, sa), M(b, ldb, sb), M(c, ldc, sc), count, *beta); \
     } \
     int cublas##T##gemv_v2(Handle *h, int ta, int m, int n, const type *alpha, const type *a, int lda, const type *x, \
@@ -64,17 +64,16 @@ int cublasGemmEx(SHAPE, const void *alpha, const void *a, int type_a, int lda, c
                  const float *beta, void *c, int type_c, int ldc, int compute, int algo) {
     return GEMM("cublasGemmEx", M(a, lda), M(b, ldb), M(c, ldc), 1, *beta);
 }
-int cublasGemmStridedBatchedEx(SHAPE, const void *alpha, const void *a, int type_a, int lda, long long sa, const void *b,
-                               int type_b, int ldb, long long sb, const float *beta, void *c, int type_c, int ldc,
-                               long long sc, int count, int compute, int algo) {
+int cublasGemmStridedBatchedEx(SHAPE, const void *alpha, const void *a, int type_a, int lda, long long sa,
+                               const void *b, int type_b, int ldb, long long sb, const float *beta, void *c, int type_c,
+                               int ldc, long long sc, int count, int compute, int algo) {
     return GEMM("cublasGemmStridedBatchedEx", M(a, lda, sa), M(b, ldb, sb), M(c, ldc, sc), count, *beta);
 }
 
-int cublasDotEx(Handle *h, int n, const void *x, int tx, int incx, const void *y, int ty, int incy, void *out, int to, int te) {
-    Op op = {.kind = LIBRARY, .name = "cublasDot", .pointer_count = 3, .pointers = {(uint64_t)out, (uint64_t)x, (uint64_t)y}};
-    return pretended_put(h->stream, &op) ? INTERNAL_ERROR : 0;
+int cublasDotEx(Handle *h, int n, void *x, int tx, int incx, void *y, int ty, int incy, void *out, int to, int by) {
+    return pretended_library(h->stream, "cublasDot", 3, (void *[]){out, x, y}, "n=%d", n) ? INTERNAL_ERROR : 0;
 }
-int cublasSdot_v2(Handle *h, int n, const float *x, int incx, const float *y, int incy, float *out) {
+int cublasSdot_v2(Handle *h, int n, void *x, int incx, void *y, int incy, void *out) {
     return cublasDotEx(h, n, x, 0, incx, y, 0, incy, out, 0, 0);
 }
 
@@ -110,19 +109,18 @@ int cublasLtMatrixLayoutCreate(Layout **out, int type, uint64_t rows, uint64_t c
     **out = (Layout){rows, columns, ld};
     return 0;
 }
-int cublasLtMatmulAlgoGetHeuristic(void *h, Layout *product, Layout *a, Layout *b, Layout *c, Layout *d, Layout *preference,
-                                   int wanted, char *results, int *found) {
+int cublasLtMatmulAlgoGetHeuristic(void *h, Layout *product, Layout *a, Layout *b, Layout *c, Layout *d,
+                                   Layout *preference, int wanted, char *results, int *found) {
     memset(results, 0, RESULT_SIZE); /* an algorithm, the size of its workspace, and a status */
     return *found = 1, 0;
 }
-int cublasLtMatmul(void *h, Layout *product, const void *alpha, const void *a, Layout *of_a, const void *b, Layout *of_b,
-                   const float *beta, const void *c, Layout *of_c, void *d, Layout *of_d, const void *algo, void *workspace,
+int cublasLtMatmul(void *h, Layout *product, const void *alpha, void *a, Layout *la, void *b, Layout *lb,
+                   const float *beta, void *c, Layout *lc, void *d, Layout *ld, const void *algo, void *workspace,
                    size_t workspace_size, Stream *stream) {
-    Op op = {.kind = LIBRARY, .name = "cublasLtMatmul", .pointer_count = 6, .pointers = {(uint64_t)d, (uint64_t)a,
-             (uint64_t)b, (uint64_t)c, product->attributes[BIAS], (uint64_t)workspace}};
-    if (pretended_is_read(stream))
-        snprintf(op.text, sizeof(op.text), "%lux%lu %lux%lu -> %lux%lu ld=%ld,%ld,%ld epilogue=%u beta=%g", of_a->rows,
-                 of_a->columns, of_b->rows, of_b->columns, of_d->rows, of_d->columns, of_a->ld, of_b->ld, of_d->ld,
-                 (unsigned)product->attributes[EPILOGUE], *beta);
-    return pretended_put(stream, &op) ? INTERNAL_ERROR : 0;
+    void *pointers[] = {d, a, b, c, (void *)product->attributes[BIAS], workspace};
+    int error = pretended_library(stream, "cublasLtMatmul", 6, pointers,
+                                  "%lux%lu %lux%lu -> %lux%lu ld=%ld,%ld,%ld epilogue=%u beta=%g", la->rows,
+                                  la->columns, lb->rows, lb->columns, ld->rows, ld->columns, la->ld, lb->ld, ld->ld,
+                                  (unsigned)product->attributes[EPILOGUE], *beta);
+    return error ? INTERNAL_ERROR : 0;
 }

@@ -5,6 +5,7 @@ trace, once, and returns an error of its library.
 """
 
 import json
+import os
 import re
 import subprocess
 from collections import defaultdict
@@ -12,7 +13,7 @@ from pathlib import Path
 
 from environment import HERE, LIBRARIES, PYTHON, SITE, make
 
-INCLUDE = SITE / "triton/backends/nvidia/include"
+INCLUDE = Path(os.environ.get("PRETENDED_INCLUDE") or SITE / "triton/backends/nvidia/include")  # headers of CUDA 13
 MADE = LIBRARIES / "made"
 WRITTEN = {
     "libcudart": ["trace.c", "memory.c", "streams.c", "captures.c", "launches.c", "runtime.c"],
@@ -31,17 +32,16 @@ ERRORS = {
 }  # fmt: skip
 # Nothing happens, and nothing is noted
 HARMLESS = re.compile(
-    r"cupti|nvrtcVersion|cudnnGetVersion|cudnnGetCudartVersion|cuFileDriver|cudaProfiler|__cuda\w+FatBinary|__cudaRegisterVar"
-    r"|cuInit$|cuFuncSetCacheConfig|cublasSetSmCountTarget|ncclGroup(Start|End)|ncclComm(Destroy|Abort|Finalize|Deregister)$"
+    r"cupti|nvrtcVersion|cudnnGetVersion|cudnnGetCudartVersion|cuFileDriver|cudaProfiler|__cuda\w+FatBinary"
+    r"|__cudaRegisterVar|cuInit$|cuModuleUnload|cuFuncSetCacheConfig|cublasSetSmCountTarget|ncclGroup(Start|End)"
+    r"|ncclComm(Destroy|Abort|Finalize|Deregister)$"
 )
-# Asked for by name: c10/cuda/driver_api.h
+# Asked for by name: c10/cuda/driver_api.h and Triton
 BY_NAME = [
-    "cuInit", "cuMemAddressReserve", "cuMemRelease",
-    "cuMemMap", "cuMemAddressFree", "cuMemSetAccess",
-    "cuMemUnmap", "cuMemCreate", "cuMemGetAllocationGranularity",
-    "cuMemExportToShareableHandle", "cuMemImportFromShareableHandle", "cuMemRetainAllocationHandle",
-    "cuMemGetAllocationPropertiesFromHandle", "cuStreamWriteValue32", "cuTensorMapEncodeIm2col",
-    "cuCtxGetLimit", "cuCtxSetLimit",
+    "cuInit", "cuMemAddressReserve", "cuMemRelease", "cuMemMap", "cuMemAddressFree", "cuMemSetAccess", "cuMemUnmap",
+    "cuMemCreate", "cuMemGetAllocationGranularity", "cuMemExportToShareableHandle", "cuMemImportFromShareableHandle",
+    "cuMemRetainAllocationHandle", "cuMemGetAllocationPropertiesFromHandle", "cuMemGetAddressRange_v2",
+    "cuMemsetD32Async", "cuStreamWriteValue32", "cuTensorMapEncodeIm2col", "cuCtxGetLimit", "cuCtxSetLimit",
 ]  # fmt: skip
 
 
@@ -126,8 +126,8 @@ def build() -> None:
     if is_old(tracker, source):
         torch = SITE / "torch"
         compiled(
-            "g++", tracker, "-O0", "-std=c++20", "-shared", f"-I{torch / 'include'}", source, f"-L{torch / 'lib'}",
-            "-lc10_cuda", "-lc10", LIBRARIES / runtime,
+            "g++", tracker, "-DC10_USING_CUSTOM_GENERATED_MACROS", "-std=c++20", "-shared", f"-I{torch / 'include'}",
+            source, f"-L{torch / 'lib'}", "-lc10_cuda", "-lc10", LIBRARIES / runtime,
         )  # fmt: skip
 
 

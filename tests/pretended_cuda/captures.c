@@ -1,13 +1,12 @@
 /* Captures of streams, what they forbid, and graphs. The rules are those of CUDA's documentation. */
 #include "pretended.h"
 
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 struct CUgraphExec_st {
     Graph *graph;
-    int id, launches, is_destroyed;
+    int id, launches;
 };
 
 static Capture *active[64]; /* the first live.captures of them go on */
@@ -18,59 +17,48 @@ int illegal(const char *what, int error) {
     pretended_note("illegal", "'what':'%s','error':%d", what, error);
     return error;
 }
-
 void invalidate(Capture *capture, const char *why) {
     if (!capture->is_invalid)
         pretended_note("capture_invalid", "'capture':%d,'why':'%s'", capture->id, why);
     capture->is_invalid = 1;
 }
+int invalidated(Capture *capture, const char *why, int error) { return invalidate(capture, why), illegal(why, error); }
 
 static int is_own(const Capture *capture) { return pthread_equal(capture->thread, pthread_self()); }
 static int is_blocking(const Capture *capture) { return !(capture->origin->flags & cudaStreamNonBlocking); }
-static int forbids_unsafe_calls(const Capture *capture) {
-    return thread_mode != cudaStreamCaptureModeRelaxed && capture->mode != cudaStreamCaptureModeRelaxed &&
-           (is_own(capture) ||
-            (capture->mode == cudaStreamCaptureModeGlobal && thread_mode == cudaStreamCaptureModeGlobal));
-}
 static int forbids_all(const Capture *capture) { return 1; }
+static int forbids_unsafe_calls(const Capture *capture) {
+    int is_global = capture->mode == cudaStreamCaptureModeGlobal && thread_mode == cudaStreamCaptureModeGlobal;
+    int is_relaxed = capture->mode == cudaStreamCaptureModeRelaxed || thread_mode == cudaStreamCaptureModeRelaxed;
+    return is_global || (is_own(capture) && !is_relaxed);
+}
 
 /* Return an error if a capture forbids a call, and make those captures invalid. */
 static int check(int (*forbids)(const Capture *), const char *what, int error) {
+    LOCKED;
     int found = 0;
     for (int i = 0; i < live.captures; i++)
         if (forbids(active[i]))
             invalidate(active[i], what), found = 1;
     return found ? illegal(what, error) : cudaSuccess;
 }
-
 int all_captures_forbid(const char *what) { return check(forbids_all, what, cudaErrorStreamCaptureUnsupported); }
 int legacy_may_work(const char *what) { return check(is_blocking, what, cudaErrorStreamCaptureImplicit); }
 int pretended_forbidden(const char *what) {
-    LOCKED;
     pretended_has_context = 1;
     return check(forbids_unsafe_calls, what, cudaErrorStreamCaptureUnsupported);
 }
 
-void follow(Nodes *nodes, const Nodes *more) {
-    for (size_t i = 0, j; i < more->count; i++) {
-        for (j = 0; j < nodes->count && nodes->nodes[j] != more->nodes[i]; j++)
-            ;
-        if (j == MAX_STREAMS_OF_A_CAPTURE)
+/* Let a stream take part in a capture, after what a clock has. */
+void join(Stream *stream, Capture *capture, const Clock *clock) {
+    if (stream->capture == NULL) {
+        stream->capture = capture, stream->clock = *clock, stream->branch = capture->branches++;
+        if (stream->branch == MAX_BRANCHES)
             abort();
-        nodes->nodes[j] = more->nodes[i];
-        nodes->count = j == nodes->count ? j + 1 : nodes->count;
     }
-}
-
-void add_node(Stream *stream, const Op *op) {
-    Graph *graph = stream->capture->graph;
-    Node *node = malloc(sizeof(Node));
-    *node = (Node){.op = *op, .before = stream->last};
-    if (op->args != NULL)
-        node->op.args = memcpy(malloc(op->args_size + 1), op->args, op->args_size);
-    graph->nodes = realloc(graph->nodes, (graph->count + 1) * sizeof(Node *));
-    graph->nodes[graph->count++] = node;
-    stream->last = (Nodes){1, {node}};
+    for (int i = 0; i < MAX_BRANCHES; i++)
+        if (stream->clock.ops[i] < clock->ops[i])
+            stream->clock.ops[i] = clock->ops[i];
 }
 
 static int begin(Stream *stream, int mode) {
@@ -82,68 +70,50 @@ static int begin(Stream *stream, int mode) {
         return illegal("a second capture of a stream", cudaErrorIllegalState);
     Graph *graph = malloc(sizeof(Graph));
     *graph = (Graph){.id = ++graph_ids, .references = 1};
-    Capture *capture = stream->capture = active[live.captures++] = malloc(sizeof(Capture));
+    Capture *capture = active[live.captures++] = malloc(sizeof(Capture)); /* not freed: events may point to it */
     *capture = (Capture){.id = ++capture_ids, .mode = mode, .thread = pthread_self(), .origin = stream, .graph = graph};
-    stream->last.count = 0, live.graphs++;
+    join(stream, capture, &(Clock){});
+    live.graphs++;
+    pretended_note("capture_begin", "'s':%d,'capture':%d,'mode':%d", stream->number, capture_ids, mode);
     return cudaSuccess;
 }
 
 API(cudaStreamBeginCapture, cudaStream_t stream, enum cudaStreamCaptureMode mode) {
     LOCKED;
-    stream = resolve(stream);
-    int error = begin(stream, mode);
-    pretended_note("capture_begin", "'s':%d,'capture':%d,'mode':%d,'error':%d", stream->number, capture_ids, mode, error);
-    return set(error);
+    return set(begin(resolve(stream), mode));
 }
 
-/* Mark the nodes that the stream's last ones follow. Nodes stand after those that they follow. */
-static void mark_joined(Graph *graph, Nodes *last) {
-    for (size_t i = 0; i < last->count; i++)
-        last->nodes[i]->is_joined = 1;
-    for (size_t i = graph->count; i-- > 0;)
-        for (size_t j = 0; j < graph->nodes[i]->before.count; j++)
-            graph->nodes[i]->before.nodes[j]->is_joined |= graph->nodes[i]->is_joined;
-}
-
-static int end(Stream *stream, Graph **graph) {
-    Capture *capture = stream->capture;
+static int end(Stream *stream, Capture *capture) {
     if (is_dead(stream) || capture == NULL)
         return illegal("the end of a capture that there is not", cudaErrorIllegalState);
-    if (capture->origin != stream) {
-        invalidate(capture, "another stream ends the capture");
-        return illegal("another stream ends the capture", cudaErrorStreamCaptureUnmatched);
-    }
+    if (capture->origin != stream)
+        return invalidated(capture, "another stream ends the capture", cudaErrorStreamCaptureUnmatched);
     if (capture->mode != cudaStreamCaptureModeRelaxed && !is_own(capture))
         return illegal("another thread ends the capture", cudaErrorStreamCaptureWrongThread);
-    int unjoined = 0, at = 0;
-    mark_joined(capture->graph, &stream->last);
+    int is_joined = 1, at = 0;
     for (Stream *s = streams; s != NULL; s = s->next)
         if (s->capture == capture) {
-            for (size_t i = 0; i < s->last.count; i++)
-                unjoined |= !s->last.nodes[i]->is_joined;
-            s->capture = NULL, s->last.count = 0;
+            is_joined &= stream->clock.ops[s->branch] >= s->clock.ops[s->branch];
+            s->capture = NULL;
         }
     while (active[at] != capture)
         at++;
     active[at] = active[--live.captures], capture->is_over = 1;
-    int error = capture->is_invalid ? cudaErrorStreamCaptureInvalidated
-                : unjoined          ? illegal("streams are not joined", cudaErrorStreamCaptureUnjoined)
-                                    : cudaSuccess;
-    if (error)
-        cudaGraphDestroy(capture->graph);
-    else
-        *graph = capture->graph;
-    return error;
+    return capture->is_invalid ? cudaErrorStreamCaptureInvalidated
+           : is_joined         ? cudaSuccess
+                               : illegal("streams are not joined", cudaErrorStreamCaptureUnjoined);
 }
 
 API(cudaStreamEndCapture, cudaStream_t stream, cudaGraph_t *graph) {
     LOCKED;
     stream = resolve(stream);
-    int id = stream->capture ? stream->capture->id : 0;
-    *graph = NULL;
-    int error = end(stream, graph);
-    pretended_note("capture_end", "'s':%d,'capture':%d,'nodes':%zu,'error':%d", stream->number, id,
-                   *graph ? (*graph)->count : 0, error);
+    Capture *capture = stream->capture;
+    int error = end(stream, capture);
+    *graph = error ? NULL : capture->graph;
+    pretended_note("capture_end", "'s':%d,'capture':%d,'nodes':%zu,'error':%d", stream->number,
+                   capture ? capture->id : 0, *graph ? (*graph)->count : 0, error);
+    if (error && capture && capture->is_over)
+        cudaGraphDestroy(capture->graph);
     return set(error);
 }
 
@@ -155,18 +125,10 @@ API(cudaStreamGetCaptureInfo, cudaStream_t stream, enum cudaStreamCaptureStatus 
     *status = capture == NULL       ? cudaStreamCaptureStatusNone
               : capture->is_invalid ? cudaStreamCaptureStatusInvalidated
                                     : cudaStreamCaptureStatusActive;
-    if (*status == cudaStreamCaptureStatusActive) {
-        if (id)
-            *id = capture->id;
-        if (graph)
-            *graph = capture->graph;
-        if (nodes)
-            *nodes = (const cudaGraphNode_t *)stream->last.nodes;
-        if (count)
-            *count = stream->last.count;
-    }
-    if (edges)
-        *edges = NULL;
+    if (capture != NULL && id)
+        *id = capture->id;
+    if (capture != NULL && graph)
+        *graph = capture->graph;
     for (int i = 0; i < live.captures && stream == &legacy; i++)
         if (is_blocking(active[i]))
             return set(cudaErrorStreamCaptureImplicit);
@@ -183,11 +145,7 @@ API(cudaThreadExchangeStreamCaptureMode, enum cudaStreamCaptureMode *mode) {
 }
 
 API(cudaGraphGetNodes, cudaGraph_t graph, cudaGraphNode_t *nodes, size_t *count) {
-    LOCKED;
-    *count = nodes == NULL || graph->count < *count ? graph->count : *count;
-    if (nodes != NULL)
-        memcpy(nodes, graph->nodes, *count * sizeof(*nodes));
-    return cudaSuccess;
+    return *count = graph->count, set(nodes ? cudaErrorNotSupported : cudaSuccess);
 }
 
 API(cudaGraphDestroy, cudaGraph_t graph) {
@@ -195,8 +153,9 @@ API(cudaGraphDestroy, cudaGraph_t graph) {
     if (--graph->references)
         return cudaSuccess;
     for (size_t i = 0; i < graph->count; i++)
-        free(graph->nodes[i]->op.args); /* nodes stay: events may point to them */
-    graph->count = 0, live.graphs--;
+        free(graph->ops[i].args);
+    free(graph->ops), free(graph);
+    live.graphs--;
     return cudaSuccess;
 }
 
@@ -209,30 +168,32 @@ API(cudaGraphInstantiateWithFlags, cudaGraphExec_t *exec, cudaGraph_t graph, uns
     return cudaSuccess;
 }
 
+static int launch(struct CUgraphExec_st *exec, Stream *stream) {
+    if (exec == NULL || exec->graph == NULL || is_dead(stream))
+        return illegal("a launch of a graph that was destroyed", cudaErrorInvalidResourceHandle);
+    if (stream->capture != NULL)
+        return illegal("a launch of a graph in a capture, which is not written", cudaErrorNotSupported);
+    int error = stream == &legacy ? legacy_may_work("a graph on the legacy stream") : cudaSuccess;
+    if (error)
+        return error;
+    exec->launches++;
+    pretended_note("graph_launch", "'exec':%d,'s':%d,'nodes':%zu", exec->id, stream->number, exec->graph->count);
+    for (size_t i = 0; i < exec->graph->count && error == 0; i++)
+        error = run(&exec->graph->ops[i], stream, exec->id);
+    return error;
+}
+
 API(cudaGraphLaunch, cudaGraphExec_t exec, cudaStream_t stream) {
     LOCKED;
-    stream = resolve(stream);
-    if (exec == NULL || exec->is_destroyed || is_dead(stream))
-        return set(illegal("a launch of a graph that was destroyed", cudaErrorInvalidResourceHandle));
-    int is_captured = stream->capture != NULL;
-    int error = stream == &legacy ? legacy_may_work("a graph on the legacy stream") : cudaSuccess;
-    if (is_captured)
-        pretended_note("misuse", "'what':'a graph is launched in a capture: its ops become nodes'");
-    else if (error == 0)
-        pretended_note("graph_launch", "'exec':%d,'s':%d,'nodes':%zu", exec->id, stream->number, exec->graph->count);
-    exec->launches += !is_captured;
-    for (size_t i = 0; i < exec->graph->count && error == 0; i++) {
-        const Op *op = &exec->graph->nodes[i]->op;
-        error = is_captured ? pretended_put(stream, op) : run(op, stream, exec->id);
-    }
-    return set(error);
+    return set(launch(exec, resolve(stream)));
 }
 
 API(cudaGraphExecDestroy, cudaGraphExec_t exec) {
     LOCKED;
-    if (exec == NULL || exec->is_destroyed)
+    if (exec == NULL || exec->graph == NULL)
         return set(cudaErrorInvalidResourceHandle);
-    exec->is_destroyed = 1, live.execs--;
     pretended_note("exec_destroy", "'exec':%d,'launches':%d", exec->id, exec->launches);
-    return cudaGraphDestroy(exec->graph);
+    cudaGraphDestroy(exec->graph);
+    exec->graph = NULL, live.execs--; /* not freed: later uses are seen */
+    return cudaSuccess;
 }

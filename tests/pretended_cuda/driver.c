@@ -7,7 +7,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-extern int pretended_range(const void *address, void **base, size_t *size);
 static int context;
 
 /* ---- device and memory: as in the runtime, which has the same numbers ---- */
@@ -16,11 +15,12 @@ CUresult cuDriverGetVersion(int *version) { return cudaDriverGetVersion(version)
 CUresult cuDeviceGet(CUdevice *device, int ordinal) {
     return *device = ordinal, ordinal ? CUDA_ERROR_INVALID_DEVICE : CUDA_SUCCESS;
 }
-CUresult cuDeviceGetCount(int *count) { return cudaGetDeviceCount(count); }
 CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute attribute, CUdevice device) {
     return cudaDeviceGetAttribute(value, (enum cudaDeviceAttr)attribute, device);
 }
-CUresult cuCtxGetCurrent(CUcontext *out) { return *out = pretended_has_context ? (CUcontext)&context : NULL, CUDA_SUCCESS; }
+CUresult cuCtxGetCurrent(CUcontext *out) {
+    return *out = pretended_has_context ? (CUcontext)&context : NULL, CUDA_SUCCESS;
+}
 CUresult cuCtxSetCurrent(CUcontext in) { return pretended_has_context = in != NULL, CUDA_SUCCESS; }
 CUresult cuDevicePrimaryCtxRetain(CUcontext *out, CUdevice device) { return *out = (CUcontext)&context, CUDA_SUCCESS; }
 CUresult cuDevicePrimaryCtxGetState(CUdevice device, unsigned *flags, int *is_active) {
@@ -29,7 +29,6 @@ CUresult cuDevicePrimaryCtxGetState(CUdevice device, unsigned *flags, int *is_ac
 CUresult cuGetErrorString(CUresult error, const char **text) {
     return *text = cudaGetErrorString((cudaError_t)error), CUDA_SUCCESS;
 }
-CUresult cuGetErrorName(CUresult error, const char **text) { return *text = cudaGetErrorName((cudaError_t)error), CUDA_SUCCESS; }
 
 CUresult cuPointerGetAttribute(void *data, CUpointer_attribute attribute, CUdeviceptr pointer) {
     struct cudaPointerAttributes known;
@@ -50,13 +49,6 @@ CUresult cuPointerGetAttributes(unsigned count, CUpointer_attribute *attributes,
             memset(data[i], 0, 4);
     return CUDA_SUCCESS;
 }
-CUresult cuMemGetAddressRange_v2(CUdeviceptr *base, size_t *size, CUdeviceptr address) {
-    return pretended_range((void *)address, (void **)base, size);
-}
-CUresult cuMemsetD32Async(CUdeviceptr address, unsigned value, size_t count, CUstream stream) {
-    Op op = {.kind = FILL, .dst = (void *)address, .width = 4 * count, .height = 1, .element = 4, .value = (int)value};
-    return pretended_put(stream, &op);
-}
 CUresult cuTensorMapEncodeTiled(CUtensorMap *map, CUtensorMapDataType type, cuuint32_t rank, void *address,
                                 const cuuint64_t *sizes, const cuuint64_t *strides, const cuuint32_t *box,
                                 const cuuint32_t *steps, CUtensorMapInterleave interleave, CUtensorMapSwizzle swizzle,
@@ -73,7 +65,7 @@ static void read_parameters(Function *f, const char *cubin) {
     const Elf64_Ehdr *header = (const Elf64_Ehdr *)cubin;
     const Elf64_Shdr *sections = (const Elf64_Shdr *)(cubin + header->e_shoff);
     const char *names = cubin + sections[header->e_shstrndx].sh_offset;
-    f->parameters = calloc(MOST, sizeof(struct Parameter));
+    f->parameters = calloc(MOST, sizeof(Parameter));
     for (int i = 0; i < header->e_shnum; i++) {
         const char *name = names + sections[i].sh_name;
         if (strncmp(name, ".nv.info.", 9) || strcmp(name + 9, f->name))
@@ -116,28 +108,22 @@ CUresult cuModuleLoad(CUmodule *module, const char *path) {
     fclose(file);
     return size ? cuModuleLoadData(module, image) : CUDA_ERROR_INVALID_IMAGE;
 }
-CUresult cuModuleUnload(CUmodule module) {
-    pretended_note("module_unload", "'module':%lu", (uintptr_t)module);
-    return CUDA_SUCCESS;
-}
 CUresult cuModuleGetFunction(CUfunction *function, CUmodule module, const char *name) {
     Function *f = calloc(1, sizeof(Function));
     f->name = strdup(name), f->shared_limit = DEFAULT_SHARED;
     read_parameters(f, (const char *)module);
-    pretended_note("function", "'name':'%s','params':%d", name, f->count);
-    *function = (CUfunction)f;
-    return CUDA_SUCCESS;
+    return *function = f, CUDA_SUCCESS;
 }
 CUresult cuFuncGetAttribute(int *value, CUfunction_attribute attribute, CUfunction function) {
     *value = attribute == CU_FUNC_ATTRIBUTE_NUM_REGS                        ? 128
              : attribute == CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK         ? 1024
-             : attribute == CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES ? ((Function *)function)->shared_limit
+             : attribute == CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES ? function->shared_limit
                                                                             : 0;
     return CUDA_SUCCESS;
 }
 CUresult cuFuncSetAttribute(CUfunction function, CUfunction_attribute attribute, int value) {
     int is_limit = attribute == CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
-    return is_limit ? pretended_limit_shared((Function *)function, value) : cudaSuccess;
+    return is_limit ? pretended_limit_shared(function, value) : cudaSuccess;
 }
 CUresult cuOccupancyMaxActiveClusters(int *count, CUfunction function, const CUlaunchConfig *config) {
     return *count = 132, CUDA_SUCCESS;
@@ -145,9 +131,9 @@ CUresult cuOccupancyMaxActiveClusters(int *count, CUfunction function, const CUl
 CUresult cuOccupancyMaxActiveBlocksPerMultiprocessor(int *count, CUfunction function, int block, size_t shared) {
     return *count = 2, CUDA_SUCCESS;
 }
-CUresult cuLaunchKernel(CUfunction function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
-                        unsigned shared, CUstream stream, void **params, void **extra) {
-    return pretended_launch(stream, (Function *)function, (dim3){gx, gy, gz}, (dim3){bx, by, bz}, shared, params);
+CUresult cuLaunchKernel(CUfunction function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by,
+                        unsigned bz, unsigned shared, CUstream stream, void **params, void **extra) {
+    return pretended_launch(stream, function, (dim3){gx, gy, gz}, (dim3){bx, by, bz}, shared, params);
 }
 CUresult cuLaunchKernelEx(const CUlaunchConfig *c, CUfunction function, void **params, void **extra) {
     return cuLaunchKernel(function, c->gridDimX, c->gridDimY, c->gridDimZ, c->blockDimX, c->blockDimY, c->blockDimZ,

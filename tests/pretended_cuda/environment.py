@@ -30,8 +30,9 @@ def pip(*arguments: str) -> str:
 def make() -> None:
     """Make the environment, or bring it up to date. SystemExit says in a sentence why it cannot be had."""
     made, pins = HOME / "made", HOME / "constraints.txt"
-    sources = [ROOT / "pyproject.toml", ROOT / "constraints.txt", HERE / "environment.py"]
-    if made.exists() and made.stat().st_mtime > max(source.stat().st_mtime for source in sources):
+    sources = (ROOT / "pyproject.toml", ROOT / "constraints.txt", HERE / "environment.py")
+    wanted = "".join(source.read_text() for source in sources)
+    if made.exists() and made.read_text() == wanted:
         return
     if not PYTHON.exists():
         subprocess.run([sys.executable, "-m", "venv", HOME], check=True)
@@ -42,8 +43,9 @@ def make() -> None:
             raise SystemExit(f"The CUDA build of torch {TORCH} cannot be had: {reason.splitlines()[-1]}")
         (metadata,) = SITE.glob("torch-*.dist-info/METADATA")
         metadata.write_text(re.sub(r"Requires-Dist: (nvidia|cuda)-.*\n", "", metadata.read_text()))
-    pins.write_text("\n".join(pin for pin in PINS if not pin.startswith(("torch", "triton"))))  # torch pins triton
+    others = [pin for pin in PINS if not pin.startswith(("torch", "triton"))]
+    pins.write_text("\n".join([f"torch==={TORCH}", *others]))  # torch itself pins triton, and torchvision pins torch
     if reason := pip("--constraint", str(pins), "--editable", *REQUIREMENTS):
         raise SystemExit(f"The environment of the pretended CUDA cannot be made: {reason.splitlines()[-1]}")
     (SITE / "pretended_cuda.pth").write_text(f"{HERE}\nimport no_cudnn\n")
-    made.touch()
+    made.write_text(wanted)

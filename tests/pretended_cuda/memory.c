@@ -1,24 +1,18 @@
-/* Memory of the device, and pinned memory of the host. */
+/* Memory of the device, and pinned memory of the host. No address is given out twice, so that stale ones are seen. */
 #define _GNU_SOURCE
 #include "pretended.h"
 
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 
-typedef struct Range {
-    struct Range *next;
-    char *base;
-    size_t size;
-} Range;
-
-#define REGION ((char *)0x200000000000) /* device_trace.py has it, too */
-#define REGION_END (REGION + ((size_t)8 << 40))
-enum { GRANULE = 2 << 20 };
-static unsigned owner[(8ul << 40) / GRANULE]; /* of a granule: the number of its range, or 0. Launches look it up */
-static char *unused; /* no address is given out twice, so that a stale pointer is seen */
-static Range *device, *pinned;
+enum { GRANULE = 2 << 20, GRANULES = 4 << 20 };
+typedef struct Region {
+    char *start;
+    size_t used;             /* granules that were given out, ever */
+    uint32_t left[GRANULES]; /* granules from here to the end of the allocation; 0: none */
+} Region;
+static Region device = {.start = (char *)0x200000000000}, pinned = {.start = (char *)0x300000000000};
 
 static size_t total(void) {
     const char *gib = getenv("PRETENDED_GIB");
@@ -29,79 +23,64 @@ static void *reserve(char *address, size_t size, int flags) {
     return mmap(address, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | flags, -1, 0);
 }
 
-static Range **find(Range **at, const void *address) {
-    while (*at != NULL && ((char *)address < (*at)->base || (char *)address >= (*at)->base + (*at)->size))
-        at = &(*at)->next;
-    return at;
+static int is_in(const Region *region, const void *address) {
+    return (char *)address >= region->start && (char *)address < region->start + (size_t)GRANULE * GRANULES;
 }
-
-static void *add(Range **ranges, void *base, size_t size) {
-    Range *range = malloc(sizeof(Range));
-    *range = (Range){*ranges, base, size};
-    *ranges = range;
-    return base;
-}
-
-/* Return the size of the range that begins at an address, and forget it; 0 if there is none. */
-static size_t forget(Range **ranges, const void *base) {
-    Range **at = find(ranges, base), *range = *at;
-    if (range == NULL || range->base != base)
-        return 0;
-    size_t size = range->size;
-    *at = range->next;
-    free(range);
-    return size;
-}
-
-static unsigned *owner_of(const void *address) { return owner + ((char *)address - REGION) / GRANULE; }
-static void own(const void *base, size_t size, unsigned number) {
-    for (unsigned *at = owner_of(base); at < owner_of((char *)base + size); at++)
-        *at = number;
-}
-
-int is_device(const void *address) { return (char *)address >= REGION && (char *)address < REGION_END; }
+int is_device(const void *address) { return is_in(&device, address); }
 
 int is_mapped(const void *address, size_t size) {
-    if (!is_device(address) || size == 0)
-        return 1;
-    const char *last = (char *)address + size - 1;
-    return *owner_of(address) && is_device(last) && *owner_of(address) == *owner_of(last);
+    size_t offset = (char *)address - device.start, granule = offset / GRANULE;
+    return !is_device(address) || size == 0 || offset + size <= (granule + device.left[granule]) * GRANULE;
+}
+
+static void *take(Region *region, size_t count) {
+    char *address = region->start + region->used * GRANULE;
+    if (region->used == 0 && reserve(address, (size_t)GRANULE * GRANULES, MAP_FIXED_NOREPLACE) != address)
+        abort();
+    if (region->used + count > GRANULES || mprotect(address, count * GRANULE, PROT_READ | PROT_WRITE))
+        return NULL; /* the process has a limit */
+    for (size_t i = count; i > 0; i--)
+        region->left[region->used++] = i;
+    return address;
+}
+
+/* Return how many granules an allocation had; 0 if none begins here. */
+static size_t give_back(Region *region, void *address) {
+    size_t first = ((char *)address - region->start) / GRANULE;
+    if (!is_in(region, address) || (uintptr_t)address % GRANULE)
+        return 0;
+    size_t count = region->left[first];
+    if (count == 0 || (first && region->left[first - 1] == count + 1))
+        return 0;
+    reserve(address, count * GRANULE, MAP_FIXED);
+    memset(&region->left[first], 0, count * sizeof(*region->left));
+    return count;
 }
 
 API(cudaMalloc, void **address, size_t size) {
-    static unsigned numbers;
     LOCKED;
-    size_t rounded = (size + GRANULE - 1) / GRANULE * GRANULE;
+    size_t count = (size + GRANULE - 1) / GRANULE;
     int error = pretended_forbidden("cudaMalloc");
     *address = NULL;
-    if (unused == NULL && (unused = reserve(REGION, REGION_END - REGION, MAP_FIXED_NOREPLACE)) == MAP_FAILED)
-        abort();
-    if (error == 0 && size) {
-        if (live.bytes + rounded > total() || unused + rounded > REGION_END ||
-            mprotect(unused, rounded, PROT_READ | PROT_WRITE)) { /* the process has a limit */
-            error = cudaErrorMemoryAllocation;
-        } else {
-            *address = add(&device, unused, rounded);
-            own(unused, rounded, ++numbers);
-            unused += rounded, live.bytes += rounded, live.ranges++;
-        }
-    }
+    if (error == 0 && live.bytes + count * GRANULE > total())
+        error = cudaErrorMemoryAllocation;
+    if (error == 0 && count && (*address = take(&device, count)) == NULL)
+        error = cudaErrorMemoryAllocation;
+    if (*address != NULL)
+        live.bytes += count * GRANULE, live.ranges++;
     pretended_note("malloc", "'p':%lu,'n':%zu,'error':%d", (uintptr_t)*address, size, error);
     return set(error);
 }
 
 API(cudaFree, void *address) {
     LOCKED;
-    int error = address == NULL ? 0 : pretended_forbidden("cudaFree");
-    if (address != NULL && error == 0) {
-        size_t size = forget(&device, address);
-        if (size)
-            reserve(address, size, MAP_FIXED), own(address, size, 0), live.bytes -= size, live.ranges--;
-        else
-            error = cudaErrorInvalidValue;
-    }
-    pretended_note("free", "'p':%lu,'error':%d", (uintptr_t)address, error);
-    return set(error);
+    int error = address ? pretended_forbidden("cudaFree") : cudaSuccess;
+    if (address == NULL || error)
+        return set(error);
+    size_t count = give_back(&device, address);
+    live.bytes -= count * GRANULE, live.ranges -= count != 0;
+    pretended_note("free", "'p':%lu", (uintptr_t)address);
+    return set(count ? cudaSuccess : illegal("cudaFree of no allocation", cudaErrorInvalidValue));
 }
 
 API(cudaMemGetInfo, size_t *free_bytes, size_t *all) {
@@ -109,55 +88,27 @@ API(cudaMemGetInfo, size_t *free_bytes, size_t *all) {
     return cudaSuccess;
 }
 
-int pretended_range(const void *address, void **base, size_t *size) {
-    LOCKED;
-    Range *range = *find(&device, address);
-    if (range != NULL && base)
-        *base = range->base;
-    if (range != NULL && size)
-        *size = range->size;
-    return range == NULL ? cudaErrorInvalidValue : cudaSuccess;
-}
-
 API(cudaHostAlloc, void **address, size_t size, unsigned flags) {
     LOCKED;
     int error = pretended_forbidden("cudaHostAlloc");
-    if (error == 0 && posix_memalign(address, 4096, size ? size : 1))
+    if (error == 0 && (*address = take(&pinned, size / GRANULE + 1)) == NULL)
         error = cudaErrorMemoryAllocation;
-    if (error == 0)
-        add(&pinned, *address, size ? size : 1);
     return set(error);
 }
-
-API(cudaHostRegister, void *address, size_t size, unsigned flags) {
-    LOCKED;
-    int error = pretended_forbidden("cudaHostRegister");
-    if (error == 0)
-        add(&pinned, address, size ? size : 1);
-    return set(error);
-}
-
-static int unpin(void *address, const char *what) {
-    LOCKED;
-    int error = pretended_forbidden(what);
-    return error ? error : forget(&pinned, address) ? cudaSuccess : cudaErrorInvalidValue;
-}
-
-API(cudaHostUnregister, void *address) { return set(unpin(address, "cudaHostUnregister")); }
 
 API(cudaFreeHost, void *address) {
-    int error = unpin(address, "cudaFreeHost");
-    if (error == 0)
-        free(address);
+    LOCKED;
+    int error = pretended_forbidden("cudaFreeHost");
+    if (error == 0 && give_back(&pinned, address) == 0)
+        error = illegal("cudaFreeHost of no allocation", cudaErrorInvalidValue);
     return set(error);
 }
 
 API(cudaPointerGetAttributes, struct cudaPointerAttributes *out, const void *address) {
-    LOCKED;
     *out = (struct cudaPointerAttributes){.type = cudaMemoryTypeUnregistered, .device = cudaInvalidDeviceId};
     if (is_device(address))
         *out = (struct cudaPointerAttributes){.type = cudaMemoryTypeDevice, .devicePointer = (void *)address};
-    else if (*find(&pinned, address) != NULL)
+    else if (is_in(&pinned, address))
         *out = (struct cudaPointerAttributes){.type = cudaMemoryTypeHost, .hostPointer = (void *)address};
     return cudaSuccess;
 }

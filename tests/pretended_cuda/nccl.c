@@ -1,7 +1,6 @@
 /* NCCL of a single process: collective calls become ops of the trace; the result is a copy of what is sent. */
 #include "pretended.h"
 
-#include <stdio.h>
 #include <string.h>
 
 typedef struct Id {
@@ -21,9 +20,7 @@ int ncclCommRegister(void *c, void *buffer, size_t size, void **handle) { return
 
 static int put(const char *name, const void *from, void *to, size_t count, int type, Stream *stream) {
     static const int BYTES[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1};
-    Op op = {.kind = LIBRARY, .name = name, .pointers = {(uint64_t)to, (uint64_t)from}, .pointer_count = 2};
-    snprintf(op.text, sizeof(op.text), "%zu of type %d", count, type);
-    int error = pretended_put(stream, &op);
+    int error = pretended_library(stream, name, 2, (void *[]){to, (void *)from}, "%zu of type %d", count, type);
     if (error == 0 && from != to)
         error = cudaMemcpyAsync(to, from, count * BYTES[type % 12], cudaMemcpyDeviceToDevice, stream);
     return error ? 1 : 0;

@@ -43,31 +43,31 @@ API(cudaGetLastError, void) {
     last_error = cudaSuccess;
     return error;
 }
-const char *cudaGetErrorName(cudaError_t error) { switch (error) { ERRORS(NAME) default: return "cudaErrorUnknown"; } }
-const char *cudaGetErrorString(cudaError_t error) { switch (error) { ERRORS(TEXT) default: return "unknown error"; } }
+const char *cudaGetErrorName(cudaError_t error) {
+    switch (error) { ERRORS(NAME) default: return "cudaErrorUnknown"; }
+}
+const char *cudaGetErrorString(cudaError_t error) {
+    switch (error) { ERRORS(TEXT) default: return "unknown error"; }
+}
 
 /* ---- the device: attribute, field of cudaDeviceProp, value ---- */
 
 #define DEVICE(D) \
-    D(MaxThreadsPerBlock, maxThreadsPerBlock, 1024) D(MaxBlockDimX, maxThreadsDim[0], 1024) \
-    D(MaxBlockDimY, maxThreadsDim[1], 1024) D(MaxBlockDimZ, maxThreadsDim[2], 64) \
-    D(MaxGridDimX, maxGridSize[0], 2147483647) D(MaxGridDimY, maxGridSize[1], 65535) \
-    D(MaxGridDimZ, maxGridSize[2], 65535) D(MaxSharedMemoryPerBlock, sharedMemPerBlock, DEFAULT_SHARED) \
+    D(ComputeCapabilityMajor, major, 9) D(MultiProcessorCount, multiProcessorCount, 132) D(WarpSize, warpSize, 32) \
+    D(MaxThreadsPerBlock, maxThreadsPerBlock, 1024) D(MaxThreadsPerMultiProcessor, maxThreadsPerMultiProcessor, 2048) \
+    D(MaxBlockDimX, maxThreadsDim[0], 1024) D(MaxBlockDimY, maxThreadsDim[1], 1024) \
+    D(MaxBlockDimZ, maxThreadsDim[2], 64) D(MaxGridDimX, maxGridSize[0], 2147483647) \
+    D(MaxGridDimY, maxGridSize[1], 65535) D(MaxGridDimZ, maxGridSize[2], 65535) \
+    D(MaxBlocksPerMultiprocessor, maxBlocksPerMultiProcessor, 32) D(MaxRegistersPerBlock, regsPerBlock, 65536) \
+    D(MaxRegistersPerMultiprocessor, regsPerMultiprocessor, 65536) D(TotalConstantMemory, totalConstMem, 65536) \
+    D(MaxSharedMemoryPerBlock, sharedMemPerBlock, DEFAULT_SHARED) \
     D(MaxSharedMemoryPerBlockOptin, sharedMemPerBlockOptin, MAX_SHARED) \
     D(MaxSharedMemoryPerMultiprocessor, sharedMemPerMultiprocessor, 233472) \
-    D(ReservedSharedMemoryPerBlock, reservedSharedMemPerBlock, 1024) D(TotalConstantMemory, totalConstMem, 65536) \
-    D(WarpSize, warpSize, 32) D(MaxPitch, memPitch, 2147483647) D(MaxRegistersPerBlock, regsPerBlock, 65536) \
-    D(MaxRegistersPerMultiprocessor, regsPerMultiprocessor, 65536) D(GlobalMemoryBusWidth, memoryBusWidth, 6144) \
-    D(TextureAlignment, textureAlignment, 512) D(TexturePitchAlignment, texturePitchAlignment, 32) \
-    D(MultiProcessorCount, multiProcessorCount, 132) D(L2CacheSize, l2CacheSize, 60 << 20) \
-    D(MaxThreadsPerMultiProcessor, maxThreadsPerMultiProcessor, 2048) \
-    D(MaxBlocksPerMultiprocessor, maxBlocksPerMultiProcessor, 32) D(ComputeCapabilityMajor, major, 9) \
-    D(UnifiedAddressing, unifiedAddressing, 1) D(ConcurrentKernels, concurrentKernels, 1) \
-    D(CanMapHostMemory, canMapHostMemory, 1) D(EccEnabled, ECCEnabled, 1) D(CooperativeLaunch, cooperativeLaunch, 1) \
-    D(ClusterLaunch, clusterLaunch, 1) D(AsyncEngineCount, asyncEngineCount, 3) D(PciBusId, pciBusID, 1) \
-    D(StreamPrioritiesSupported, streamPrioritiesSupported, 1) D(ManagedMemory, managedMemory, 1) \
-    D(GlobalL1CacheSupported, globalL1CacheSupported, 1) D(LocalL1CacheSupported, localL1CacheSupported, 1) \
-    D(HostRegisterSupported, hostRegisterSupported, 1)
+    D(ReservedSharedMemoryPerBlock, reservedSharedMemPerBlock, 1024) D(L2CacheSize, l2CacheSize, 60 << 20) \
+    D(GlobalMemoryBusWidth, memoryBusWidth, 6144) D(TextureAlignment, textureAlignment, 512) \
+    D(UnifiedAddressing, unifiedAddressing, 1) D(ConcurrentKernels, concurrentKernels, 1) D(PciBusId, pciBusID, 1) \
+    D(AsyncEngineCount, asyncEngineCount, 3) D(CooperativeLaunch, cooperativeLaunch, 1) \
+    D(ClusterLaunch, clusterLaunch, 1)
 #define ATTRIBUTE(attribute, field, value) case cudaDevAttr##attribute: *out = value; break;
 #define FIELD(attribute, field, value) out->field = value;
 
@@ -94,12 +94,10 @@ API(cudaSetDevice, int device) { return pretended_has_context = 1, set(device ? 
 API(cudaDriverGetVersion, int *version) { return *version = 13010, cudaSuccess; }
 API(cudaRuntimeGetVersion, int *version) { return *version = 13000, cudaSuccess; }
 API(cudaDeviceCanAccessPeer, int *can, int a, int b) { return *can = 0, cudaSuccess; }
-API(cudaDeviceGetPCIBusId, char *text, int size, int device) { return snprintf(text, size, "0000:01:00.0"), cudaSuccess; }
-API(cudaDeviceGetStreamPriorityRange, int *least, int *greatest) { return *least = 0, *greatest = -5, cudaSuccess; }
-API(cudaMemcpyToSymbol, const void *symbol, const void *src, size_t count, size_t offset, enum cudaMemcpyKind kind) {
-    return set(pretended_forbidden("cudaMemcpyToSymbol"));
+API(cudaDeviceGetPCIBusId, char *text, int size, int device) {
+    return snprintf(text, size, "0000:01:00.0"), cudaSuccess;
 }
-API(cudaGetSymbolAddress, void **address, const void *symbol) { return cudaMalloc(address, 4096); }
+API(cudaDeviceGetStreamPriorityRange, int *least, int *greatest) { return *least = 0, *greatest = -5, cudaSuccess; }
 API(cudaGetDriverEntryPointByVersion, const char *symbol, void **function, unsigned version, unsigned long long flags,
     enum cudaDriverEntryPointQueryResult *status) {
     char second[200];
@@ -136,7 +134,7 @@ void __cudaRegisterFunction(void **handle, const char *host, char *device, const
 }
 
 /* Tell the size of a parameter from its type. */
-static struct Parameter parameter_of(const char *type) {
+static Parameter parameter_of(const char *type) {
     static const struct {
         const char *name;
         int size;
@@ -146,18 +144,18 @@ static struct Parameter parameter_of(const char *type) {
     char filled[200];
     int pointers;
     if (sscanf(type, "std::array<char*, %d", &pointers) == 1)
-        return (struct Parameter){8 * pointers};
+        return (Parameter){8 * pointers};
     if (sscanf(type, "at::native::FillFunctor<%199[^>]>", filled) == 1)
         type = filled;
     for (size_t i = 0; i < sizeof(TYPES) / sizeof(*TYPES); i++)
         if (strcmp(type, TYPES[i].name) == 0)
-            return (struct Parameter){TYPES[i].size};
+            return (Parameter){TYPES[i].size};
     size_t length = strlen(type);
     if (type[length - 1] == '*' || (length > 12 && strcmp(type + length - 12, "__restrict__") == 0))
-        return (struct Parameter){8};
+        return (Parameter){8};
     /* Of a reduction, what it reads and writes comes first. */
     int is_reduction = strncmp(type, "at::native::ReduceOp", 20) == 0;
-    return (struct Parameter){is_reduction ? 1536 : strstr(type, "TensorListMetadata") ? 2048 : 32, 1};
+    return (Parameter){is_reduction ? 1536 : strstr(type, "TensorListMetadata") ? 2048 : 32, 1};
 }
 
 /* Read the parameters from the name: "void f<...>(int, g, std::array<char*, 1ul>)". */
@@ -165,7 +163,7 @@ static void read_parameters(Function *f) {
     extern char *__cxa_demangle(const char *, char *, size_t *, int *);
     int status, depth = 1;
     char *name = __cxa_demangle(f->name, NULL, NULL, &status), *end = name ? strrchr(name, ')') : NULL;
-    f->name = name ? name : f->name, f->count = 0, f->parameters = calloc(MAX_PARAMETERS, sizeof(struct Parameter));
+    f->name = name ? name : f->name, f->count = 0, f->parameters = calloc(MAX_PARAMETERS, sizeof(Parameter));
     if (end == NULL)
         return;
     char *at = end, *text = strndup(name, end - name), *from;
@@ -196,9 +194,6 @@ static Function *function_of(const void *host) {
 API(cudaLaunchKernel, const void *host, dim3 grid, dim3 block, void **args, size_t shared, cudaStream_t stream) {
     Function *f = function_of(host);
     return set(f ? pretended_launch(stream, f, grid, block, shared, args) : cudaErrorInvalidDeviceFunction);
-}
-API(cudaLaunchCooperativeKernel, const void *f, dim3 grid, dim3 block, void **args, size_t shared, cudaStream_t stream) {
-    return cudaLaunchKernel(f, grid, block, args, shared, stream);
 }
 API(__cudaLaunchKernel, cudaKernel_t f, dim3 grid, dim3 block, void **args, size_t shared, cudaStream_t stream) {
     return cudaLaunchKernel(f, grid, block, args, shared, stream);

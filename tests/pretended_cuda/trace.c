@@ -50,8 +50,8 @@ __attribute__((format(printf, 1, 2))) static void print(const char *format, ...)
 int is_traced(void) { return trace != NULL; }
 
 void pretended_note(const char *event, const char *format, ...) {
-    if (trace == NULL)
-        return; /* at once: most calls are not traced, and may be timed */
+    if (trace == NULL) /* at once: most calls are not traced, and may be timed */
+        return;
     LOCKED;
     print("{'e':'%s','t':%d,", event, gettid());
     va_list rest;
@@ -62,7 +62,7 @@ void pretended_note(const char *event, const char *format, ...) {
 }
 
 /* Numbers as they are. Of structs the addresses: what is read beyond a guessed size may be no part of it. */
-static void print_argument(const unsigned char *at, struct Parameter parameter) {
+static void print_argument(const unsigned char *at, Parameter parameter) {
     long long number = 0;
     if (parameter.size <= 8 && !parameter.is_guess) {
         memcpy(&number, at, parameter.size);
@@ -82,23 +82,20 @@ void trace_op(const Op *op, const Stream *stream, int capture, int exec, int err
     static const char *KINDS[] = {"kernel", "copy", "fill", "host", "library"};
     if (trace == NULL)
         return;
-    print("{'e':'%s','t':%d,'s':%d,'capture':%d,'exec':%d,'error':%d", KINDS[op->kind], gettid(), stream->number, capture,
-          exec, error);
-    if (op->kind == KERNEL) {
-        print(",'name':'%s','grid':[%u,%u,%u],'block':[%u,%u,%u],'shared':%u,'args':[", op->function->name, op->grid.x,
-              op->grid.y, op->grid.z, op->block.x, op->block.y, op->block.z, op->shared);
+    print("{'e':'%s','t':%d,'s':%d,'capture':%d,'exec':%d,'error':%d", KINDS[op->kind], gettid(), stream->number,
+          capture, exec, error);
+    if (op->kind == KERNEL)
+        print(",'grid':[%u,%u,%u],'block':[%u,%u,%u],'shared':%u", op->grid.x, op->grid.y, op->grid.z, op->block.x,
+              op->block.y, op->block.z, op->shared);
+    if (op->kind == KERNEL || op->kind == LIBRARY) {
+        print(",'name':'%s','text':'%s','args':[", op->name, op->text);
         const unsigned char *at = op->args;
-        for (int i = 0; i < op->function->count; at += op->function->parameters[i++].size) {
+        for (int i = 0; i < op->count; at += op->parameters[i++].size) {
             print(i ? "," : "");
-            print_argument(at, op->function->parameters[i]);
+            print_argument(at, op->parameters[i]);
         }
         print("]");
-    } else if (op->kind == LIBRARY) {
-        print(",'name':'%s','text':'%s','args':[", op->name, op->text);
-        for (int i = 0; i < op->pointer_count; i++)
-            print("%s%lu", i ? "," : "", op->pointers[i]);
-        print("]");
-    } else if (op->kind == COPY || op->kind == FILL) {
+    } else {
         print(",'dst':%lu,'src':%lu,'n':%zu,'value':%d", (uintptr_t)op->dst, (uintptr_t)op->src, op->width * op->height,
               op->value);
     }

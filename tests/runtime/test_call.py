@@ -203,11 +203,11 @@ def test_what_is_kept(weights, device, monkeypatch):
 
 def test_a_call_with_more_tensors_than_are_compared(device):
     """65: it runs in Python. One with 63 is kept."""
-    x, norm, layer = x_of(device, 5, D), torch.ones(D), torch.ones(3, D)
+    x, norm, layer = x_of(device, 5, D), torch.ones(D, device=device), torch.ones(3, D, device=device)
     for count, kept in ((30, 1), (31, 0)):
         runtime_call._forget()
         for _ in range(3):
-            layer_norm_linears(x, norm, torch.zeros(D), [layer] * count, [layer[:, 0].contiguous()] * count)
+            layer_norm_linears(x, norm, torch.zeros_like(norm), [layer] * count, [layer[:, 0].contiguous()] * count)
         assert len(runtime_call._kept) == kept
 
 
