@@ -14,6 +14,7 @@ from fastvit.ops.patch_embed import aten
 from fastvit.ops.runtime.autograd import Computed, FusedNode, inputs, needs_autograd
 from fastvit.ops.runtime.backend import Path
 from fastvit.ops.runtime.checks import check_float, check_image, check_like, check_statistics
+from fastvit.ops.runtime.device import is_fake
 from fastvit.ops.runtime.dtypes import autocast_dtype
 from fastvit.ops.runtime.record import constant
 from fastvit.ops.runtime.registry import register
@@ -121,7 +122,7 @@ def _normalization(image: Tensor, mean: Statistics | None, std: Statistics | Non
         return torch.stack([1 / (255 * std), -mean / std])
     mean, std = check_statistics("mean", mean, C), check_statistics("std", std, C)
     values = [[1 / (255 * s) for s in std], [-m / s for m, s in zip(mean, std, strict=True)]]
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or is_fake(image):  # a mode of fake tensors takes no kept ones
         return torch.tensor(values, dtype=dtype, device=device)
     key = (mean, std, device, dtype)
 
