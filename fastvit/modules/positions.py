@@ -41,6 +41,8 @@ def remembered(
     made[key] = table
     if capturing:
         _captured.append(table)
+    elif device.type == "cuda":
+        table.record_stream(torch.cuda.current_stream(device))  # its memory is free when this stream has read it
     return table
 
 
