@@ -16,7 +16,9 @@ FIRST = 540.0  # seconds of the first minutes
 _REHEARSED = 600.0  # seconds, the limit of every command of a rehearsal
 _APART = ("attention", "block", "model")  # ops whose rows are a command each
 # Tests that need no GPU
-_WITHOUT_GPU = ("benchmarks/", "kernels/test_targets", "kernels/test_traffic", "kernels/test_tuned")
+_WITHOUT_GPU = (
+    "benchmarks/", "kernels/test_targets", "kernels/test_traffic", "kernels/test_tuned", "pretended_cuda/"
+)  # fmt: skip
 _PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider")
 
 

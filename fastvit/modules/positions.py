@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastvit.ops.runtime.backend import is_observed
+from fastvit.ops.runtime.torch_private import len_torch_dispatch_stack
 
 Resize = Callable[[Tensor, tuple[int, int]], Tensor]
 
@@ -27,7 +27,8 @@ def remembered(
 ) -> Tensor:
     """Return make() on a device, made once for a key while that is among the last used: a table that depends on no
     parameter. Neither trained nor edited parameters make it stale. made: what is kept, the last used last."""
-    if is_observed(profilers=False):  # a fake tensor must not outlive its mode, which takes no kept table
+    in_mode = len_torch_dispatch_stack is not None and len_torch_dispatch_stack()
+    if torch.compiler.is_compiling() or in_mode:  # a mode of fake tensors takes no kept table
         return make()
     capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     table = made.pop(key, None)
@@ -36,6 +37,8 @@ def remembered(
             return make()
         with torch.inference_mode(False), torch.no_grad():
             table = make() if device.type != "cuda" else _finished(device, make)
+        if type(table) is not Tensor:  # a fake tensor must not outlive its mode
+            return table
         if len(made) >= _MOST:
             made.pop(next(iter(made)), None)
     made[key] = table

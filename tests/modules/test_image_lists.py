@@ -9,6 +9,7 @@ import torch
 from models import randomised
 from torch import nn
 from torch._dynamo.utils import counters
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fastvit import VisionTransformer
 from fastvit.distilled import VisionTransformerDistilled
@@ -147,6 +148,15 @@ def test_the_last_used_tables_are_kept():
     for key in ("first", *range(positions._MOST - 1), "first", "one more", "first"):
         positions.remembered(key, torch.device("cpu"), lambda: torch.zeros(1), made)
     assert made.keys() == {"first", *range(1, positions._MOST - 1), "one more"}
+
+
+def test_fake_tensors_after_real_ones():
+    """A mode of fake tensors takes no kept table."""
+    made, make = {}, lambda: torch.zeros(4)
+    kept = positions.remembered("key", torch.device("cpu"), make, made)
+    with FakeTensorMode():
+        assert type(positions.remembered("key", torch.device("cpu"), make, made)) is not torch.Tensor
+    assert made["key"] is kept
 
 
 def test_means_are_in_float32_under_autocast():

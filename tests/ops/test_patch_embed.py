@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from op_cases import function, made, results
 from oracle import assert_op_as_accurate, assert_op_is_exact, inputs
+from torch._subclasses.fake_tensor import FakeTensorMode
 from value_cases import case, patches
 
 from fastvit import ops
@@ -132,3 +133,11 @@ def test_image_is_kept_only_for_the_weight(device):
         out = ops.patch_embed(**tensors | {"weight": tensors["weight"].detach().requires_grad_(trained)})
         saved = [t for t in out.grad_fn.saved_tensors if t is not None]
         assert any(t.data_ptr() == tensors["image"].data_ptr() for t in saved) is trained
+
+
+def test_fake_tensors_after_real_ones(device):
+    """A mode of fake tensors takes no kept statistics."""
+    tensors = [made("patch_embed uint8", 1, 4, device)[name] for name in ("pixels", "weight", "bias")]
+    expected = ops.patch_embed(*tensors, mean=MEAN, std=STD)
+    with FakeTensorMode() as mode:
+        assert ops.patch_embed(*map(mode.from_tensor, tensors), mean=MEAN, std=STD).shape == expected.shape

@@ -14,6 +14,7 @@ from replaying import in_python, replays
 from torch import Tensor
 
 import fastvit
+from fastvit.modules import positions
 from fastvit.ops import use_backend
 from fastvit.ops.runtime import call
 
@@ -110,3 +111,18 @@ def test_accelerated_models(name: str, calls: Calls) -> None:
         assert all(replayed)
     finally:
         fastvit.restore(model)
+
+
+def test_memory_of_a_forgotten_table_waits_for_its_readers() -> None:
+    made: dict[Any, Tensor] = {}
+
+    def table(i: int) -> Tensor:
+        return positions.remembered(i, torch.device("cuda", 0), lambda: torch.zeros(1000, device="cuda"), made)
+
+    first, *_ = [table(i).data_ptr() for i in range(positions._MOST)]
+    torch.cuda._sleep(int(2e9))
+    table(0) * 2  # the first one
+    others = [table(1000 + i) for i in range(positions._MOST + 2)]
+    assert not torch.cuda.current_stream().query(), "the table is still read"
+    assert first not in [t.data_ptr() for t in others]
+    torch.cuda.synchronize()
