@@ -112,8 +112,8 @@ def graphs(model: nn.Module, *, batches: Sequence[int] | None = None, keep: int 
     modes such as FLOP counters and an outer capture see the model without graphs.
 
     The graphs of a model share memory, which they hold until `fastvit.restore(model)`, in addition to that of tensors
-    outside; of calls that wait for their backward pass at one time, each has memory of its own. `fastvit memory
-    --graphs` plans it.
+    outside; of calls that wait for their backward pass at one time, each has memory of its own. After `restore` a call
+    keeps its graphs until its backward pass has come, or its outputs are gone. `fastvit memory --graphs` plans it.
 
     Args:
         model: any module whose forward takes tensors, for example after `accelerate` or `fit`. Forwards of its

@@ -1,6 +1,7 @@
 """The meters of studies and benchmarks: memory, exponents, errors."""
 
 import math
+import weakref
 
 import pytest
 import torch
@@ -22,11 +23,15 @@ def test_saved_bytes_counts_a_storage_once_and_no_parameter():
 
     def forward() -> torch.Tensor:
         h = linear(x)  # saves x and the weight
-        return h.exp() + x.view(64, 128).square().sum()  # saves exp's output, and x again as a view
+        result = h.exp()
+        results.append(weakref.ref(result))
+        return result + x.view(64, 128).square().sum()  # saves exp's output, and x again as a view
 
+    results = []
     parameters = tuple(linear.parameters())
     assert saved_bytes(forward, parameters) == 2 * x.nbytes
     assert saved_bytes(forward, ()) == 2 * x.nbytes + linear.weight.nbytes
+    assert [result() for result in results] == [None, None], "autograd's graph is gone"
 
 
 def ratio(got, eager, exact):
