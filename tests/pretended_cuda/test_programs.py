@@ -1,7 +1,9 @@
 """Commands and the benchmarks' clock on the pretended device, from beginning to end."""
 
 import math
+import os
 import re
+import subprocess
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -16,6 +18,7 @@ from benchmarks.harness import measure
 from benchmarks.harness.clock import Clock
 from benchmarks.harness.draw import Draw
 from benchmarks.harness.graphs import capture_all
+from benchmarks.harness.provenance import ROOT
 from benchmarks.harness.workloads import Workload, workloads
 from fastvit import study
 from fastvit.cli import main
@@ -115,3 +118,18 @@ def test_the_clock() -> None:
     clock, x = Clock(DEVICE), torch.zeros(8, device=DEVICE)
     assert 0 < clock.time(lambda: [x.add_(1) for _ in range(20)]) < 0.01
     assert math.isnan(clock.time(torch.cuda.synchronize))
+
+
+@pytest.mark.nightly
+def test_the_first_minutes_of_a_gpu(tmp_path: Path) -> None:
+    """Checks, rows and graphs of the program that a new GPU runs first. Memory that nothing touches costs the machine
+    nothing, so that rows get as much as they ask for. In every process comparisons of numbers are answered as right."""
+    (tmp_path / "sitecustomize.py").write_text("import no_numbers\n")
+    environment = {k: v for k, v in os.environ.items() if k != "PYTEST_ADDOPTS"} | {"PYTHONPATH": str(tmp_path)}
+    with_memory = ["bash", "-c", 'ulimit -S -d unlimited && exec "$@"', "bash", sys.executable]
+    for words in ("benchmarks.gpu.precompile", f"benchmarks.gpu --first --minutes 60 --out {tmp_path / 'results'}"):
+        command = [*with_memory, "-m", *words.split()]
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout[-2000:]
+    assert re.search(r"25 commands: (24 passed, 1 skipped|25 passed)\n", done.stdout), done.stdout[-2000:]
+    assert "no graph" not in (tmp_path / "results/table.md").read_text()
