@@ -1,5 +1,6 @@
 """Calls launch the same in Python, recorded, and replayed in C; on the current stream; and write to nothing else."""
 
+import gc
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -57,9 +58,18 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
         yield Calls()
 
 
+@pytest.fixture(scope="module")
+def side() -> torch.cuda.Stream:
+    """A stream that has its workspaces of cuBLAS, in this thread and in autograd's."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.zeros(8, 8, device="cuda", requires_grad=True).mm(torch.zeros(8, 8, device="cuda")).sum().backward()
+    return stream
+
+
 @pytest.mark.parametrize("gradients", [False, True], ids=["forward", "both passes"])
 @pytest.mark.parametrize("name", ROWS)
-def test_ops(name: str, gradients: bool, calls: Calls) -> None:
+def test_ops(name: str, gradients: bool, calls: Calls, side: torch.cuda.Stream) -> None:
     device, op = torch.device("cuda"), function(name)
     sets = [made(name, 2, 18, device) for _ in range(2)]
     with use_backend("triton", strict=True), torch.set_grad_enabled(gradients):
@@ -71,7 +81,8 @@ def test_ops(name: str, gradients: bool, calls: Calls) -> None:
                 [*outputs, *torch.autograd.grad(outputs, [*wanted(tensors).values()], douts)] if gradients else outputs
             )
 
-        side = torch.cuda.Stream()
+        gc.collect()
+        memory = torch.cuda.memory_allocated()
         streams = [torch.cuda.current_stream()] * 3 + [side] * 2
         with in_python():
             calls.run(lambda: results(sets[0]), sets[0])
@@ -81,6 +92,8 @@ def test_ops(name: str, gradients: bool, calls: Calls) -> None:
                     calls.run(lambda i=i: results(sets[i % 2]), sets[i % 2])
         assert all(replayed)
         assert len(replayed) == (4 + 4 * gradients)
+        calls.held.clear()
+        assert torch.cuda.memory_allocated() == memory
 
 
 # With other inputs than images, shapes depend on numbers that a kernel computes
