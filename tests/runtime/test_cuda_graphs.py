@@ -110,3 +110,4 @@ def test_reduce_overhead(training: bool, triton_backend: None, device: torch.dev
                 got = [p.grad.clone() for p in vit.parameters()]
                 expected = torch.autograd.grad(vit(image).square().sum(), list(vit.parameters()))
                 torch.testing.assert_close(got, list(expected))
+    torch.compiler.reset()  # it keeps graphs and their memory, which later tests count
