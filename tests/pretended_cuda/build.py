@@ -5,15 +5,14 @@ trace, once, and returns an error of its library.
 """
 
 import json
-import os
 import re
 import subprocess
 from collections import defaultdict
 from pathlib import Path
 
-from environment import HERE, LIBRARIES, PYTHON, SITE, make
+from environment import HEADERS, HERE, LIBRARIES, PYTHON, SITE, make
 
-INCLUDE = Path(os.environ.get("PRETENDED_INCLUDE") or SITE / "triton/backends/nvidia/include")  # headers of CUDA 13
+INCLUDE = HEADERS / "nvidia/cu13/include"
 MADE = LIBRARIES / "made"
 WRITTEN = {
     "libcudart": ["trace.c", "memory.c", "streams.c", "captures.c", "launches.c", "runtime.c"],

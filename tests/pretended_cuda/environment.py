@@ -17,6 +17,7 @@ HOME = ROOT / "out/cuda" / f"{TORCH}-cp3{sys.version_info.minor}"
 PYTHON = HOME / "bin/python"
 SITE = HOME / f"lib/python3.{sys.version_info.minor}/site-packages"
 LIBRARIES = HOME / "pretended"
+HEADERS = HOME / "headers"
 REQUIREMENTS = [f"{ROOT}[bench,study,triton,weights]", "pytest-xdist", "timm", "torchvision", "transformers>=5"]
 
 
@@ -47,5 +48,10 @@ def make() -> None:
     pins.write_text("\n".join([f"torch==={TORCH}", *others]))  # torch itself pins triton, and torchvision pins torch
     if reason := pip("--constraint", str(pins), "--editable", *REQUIREMENTS):
         raise SystemExit(f"The environment of the pretended CUDA cannot be made: {reason.splitlines()[-1]}")
+    # Those of triton 3.6, which torch 2.11 pins, are of CUDA 12.8. Not in SITE, where torch would load the libraries
+    # that the packages have
+    headers = ("nvidia-cuda-runtime==13.0.*", "nvidia-cuda-crt==13.0.*")
+    if not HEADERS.exists() and (reason := pip("--no-deps", "--target", str(HEADERS), *headers)):
+        raise SystemExit(f"The headers of CUDA 13 cannot be had: {reason.splitlines()[-1]}")
     (SITE / "pretended_cuda.pth").write_text(f"{HERE}\nimport no_cudnn\n")
     made.write_text(wanted)
