@@ -60,11 +60,19 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
 
 @pytest.fixture(scope="module")
 def side() -> torch.cuda.Stream:
-    """A stream that has its workspaces of cuBLAS, in this thread and in autograd's."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        torch.zeros(8, 8, device="cuda", requires_grad=True).mm(torch.zeros(8, 8, device="cuda")).sum().backward()
-    return stream
+    """A stream that has its workspaces of cuBLAS and cuBLASLt, as the current one, in this thread and in autograd's."""
+
+    def multiply(a: Tensor) -> Tensor:
+        return torch.addmm(a[0], a, a) + a @ a  # cuBLASLt, of which torch 2.11 has workspaces apart, and cuBLAS
+
+    side = torch.cuda.Stream()
+    for stream in (torch.cuda.current_stream(), side):
+        with torch.cuda.stream(stream):
+            a = torch.zeros(8, 8, device="cuda", requires_grad=True)
+            product = multiply(a)
+            product.register_hook(lambda g, a=a: multiply(a))
+            product.sum().backward()
+    return side
 
 
 @pytest.mark.parametrize("gradients", [False, True], ids=["forward", "both passes"])
