@@ -102,8 +102,9 @@ def graphs(model: nn.Module, *, batches: Sequence[int] | None = None, keep: int 
     flags. After a change there, `fastvit.restore(model)` and a new call of `graphs` begin again.
 
     A call runs as without graphs, with one warning for each reason, if a graph could not do the same: hooks on modules
-    in the model, tensors on a CPU, a checkpoint around the model, an operation that waits for the GPU, a model that
-    holds what cannot be compared, such as a NumPy array, and others. A backward pass that comes a second time, that is
+    in the model, tensors on a CPU, a checkpoint around the model, an operation that waits for the GPU, another thread
+    that warms up or captures a model at that time, a model that holds what cannot be compared, such as a NumPy array,
+    and others. A backward pass that comes a second time, that is
     differentiated (create_graph), or that reads other outputs than before, computes the forward pass again. Where one
     loss reads several calls, or such other outputs, the gradients of a parameter are added in another order than
     without graphs, and may round otherwise; so may those that are differentiated under autocast. Outputs of a replayed

@@ -151,18 +151,19 @@ class Graphed:
                 captured = self._captured(kind, run, leaves, tensors)
                 held = (parameters, [buffers[i] for i in sorted(kind.buffers)]) if wants else None
                 return self._replay(captured, kind, run, version, leaves, tensors, held)
-            if leaves.rows is not None and not kind.rows_are_independent:
-                result = self._compare_rows(kind, run, leaves, tensors, buffers, plain)
-            elif wants and kind.forwards < WARM_UPS:  # not in every call of a loop without backward passes
-                before = marks_of([*buffers, *others, *parameters])
-                result = self._warm_up(kind, lambda _: plain(), leaves, tensors, wants)
-                changed = changes(before, marks_of([*buffers, *others, *parameters]))
-                kind.buffers |= changed
-                if any(i >= len(buffers) for i in changed):
-                    kind.reason = _CHANGES_TENSORS
-            else:
-                as_it_is = leaves.rows is None
-                result = self._warm_up(kind, (lambda _: plain()) if as_it_is else run, leaves, tensors, wants)
+            with recorder.alone():
+                if leaves.rows is not None and not kind.rows_are_independent:
+                    result = self._compare_rows(kind, run, leaves, tensors, buffers, plain)
+                elif wants and kind.forwards < WARM_UPS:  # not in every call of a loop without backward passes
+                    before = marks_of([*buffers, *others, *parameters])
+                    result = self._warm_up(kind, lambda _: plain(), leaves, tensors, wants)
+                    changed = changes(before, marks_of([*buffers, *others, *parameters]))
+                    kind.buffers |= changed
+                    if any(i >= len(buffers) for i in changed):
+                        kind.reason = _CHANGES_TENSORS
+                else:
+                    as_it_is = leaves.rows is None
+                    result = self._warm_up(kind, (lambda _: plain()) if as_it_is else run, leaves, tensors, wants)
             if kind.forwards > 1 and version.tensors(self.model) is None:  # the first call may make tables
                 kind.reason = "it changes the model: its modes, hooks, parameters or other attributes"
             return result
@@ -265,17 +266,18 @@ class Graphed:
             self._release(captured)
             captured = None
         if captured is None:
-            self._made["capture"] += 1
-            if self._made["capture"] > _MOST_CAPTURES * self.keep:
-                raise Unfit(f"there were {_MOST_CAPTURES * self.keep} captures: calls are of too many kinds")
-            larger = grown(tensors, leaves.sizes)
-            for hook in kind.hooks:
-                hook.remove()
-            try:
-                captured = Captured(run, arena, self.model, larger, gradients, ddp_runs(), kind.draws)
-            except (Unfit, RuntimeError) as error:  # the latter without memory, or a snapshot of it
-                kind.reason = recorder.described(error)
-                raise Unfit(kind.reason) from error
+            with recorder.alone():
+                self._made["capture"] += 1
+                if self._made["capture"] > _MOST_CAPTURES * self.keep:
+                    raise Unfit(f"there were {_MOST_CAPTURES * self.keep} captures: calls are of too many kinds")
+                larger = grown(tensors, leaves.sizes)
+                for hook in kind.hooks:
+                    hook.remove()
+                try:
+                    captured = Captured(run, arena, self.model, larger, gradients, ddp_runs(), kind.draws)
+                except (Unfit, RuntimeError) as error:  # the latter without memory, or a snapshot of it
+                    kind.reason = recorder.described(error)
+                    raise Unfit(kind.reason) from error
             kind.captured[arena] = captured
             self.captured[captured] = kind
             if len(self.captured) > self.keep:

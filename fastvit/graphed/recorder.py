@@ -23,6 +23,7 @@ from fastvit.ops.runtime import call
 T = TypeVar("T")
 Replay = Callable[[], object]
 _TORCH = str(Path(torch.__file__).parent)
+_process = threading.RLock()
 
 
 class Unfit(Exception):
@@ -198,6 +199,22 @@ class Recorder:
 
 def _sync_debug_mode() -> int:
     return torch.cuda.get_sync_debug_mode() if torch.cuda.is_initialized() else 0
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Let no other thread warm up or capture within the context. Warnings and the debug mode of waits belong to the
+    process, and a capture begins with a wait, which would end another one.
+
+    Raises:
+        Unfit: another thread does. Waiting for it could be for ever: it may run any code of a model.
+    """
+    if not _process.acquire(blocking=False):
+        raise Unfit("another thread warms up or captures a model")
+    try:
+        yield
+    finally:
+        _process.release()
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 import gc
 import threading
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -183,3 +184,26 @@ def test_waits_of_other_threads(x: Tensor) -> None:
     model.head.forward = lambda x: (wait(), whole(x))[1]
     train(model, x)
     assert not report.reasons
+
+
+def test_two_threads_that_warm_up(x: Tensor) -> None:
+    """One does, and the other's call runs as without graphs."""
+    models, both = [ours().cuda() for _ in range(2)], threading.Barrier(2)
+    reports, show = [fastvit.graphs(model) for model in models], warnings.showwarning
+
+    def meets(whole: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        first = iter([lambda: both.wait(60)])
+        return lambda x: (next(first, int)(), whole(x))[1]
+
+    for model in models:
+        model.head.forward = meets(model.head.forward)
+    threads = [threading.Thread(target=train, args=(model, x, 1)) for model in models]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (torch.cuda.get_sync_debug_mode(), warnings.showwarning) == (0, show)
+    assert sorted(sum(report.reasons.values()) for report in reports) == [0, 1]
+    for model, report in zip(models, reports, strict=True):
+        train(model, x, 5)
+        assert replays(report)[0] >= 3
