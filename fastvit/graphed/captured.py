@@ -6,6 +6,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -147,27 +148,25 @@ class Captured:
 
     def _run_backward(self, cut: Replay) -> tuple[list[Tensor | None], list[int]]:
         outputs, wanted = self._live
-        left, ready, group = sum(t.nbytes for t in wanted), 0, 0
-        groups, sources = [0] * len(wanted), leaves_of(outputs)
-        awaited = Counter(sources.values())  # how many gradients each node has still to give
+        # Hooks hold no tensors: they, and all that the capture has saved, would never be freed if it is interrupted
+        found, sizes, grouped = leaves_of(outputs), [t.nbytes for t in wanted], self.grouped
+        sources = [found.get(id(t), 0) for t in wanted]
+        groups, left, ready, group = [0] * len(wanted), sum(sizes), 0, 0
+        awaited = Counter(found.values())  # how many gradients each node has still to give
 
-        def gradient_is_ready(i: int) -> None:
+        def gradient_is_ready(_: Tensor, i: int) -> None:
             nonlocal left, ready, group
-            source = sources[id(wanted[i])]
-            groups[i], awaited[source] = group, awaited[source] - 1
-            left, ready = left - wanted[i].nbytes, ready + wanted[i].nbytes
-            if self.grouped and left and ready >= _GROUP_BYTES and not awaited[source]:
+            groups[i], awaited[sources[i]] = group, awaited[sources[i]] - 1
+            left, ready = left - sizes[i], ready + sizes[i]
+            if grouped and left and ready >= _GROUP_BYTES and not awaited[sources[i]]:
                 cut()
                 group, ready = group + 1, 0
 
-        hooks = [t.register_hook(lambda _, i=i: gradient_is_ready(i)) for i, t in enumerate(wanted)]
+        for i, t in enumerate(wanted):
+            t.register_hook(partial(gradient_is_ready, i=i))
         of, given = [outputs[i] for i in self.out_gradients], list(self.out_gradients.values())
-        try:
-            with torch.autocast(wanted[0].device.type, enabled=False):  # backward passes run outside of it
-                return list(torch.autograd.grad(of, wanted, given, allow_unused=True)), groups
-        finally:
-            for hook in hooks:  # which hold the tensors that hold them
-                hook.remove()
+        with torch.autocast(wanted[0].device.type, enabled=False):  # backward passes run outside of it
+            return list(torch.autograd.grad(of, wanted, given, allow_unused=True)), groups
 
     # ---- replays ----
 

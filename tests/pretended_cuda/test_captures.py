@@ -1,6 +1,7 @@
 """`fastvit.graphs`: whatever ends a capture, memory and modes are as before, and the next call is captured."""
 
 import gc
+import itertools
 import threading
 import warnings
 from collections.abc import Callable
@@ -115,6 +116,24 @@ def test_a_capture_that_ends(way: str, where: str, x: Tensor) -> None:
     train(later, x)
     assert replays(report) == [2]
     fastvit.restore(later)
+    assert held() == NOTHING
+
+
+def test_an_interrupt_before_the_backward_pass(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hooks on tensors hold nothing that the forward pass has saved."""
+    model, register, count = ours().cuda(), Tensor.register_hook, itertools.count()
+    fastvit.graphs(model)
+
+    def register_one(t: Tensor, hook: Callable[[Tensor], Any]) -> Any:
+        if torch.cuda.is_current_stream_capturing() and next(count):
+            raise KeyboardInterrupt
+        return register(t, hook)
+
+    monkeypatch.setattr(Tensor, "register_hook", register_one)
+    with pytest.raises(KeyboardInterrupt):
+        train(model, x)
+    fastvit.restore(model)
+    del model
     assert held() == NOTHING
 
 
