@@ -232,6 +232,8 @@ class Call:
     """A replayed forward pass that gradients may be wanted of.
 
     tensors, parameters: of the call and of the model.
+    held: other tensors of the model. The graphs read their memory, which the model may let go of.
+    is_gone: returns whether memory of the model's tensors was freed even so, as `.data` and half() free it.
     again: function (the call's tensors, whether gradients are differentiated) that runs the forward pass without a
         graph, as it was. It returns the outputs, and the tensors that want gradients.
     read: function that is told the numbers of the outputs that a backward pass has had gradients for; or None.
@@ -240,12 +242,13 @@ class Call:
 
     def __init__(
         self, captured: Captured, tensors: Sequence[Tensor], parameters: Sequence[Tensor],
+        held: Sequence[Sequence[Tensor]], is_gone: Callable[[], bool],
         again: Callable[[Sequence[Tensor], bool], tuple[list[Tensor], list[Tensor]]],
         read: Callable[[set[int]], None] | None,
     ) -> None:  # fmt: skip
         self.captured, self.tensors, self.left = captured, tensors, len(captured.groups)
         self._parameters, self._versions = parameters, versions_of(parameters)
-        self._again, self._read = again, read
+        self._held, self._is_gone, self._again, self._read = held, is_gone, again, read
         self._came: set[int] = set()  # the numbers of the outputs that this backward pass has had gradients for
         self._recomputed: list[Tensor | None] | None = None  # for the captured parts of this backward pass
 
@@ -277,6 +280,8 @@ class Call:
             first = self.left == len(self.captured.groups)
             as_captured = first and of.keys() == self.captured.out_gradients.keys()
             fits = as_captured and not mapped and not torch.is_grad_enabled()  # a gradient of gradients is wanted
+            if fits and self._is_gone():
+                raise RuntimeError("the model has changed between a forward pass and its backward pass")
             self._recomputed = None if fits else self._recompute(of, saved())
         if self._recomputed is None:
             gradients = self.captured.replay_backward(part, given)

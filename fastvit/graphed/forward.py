@@ -149,7 +149,7 @@ class Graphed:
             tensors = [v for v in leaves.values if isinstance(v, Tensor)]
             if kind.is_warm(wants) and (leaves.rows is None or kind.rows_are_independent):
                 captured = self._captured(kind, run, leaves, tensors)
-                held = (parameters, [buffers[i] for i in sorted(kind.buffers)]) if wants else None
+                held = (parameters, buffers, others) if wants else None
                 return self._replay(captured, kind, run, version, leaves, tensors, held)
             with recorder.alone():
                 if leaves.rows is not None and not kind.rows_are_independent:
@@ -291,16 +291,17 @@ class Graphed:
 
     def _replay(
         self, captured: Captured, kind: Kind, run: Callable[..., Any], version: Version, leaves: Leaves,
-        tensors: list[Tensor], held: tuple[Sequence[Tensor], Sequence[Tensor]] | None,
+        tensors: list[Tensor], held: tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]] | None,
     ) -> Any:  # fmt: skip
-        """Replay a call. held: the parameters, and the buffers that it changes; None in inference."""
+        """Replay a call. held: the model's parameters, buffers and other tensors; None in inference."""
         of = captured.arena.recorder
         state = of.random_state() if captured.draws and held is not None else None
+        changed = [] if held is None else [held[1][i] for i in sorted(kind.buffers)]
         with torch.no_grad():
-            found = [] if held is None else copies(held[1])
+            found = copies(changed)
             outputs = captured.replay_forward(tensors, leaves.rows)
         if held is not None:
-            parameters, changed = held
+            parameters = held[0]
             device = of.device.type
             cast = (
                 torch.get_autocast_dtype(device),
@@ -322,7 +323,8 @@ class Graphed:
                 put_back(buffers, before)
                 return results, [*(t for t in inputs if t.requires_grad), *parameters]
 
-            call = Call(captured, tensors, parameters, again, None if kind.settled else kind.read)
+            read = None if kind.settled else kind.read
+            call = Call(captured, tensors, parameters, held[1:], version.is_gone, again, read)
             outputs = captured.attach(call, outputs, [t for t in (*tensors, *parameters) if t.requires_grad])
         return captured.outputs.result(outputs)
 

@@ -15,7 +15,7 @@ from torch.nn import Parameter
 from fastvit.blocks import unchanged
 from fastvit.blocks.hooks import has_foreign_hooks
 from fastvit.graphed.recorder import may_wait
-from fastvit.ops.runtime.torch_private import StorageWeakRef, TensorGuards, is_any_autocast_enabled
+from fastvit.ops.runtime.torch_private import StorageWeakRef, TensorGuards, is_any_autocast_enabled, storage_expired
 
 # Types of values that cannot change, and of what graphs put on a model
 OPAQUE = {
@@ -66,7 +66,8 @@ class Version:
         if self.reason is None:
             self._record = record
             self._addresses, self._state = [*map(Tensor.data_ptr, tensors)], _state_of(tensors)
-            self._memory = [StorageWeakRef(t.untyped_storage()) for t in tensors] if StorageWeakRef else []
+            weak = StorageWeakRef if storage_expired else None
+            self._memory = [weak(t.untyped_storage()) for t in tensors] if weak else []
 
     def tensors(self, model: nn.Module) -> tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]] | None:
         """Return the model's parameters, its buffers and its other tensors, each once; None if the model contains
@@ -91,7 +92,7 @@ class Version:
 
     def is_gone(self) -> bool:
         """Return whether memory of a tensor has been freed, so that no model can be of this version again."""
-        return any(memory.expired() for memory in self._memory)
+        return any(map(storage_expired, [memory.cdata for memory in self._memory]))
 
 
 def _is_compared(kind: type) -> bool:

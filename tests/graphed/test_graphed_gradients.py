@@ -8,6 +8,7 @@ import torch
 from graphed_models import assert_equal, replays, runs_plainly
 from graphed_training import DROPOUT, TwoHeads, logits, ours, pair
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import fastvit
 from fastvit.graphed.captured import Call
@@ -382,3 +383,19 @@ def test_errors_of_backward_passes(
     change(model)
     with pytest.raises(RuntimeError, match=message):
         loss.backward()
+
+
+def test_a_call_that_waits_holds_the_memory_that_its_graphs_read() -> None:
+    """As of a table that the next call replaces."""
+    model, x = nn.Linear(4, 4), torch.ones(2, 4)
+    model.table = torch.ones(4)  # type: ignore[assignment]
+    report = fastvit.graphs(model)
+    for _ in range(3):
+        model(x).sum().backward()
+    out, memory = model(x), StorageWeakRef(model.table.untyped_storage())  # type: ignore[union-attr,operator]
+    model.table = torch.ones(4)  # type: ignore[assignment]
+    assert replays(report) == [2]
+    assert not memory.expired()
+    out.sum().backward()
+    del out
+    assert memory.expired()

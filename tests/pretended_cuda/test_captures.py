@@ -171,6 +171,16 @@ def test_outputs_that_are_kept_hold_no_graphs(x: Tensor) -> None:
         kept[0].sum().backward()
 
 
+def test_parameters_that_are_freed_before_the_backward_pass(x: Tensor) -> None:
+    model = ours().cuda()
+    fastvit.graphs(model)
+    train(model, x)
+    out = model(x)
+    model.half()
+    with pytest.raises(RuntimeError, match="the model has changed"):
+        out.sum().backward()
+
+
 @pytest.mark.parametrize("mode", ["warn", "error"])
 def test_a_mode_that_forbids_waits(mode: str, x: Tensor) -> None:
     """It is for the model's own waits."""

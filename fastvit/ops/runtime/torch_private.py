@@ -41,6 +41,7 @@ top_saved_tensors_hooks = _find("_C._autograd._top_saved_tensors_default_hooks")
 after_backward = _find("autograd.Variable._execution_engine.queue_callback")  # runs a function after a backward pass
 foreach_clone = _find("_foreach_clone")
 StorageWeakRef = _find("multiprocessing.reductions.StorageWeakRef")  # tells whether memory was freed
+storage_expired = _find("UntypedStorage._expired")  # its method, in a tenth of the time
 # what records and replays calls
 current_function_mode = _find("overrides._get_current_function_mode")
 DisableTorchFunction = _find("_C.DisableTorchFunction")
