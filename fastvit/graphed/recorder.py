@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import random
 import sys
 import threading
@@ -37,6 +38,8 @@ class Recorder:
     """
 
     def __init__(self, device: torch.device) -> None:
+        if "PYTORCH_NO_CUDA_MEMORY_CACHING" in os.environ:  # which frees what a captured function lets go of
+            raise Unfit("PYTORCH_NO_CUDA_MEMORY_CACHING is set, and graphs need a pool of memory")
         self.device = device
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()

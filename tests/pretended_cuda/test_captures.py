@@ -181,6 +181,15 @@ def test_parameters_that_are_freed_before_the_backward_pass(x: Tensor) -> None:
         out.sum().backward()
 
 
+def test_an_allocator_without_pools(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
+    model = ours().cuda()
+    report = fastvit.graphs(model)
+    train(model, x)
+    assert not report.graphs
+    assert "PYTORCH_NO_CUDA_MEMORY_CACHING" in str(report)
+
+
 @pytest.mark.parametrize("mode", ["warn", "error"])
 def test_a_mode_that_forbids_waits(mode: str, x: Tensor) -> None:
     """It is for the model's own waits."""
