@@ -5,6 +5,7 @@ import itertools
 import threading
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -226,20 +227,14 @@ def test_waits_of_other_threads(x: Tensor) -> None:
 
 def test_two_threads_that_warm_up(x: Tensor) -> None:
     """One does, and the other's call runs as without graphs."""
-    models, both = [ours().cuda() for _ in range(2)], threading.Barrier(2)
-    reports, show = [fastvit.graphs(model) for model in models], warnings.showwarning
-
-    def meets(whole: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-        first = iter([lambda: both.wait(60)])
-        return lambda x: (next(first, int)(), whole(x))[1]
-
+    models, both, show = [ours().cuda() for _ in range(2)], threading.Barrier(2), warnings.showwarning
+    reports = [fastvit.graphs(model) for model in models]
     for model in models:
-        model.head.forward = meets(model.head.forward)
-    threads = [threading.Thread(target=train, args=(model, x, 1)) for model in models]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+        whole = model.head.forward
+        model.head.forward = lambda x, whole=whole: (next(meets, int)(), whole(x))[1]
+    meets = iter([lambda: both.wait(60)] * 2)
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(train, models, [x, x], [1, 1]))
     assert (torch.cuda.get_sync_debug_mode(), warnings.showwarning) == (0, show)
     assert sorted(sum(report.reasons.values()) for report in reports) == [0, 1]
     for model, report in zip(models, reports, strict=True):
