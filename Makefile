@@ -79,7 +79,8 @@ docs: $(INSTALLED)  ## the API reference, from the docstrings: out/docs/index.ht
 		--output-directory out/docs $(PAGES) '!fastvit\.(ops|reference|study)\..*'
 
 cuda:  ## CUDA's half of the package without a GPU, on a pretended device, in out/cuda; ARGS="-k graphs"
-	$(PYTHON) tests/pretended_cuda/run.py -m pytest -m "not nightly" tests/runtime tests/pretended_cuda $(ARGS)
+	$(PYTHON) tests/pretended_cuda/run.py -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal \
+		-m "not nightly" tests/runtime tests/pretended_cuda $(ARGS)
 
 cuda-ready:  ## only make what `cuda` needs; fails where torch for CUDA (530 MB) cannot be had
 	$(PYTHON) tests/pretended_cuda/build.py
