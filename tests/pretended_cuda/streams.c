@@ -16,8 +16,9 @@ double now(void) {
 double later(double a, double b) { return a > b ? a : b; }
 
 void wait_until(double time) {
-    double left = later(time - now(), 0);
-    nanosleep(&(struct timespec){(time_t)left, (long)((left - (time_t)left) * 1e9)}, NULL);
+    double left = time - now();
+    if (left > 0) /* a sleep of no time takes 50 us */
+        nanosleep(&(struct timespec){(time_t)left, (long)((left - (time_t)left) * 1e9)}, NULL);
 }
 
 Stream *resolve(Stream *stream) { return stream == NULL || stream == cudaStreamLegacy ? &legacy : stream; }
