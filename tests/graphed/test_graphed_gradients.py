@@ -386,7 +386,6 @@ def test_errors_of_backward_passes(
 
 
 def test_a_call_that_waits_holds_the_memory_that_its_graphs_read() -> None:
-    """As of a table that the next call replaces."""
     model, x = nn.Linear(4, 4), torch.ones(2, 4)
     model.table = torch.ones(4)  # type: ignore[assignment]
     report = fastvit.graphs(model)

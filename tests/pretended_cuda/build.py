@@ -53,7 +53,7 @@ def symbols(library: Path, *options: str) -> list[str]:
 
 
 def wanted() -> dict[str, dict[str, str]]:
-    """What torch's libraries ask for: library -> symbol -> its version."""
+    """Return what torch's libraries ask for: library -> symbol -> its version."""
     needed: dict[str, dict[str, str]] = defaultdict(dict)
     libraries = [*sorted((SITE / "torch/lib").glob("*.so")), *sorted((SITE / "torchvision").glob("*.so"))]
     own = {name.partition("@")[0] for library in libraries for name in symbols(library, "-D", "--defined-only")}
