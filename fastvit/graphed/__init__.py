@@ -104,10 +104,10 @@ def graphs(model: nn.Module, *, batches: Sequence[int] | None = None, keep: int 
     A call runs as without graphs, with one warning for each reason, if a graph could not do the same: hooks on modules
     in the model, tensors on a CPU, a checkpoint around the model, an operation that waits for the GPU, another thread
     that warms up or captures a model at that time, a model that holds what cannot be compared, such as a NumPy array,
-    and others. A backward pass that comes a second time, that is
-    differentiated (create_graph), or that reads other outputs than before, computes the forward pass again. Where one
-    loss reads several calls, or such other outputs, the gradients of a parameter are added in another order than
-    without graphs, and may round otherwise; so may those that are differentiated under autocast. Outputs of a replayed
+    and others. A backward pass that comes a second time, that is differentiated (create_graph), or that reads other
+    outputs than before, computes the forward pass again. Where one loss reads several calls, or such other outputs, the
+    gradients of a parameter are added in another order than without graphs, and may round otherwise; so may those that
+    are differentiated under autocast. Outputs of a replayed
     call are no functions of each other. So a call is not captured if a hook or retain_grad looks at the gradient of one
     with respect to another in the first calls; in a replay, autograd.grad raises for it. torch.compile, torch.export,
     modes such as FLOP counters and an outer capture see the model without graphs.

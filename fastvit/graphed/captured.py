@@ -214,12 +214,9 @@ class Captured:
         """Release the graphs and their memory: now, or when the backward pass of the last call is done."""
         self._is_unwanted = True
         call = self.arena.call()
-        if call is None or call.captured is not self:
-            self.done()
-        else:
-            self.done(call.left)
+        self.done(call.left if call is not None and call.captured is self else 0)
 
-    def done(self, left: int = 0) -> None:
+    def done(self, left: int) -> None:
         """Note how many captured parts of the last call are left. What is unwanted is released at 0: outputs that the
         caller keeps have no need of it."""
         if self._is_unwanted and left == 0:
