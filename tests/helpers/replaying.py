@@ -40,21 +40,29 @@ def _beginning(begin, *modules):
 
 def replay_at_once():
     """From now on record every call where it is first seen, and return what its replay makes."""
-    recorded = runtime_run._recorded
+    recorded, gpu = runtime_run._recorded, torch.cuda.is_available()
 
     def run(self, function, inputs):
         held, recorder = [*inputs], record.Recorder(inputs)
+        drawn = gpu and torch.cuda.get_rng_state()
         with recorder:
             outputs = function(inputs)
         plan = recorder.plan(outputs)
-        return outputs if plan is None else plan(held)
+        return outputs if plan is None else again(plan, drawn, held)
 
     def and_replayed(recorder, path, prepared, given):
+        drawn = gpu and torch.cuda.get_rng_state()
         results, replay = recorded(recorder, path, prepared, given)
         if replay is not None:
             del results
-            results = replay([*given])
+            results = again(replay, drawn, [*given])
         return results, replay
+
+    def again(plan, drawn, given):
+        """Replay with the seeds of the recorded call, which a test draws once."""
+        if gpu:
+            torch.cuda.set_rng_state(drawn)
+        return plan(given)
 
     runtime_run._recorded = and_replayed
     runtime_call.RecordedCall.run = run
