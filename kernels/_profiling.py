@@ -15,6 +15,7 @@ def _metadata(operand: str, sizes_of: Callable[[Arguments], Sizes], flops_of: Ca
     """Return a `launch_metadata`. operand: the parameter whose dtype is that of the matmuls."""
 
     def launch_metadata(grid: tuple[int, ...], metadata: Any, arguments: Arguments) -> dict[str, Any]:
+        arguments = {name: getattr(a, "base", a) for name, a in arguments.items()}  # the tensors of descriptors
         sizes, operand_dtype = sizes_of(arguments), arguments[operand].dtype
         words = [metadata.name, *(f"{name}{size}" for name, size in sizes.items()), str(operand_dtype).split(".")[-1]]
         return {

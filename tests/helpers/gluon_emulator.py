@@ -30,6 +30,8 @@ from gluon_values import Descriptor, Fields, Pointer, Scalar, Shared, Value, dty
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 
+from fastvit.kernels import _hopper
+
 __all__ = ["ASM", "Fault", "launch"]
 
 ASM = {}  # the text of inline assembly: a function of its arguments
@@ -71,7 +73,7 @@ def wait(view, phase, pred=True, deps=()):
         now().pause(lambda: (barrier.phase & 1) != int(phase), lambda: f"{reason} {barrier}").join(barrier.seen)
 
 
-def async_copy_global_to_shared(desc, coord, barrier, result, pred=True):
+def load_tile(desc, coord, barrier, result, pred=True):
     found = barrier_of(barrier)
     if not found.access.fenced:
         raise Fault("fence", f"{found.name}: a copy signals it at {where()}, no fence after its initialisation")
@@ -79,7 +81,7 @@ def async_copy_global_to_shared(desc, coord, barrier, result, pred=True):
         Copy(desc, coord, result, found)
 
 
-def async_copy_shared_to_global(desc, coord, src):
+def store_tile(desc, coord, src):
     me = now().pause()
     me.stores.append(Copy(desc, coord, src))
 
@@ -223,12 +225,11 @@ MODULES = {
     hopper.mbarrier: SimpleNamespace(
         MBarrierLayout=Fields, init=init, expect=expect, wait=wait, arrive=arrive
     ),
-    hopper.tma: SimpleNamespace(
-        async_copy_global_to_shared=async_copy_global_to_shared,
-        async_copy_shared_to_global=async_copy_shared_to_global, store_wait=store_wait,
-    ),
+    hopper.tma: SimpleNamespace(store_wait=store_wait),
 }  # fmt: skip
 FUNCTIONS = {
+    _hopper.load_tile: load_tile,
+    _hopper.store_tile: store_tile,
     hopper.warpgroup_mma: warpgroup_mma,
     hopper.warpgroup_mma_wait: warpgroup_mma_wait,
     hopper.fence_async_shared: fence_async_shared,

@@ -10,7 +10,7 @@ from torch import Tensor
 from fastvit.kernels import _configs, _tuned
 from fastvit.kernels.gated_linear import gated_act_kernel, gated_dact_kernel, gated_fwd_kernel
 from fastvit.kernels.linear import act_bwd_kernel, linear_dact_kernel, linear_fwd_kernel
-from fastvit.ops.linear import aten
+from fastvit.ops.linear import aten, hopper
 from fastvit.ops.runtime import backend, device
 from fastvit.ops.runtime.backend import KernelUnsupported
 from fastvit.ops.runtime.column_sum import launch_and_sum
@@ -29,12 +29,13 @@ def linear_fwd(
         h, _ = _gated_fwd(x, (weight, value_weight), (bias, value_bias), activation, keep_pre=False)
         return add_residual_(h, layer_scale, row_scale, residual)
     has_epilogue = activation != "none" or residual is not None or layer_scale is not None or row_scale is not None
-    if not is_our_matmul(x, weight.shape[0], has_epilogue):
+    turns = has_epilogue and hopper.takes(x, weight.shape[0], weight, layer_scale, residual)
+    if not (turns or is_our_matmul(x, weight.shape[0], has_epilogue)):
         return aten.linear_fwd(x, weight, bias, activation, layer_scale, row_scale, residual)
     rows, weight, residual = map(aligned_rows, (x, weight, residual))
     bias, layer_scale, row_scale = map(contiguous, (bias, layer_scale, row_scale))
     branch = layer_scale, row_scale, residual
-    launch, shape, dtype = _forward(x.shape, rows, weight, activation, *branch)
+    launch, shape, dtype = _forward(x.shape, rows, weight, activation, *branch, turns=turns)
     out = x.new_empty(shape) if dtype is x.dtype else x.new_empty(shape, dtype=dtype)
     launch(rows, weight, bias, *branch, out, None)
     return out
@@ -46,11 +47,12 @@ def linear_act_fwd(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     if value_weight is not None:
         return _gated_fwd(x, (weight, value_weight), (bias, value_bias), activation, keep_pre=True)
-    if not is_our_matmul(x, weight.shape[0]):
+    turns = hopper.takes(x, weight.shape[0], weight)
+    if not (turns or is_our_matmul(x, weight.shape[0])):
         return aten.linear_act_fwd(x, weight, bias, activation)
     rows, weight = map(aligned_rows, (x, weight))
     bias = contiguous(bias)
-    launch, shape, _ = _forward(x.shape, rows, weight, activation)
+    launch, shape, _ = _forward(x.shape, rows, weight, activation, turns=turns)
     h = x.new_empty(shape)
     pre = torch.empty_like(h)
     launch(rows, weight, bias, None, None, None, h, pre)
@@ -71,16 +73,22 @@ def gated_act(pre: Tensor, activation: str) -> Tensor:
 def linear_dact(dy: Tensor, weight: Tensor, pre: Tensor, activation: str) -> tuple[Tensor, Tensor, Tensor]:
     K, N = weight.shape
     dpre, h, width = empty_like(pre), pre.new_empty(*pre.shape[:-1], N), pre.shape[-1]
-    if not is_our_matmul(dy, N, True, True):
+    turns = width == N and hopper.takes(dy, N, weight, pre, backward=True)
+    if not (turns or is_our_matmul(dy, N, True, True)):
         return dpre, h, _activation_backward(dy @ weight, pre, activation, dpre, h)
     if pre.numel() == 0:
         return dpre, h, pre.new_zeros(width)
     dy, weight, pre = map(aligned_rows, (dy, weight, pre))
     M = pre.numel() // width
     programs, constants = gemm(M, N, K, dy, activation)
+    if turns:  # whose partial sums a launch for other addresses must have, too
+        constants = {**constants, "BLOCK_M": hopper.ROWS}
+        programs = cdiv(M, hopper.ROWS) * cdiv(N, constants["BLOCK_N"])
     numbers = M, N, K, row_stride(dy), row_stride(weight), row_stride(pre)
     kernel = linear_dact_kernel if width == N else gated_dact_kernel
     launch, tiles = Launch(kernel, programs, numbers, constants), cdiv(M, constants["BLOCK_M"])
+    if turns:
+        launch = hopper.launch(dy, N, numbers, activation, launch, backward=True)
     (dbias,) = launch_and_sum(launch, tiles, width, [pre.dtype], dy, weight, pre, dpre, h)
     return dpre, h, dbias
 
@@ -155,9 +163,10 @@ def _gemm_constants(cfg: _configs.GemmConfig, K: int, precision: str, activation
 
 
 def _forward(
-    shape: torch.Size, x: Tensor, weight: Tensor, activation: str, *epilogue: Tensor | None
+    shape: torch.Size, x: Tensor, weight: Tensor, activation: str, *epilogue: Tensor | None, turns: bool
 ) -> tuple[Launch, tuple[int, ...], torch.dtype]:
-    """Configure linear_fwd_kernel. Also return the output's shape and dtype. shape: x before it was in rows."""
+    """Configure linear_fwd_kernel. Also return the output's shape and dtype. shape: x before it was in rows.
+    turns: whether linear_hopper.py takes it."""
     branch = Epilogue(*epilogue)
     N, K = weight.shape
     M = x.numel() // K
@@ -172,6 +181,8 @@ def _forward(
             programs = min(tiles, cfg.programs_per_sm * device.multiprocessors(x.device.index))
             constants = {"TMA": True, **_gemm_constants(cfg, K, dot_precision(x), activation)}
             launch = Launch(linear_fwd_kernel, programs, numbers, constants, unaligned=launch)
+    if turns:
+        launch = hopper.launch(x, N, numbers, activation, launch)
     return launch, (*shape[:-1], N), branch.dtype(x)
 
 

@@ -230,6 +230,8 @@ def _by_triton(
             constexprs = (None,) * (len(kernel.arg_names) - len(arguments))
             stream, packed = driver.active.get_current_stream, compiled.packed_metadata
             run = _with_scratch(compiled.run) if by_tma else compiled.run
+            if (by_address := getattr(kernel, "by_address", None)) is not None:
+                run = by_address(run, arguments)
             kept = Compiled(run, stream, key[1], compiled.function, packed, constexprs, compiled)
             _compiled[key] = kept
             return None if key[2] else kept

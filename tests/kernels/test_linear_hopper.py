@@ -1,0 +1,188 @@
+"""linear_hopper.py in the emulator, as the ops launch it: right against float64 in any schedule, at awkward shapes."""
+
+import functools
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+from compiling import needs_triton
+from oracle import assert_as_accurate, inputs
+
+from fastvit import ops
+from fastvit.kernels import _configs
+from fastvit.ops.runtime import device as devices
+from fastvit.study.accuracy.formulas import ACTIVATIONS
+from fastvit.study.accuracy.formulas import linear as eager
+
+if importlib.util.find_spec("triton") is not None:
+    import gluon_emulator
+
+    from fastvit.kernels import linear_hopper
+    from fastvit.ops.linear import hopper
+    from fastvit.ops.runtime import launch as launches
+
+pytestmark = needs_triton
+BF16, F16 = torch.bfloat16, torch.float16
+registered = torch.ops.fastvit
+
+
+@pytest.fixture
+def in_turns(triton_backend, monkeypatch):
+    """Within a test, matmuls with an epilogue run in the emulator, in the schedule of `seed`. Yields what ran."""
+    seen, own = [], launches._instead
+
+    def run(kernel, programs, tensors, numbers, constants):
+        if not hasattr(kernel, "boxes"):
+            own(kernel, programs, tensors, numbers, constants)
+            return
+        arguments = kernel.described((*tensors, *numbers))
+        stored = gluon_emulator.launch(kernel.kernel, (programs,), *arguments, seed=run.seed, **constants)
+        for counts in stored.values():
+            assert (counts == 1).all(), "each element is stored once"
+        seen.append((kernel.__name__, programs, len(stored)))
+
+    run.seed, run.seen = 0, seen
+    monkeypatch.setattr(hopper, "is_on", lambda: True)
+    monkeypatch.setattr(_configs, "takes_turns", lambda *_: True)
+    with launches.launching(run):
+        yield run
+
+
+def padded(t, by=16):
+    """Return t with NaN between its rows."""
+    return torch.nn.functional.pad(t, (0, by), value=torch.nan)[..., : t.shape[-1]]
+
+
+# K of one step; a tile in one program, K of fewer steps than slots; tiles for some programs; as many steps as slots,
+# and sizes that fill no tile; two groups of row tiles; more than two tiles a program, K of no whole rounds of the slots
+SHAPES = {
+    "step": (1, 3, 8, 8), "tile": (1, 100, 136, 40), "few": (1, 130, 72, 128), "uneven": (2, 131, 200, 264),
+    "groups": (1, 1200, 64, 24), "rounds": (3, 100, 328, 560),
+}  # fmt: skip
+KINDS = {
+    "fc1": ((), "gelu"),
+    "proj": (("residual",), None),
+    "scaled": (("layer_scale", "row_scale", "residual"), "silu"),
+}
+
+
+def check_forward(kind, shape, dtype, seed):
+    B, N, K, out = shape
+    epilogue, activation = KINDS[kind]
+    sizes = {
+        "x": (B, N, K),
+        "weight": (out, K),
+        "bias": (out,),
+        "layer_scale": (out,),
+        "row_scale": (B,),
+        "residual": (B, N, out),
+    }
+    names = ["x", "weight", "bias", *epilogue]
+    tensors = {n: inputs("normal", *sizes[n], dtype=dtype, device="cpu", seed=seed + i) for i, n in enumerate(names)}
+    tensors |= {n: padded(tensors[n]) for n in ("x", "weight", "residual") if n in tensors}
+    fused, same = (functools.partial(function, activation=activation) for function in (ops.linear, eager))
+    with torch.inference_mode():
+        exact = same(**{name: t.double() for name, t in tensors.items()})
+        assert_as_accurate(fused(**tensors), same(**tensors), exact)
+
+
+def check_backward(shape, dtype, seed, activation="gelu"):
+    B, N, K, out = shape
+    sizes = (B, N, K), (K, out), (B, N, out)
+    dy, weight, pre = (
+        padded(inputs("normal", *s, dtype=dtype, device="cpu", seed=seed + i)) for i, s in enumerate(sizes)
+    )
+    got = registered.linear_dact(dy, weight, pre, activation)
+
+    def formula(dy, weight, pre):
+        pre = pre.detach().requires_grad_()
+        h = ACTIVATIONS[activation](pre)
+        (dpre,) = torch.autograd.grad(h, pre, dy @ weight)
+        return dpre, h.detach(), dpre.sum((0, 1))
+
+    plain = formula(dy, weight, pre)
+    for one, own, exact in zip(got, plain, formula(dy.double(), weight.double(), pre.double()), strict=True):
+        assert_as_accurate(one, own, exact, factor=3)
+
+
+def check_training(shape, dtype, seed, activation="gelu"):
+    B, N, K, out = shape
+    sizes = (B, N, K), (out, K), (out,)
+    tensors = [inputs("normal", *s, dtype=dtype, device="cpu", seed=seed + i) for i, s in enumerate(sizes)]
+    h, pre = registered.linear_act_fwd(*tensors, activation)
+    plain, exact = torch.nn.functional.linear(*tensors), torch.nn.functional.linear(*(t.double() for t in tensors))
+    assert_as_accurate(pre, plain, exact)
+    assert_as_accurate(h, ACTIVATIONS[activation](plain), ACTIVATIONS[activation](exact))
+
+
+CHECKS = {kind: functools.partial(check_forward, kind) for kind in KINDS}
+CHECKS |= {"training": check_training, "backward": check_backward}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kind", CHECKS)
+def test_shapes(kind, shape, in_turns):
+    CHECKS[kind](SHAPES[shape], BF16, 0)
+    ((name, programs, outputs),) = in_turns.seen
+    assert name == ("linear_dact_hopper_kernel" if kind == "backward" else "linear_fwd_hopper_kernel")
+    assert programs == {"step": 1, "tile": 1, "few": 2}.get(shape, 4)
+    assert outputs == {"training": 2, "backward": 3}.get(kind, 1)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activations(activation, in_turns):
+    for check in check_training, check_backward:
+        check(SHAPES["few"], F16, 0, activation)
+    assert len(in_turns.seen) == 2
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("kind", ["scaled", "training", "backward"])
+def test_schedules(kind, seed, in_turns, monkeypatch):
+    """Two programs take seven and eight tiles."""
+    monkeypatch.setattr(devices, "without_gpu", 2)
+    in_turns.seed = seed
+    CHECKS[kind](SHAPES["rounds"], BF16, seed)
+
+
+# ---- faults that the emulator must find, planted in the kernel's source ----
+
+BACK = "mbarrier.arrive(empty.index((step + SLOTS - 1) % SLOTS), count=1"
+FAULTS = {  # what, with what instead, and the kinds of fault that this is
+    "operands before their copy": ("mbarrier.wait(full.index(slot), step // SLOTS & 1)", "pass", "race"),
+    "no slot is given back": (BACK, BACK.replace("=1", "=0"), "deadlock"),
+    "a slot is given back too early": (BACK + ", pred=k > 0)", "mbarrier.arrive(empty.index(slot), count=1)", "race"),
+    "the other parity of a slot": ("(step // SLOTS & 1) ^ 1", "step // SLOTS & 1", "race deadlock"),
+    "groups without turns": ("mbarrier.wait(turn.index(GROUP), (count & 1) ^ (1 - GROUP))", "pass", "race deadlock"),
+    "a sum before its wait": ("acc = warpgroup_mma_wait(0, deps=(acc,))", "pass", "unready race"),
+    "bytes of one operand": (" + b.block_type.nbytes", "", "race deadlock barrier"),
+    "what is read before its copy": ("mbarrier.wait(ready.index(GROUP), count & 1)", "pass", "race"),
+    "what is read is overwritten": ("mbarrier.wait(taken.index(group), (count // 2 & 1) ^ 1)", "pass", "race"),
+    "no fence before a store": ("fence_async_shared()\n        store_tile(out", "store_tile(out", "fence"),
+    "no fence after barriers": ("    fence_async_shared()\n    barriers", "    barriers", "fence"),
+    "sums after the end": ("gl.sum(y, 0), mask=cols < N", "gl.sum(y, 0)", "bounds"),
+    "a buffer before its store": ("tma.store_wait(1)", "tma.store_wait(2)", "race"),
+    "a store in flight at the end": ("        count += 1\n    tma.store_wait(0)", "        count += 1", "leftover"),
+    "too many slots": ("SLOTS = gl.constexpr(4)", "SLOTS = gl.constexpr(5)", "bounds"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_faults_are_found(fault, in_turns, monkeypatch, tmp_path):
+    """In each of five schedules."""
+    old, new, kinds = FAULTS[fault]
+    text = Path(linear_hopper.__file__).read_text()
+    assert old in text
+    (tmp_path / "planted.py").write_text(text.replace(old, new))
+    spec = importlib.util.spec_from_file_location("planted", tmp_path / "planted.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(hopper, "_module", lambda: module)
+    monkeypatch.setattr(devices, "without_gpu", 1)
+    check = check_training if "store" in fault else check_backward
+    for seed in range(5):
+        in_turns.seed = seed
+        with pytest.raises(gluon_emulator.Fault) as found:
+            check(SHAPES["uneven"], BF16, seed)
+        assert found.value.kind in kinds.split()
