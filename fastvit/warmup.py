@@ -71,7 +71,7 @@ class Launch:
 
     def build(self) -> Any:
         """Return the compiled kernel, from Triton's cache if it is there."""
-        source = triton.compiler.ASTSource(self.kernel, dict(self.signature), dict(self.constants), dict(self.attrs))
+        source = self.kernel.ASTSource(self.kernel, dict(self.signature), dict(self.constants), dict(self.attrs))
         return triton.compile(source, target=gpu_target(self.target), options=dict(self.options))
 
 
