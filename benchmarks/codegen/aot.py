@@ -75,6 +75,7 @@ class Compiled:
     ptx: str = field(repr=False)  # has the source line of every access; empty for AMD
     granule: int = 16  # bytes that are contiguous and aligned in the tensors; less than 16 for some patch sizes
     dtype: str = "bf16"  # of the workload: a key of launches.DTYPES
+    is_gluon: bool = False  # TMA moves its tiles, and its warps meet at barriers in the source
 
     @cached_property
     def listing(self) -> sass.Listing:
@@ -129,28 +130,49 @@ class Compiled:
             found.append("wgmma one by one")
         if any(loop.loads_in_flight == 0 for loop in self.listing.hot_loops):
             found.append("a loop that waits for the loads which it has just issued")
+        if self.is_gluon:
+            early = early_arrivals(self.ptx)
+            return found + [f"{early} arrivals at a barrier by warps that have not met after a wait"] * bool(early)
         threads = self.num_warps * TARGETS[self.target].gpu.warp_size
         return found + [str(access) for access in narrow(global_accesses(self.ptx), self.tiles, threads, self.granule)]
+
+
+def early_arrivals(ptx: str) -> int:
+    """Count arrivals at an mbarrier between a wait for wgmma or TMA and the next bar.sync. One thread arrives for its
+    whole group of warps, but waits for its own warp's part only."""
+    count, waited = 0, False
+    for line in ptx.splitlines():
+        if "wgmma.wait_group" in line or "cp.async.bulk.wait_group" in line:
+            waited = True
+        elif "bar.sync" in line or "barrier.sync" in line:
+            waited = False
+        elif "mbarrier.arrive." in line and "expect_tx" not in line:
+            count += waited
+    return count
 
 
 def compile_launch(launch: Launch, granule: int, dtype: str) -> Compiled:
     """Compile a launch. granule, dtype: as in `Compiled`."""
     binary = launch.build()
+    is_gluon = launch.kernel.is_gluon()
+    ir = binary.asm["ttgir" if is_gluon else "ttir"]
     read = _read_cubin if TARGETS[launch.target].nvidia else _read_amdgcn
     return Compiled(
         name=launch.name,
         target=launch.target,
         granule=granule,
         dtype=dtype,
+        is_gluon=is_gluon,
         num_warps=binary.metadata.num_warps,
         shared=binary.metadata.shared,
         tensor_memory=getattr(binary.metadata, "tmem_size", None) or 0,
-        tiles=tile_bytes(binary.asm["ttir"]),
-        tensor_dots=len(_TENSOR_DOT.findall(binary.asm["ttir"])),
+        tiles={} if is_gluon else tile_bytes(ir),
+        tensor_dots=len((_GLUON_DOT if is_gluon else _TENSOR_DOT).findall(ir)),
         **read(binary),
     )
 
 
+_GLUON_DOT = re.compile(r"ttng\.warp_group_dot ")
 _STORE = re.compile(r"\b(?:STG|UTMASTG)\b|\b(?:global|buffer)_store_")
 _TENSOR_DOT = re.compile(r"tt\.dot .*(?:inputPrecision = tf32|: tensor<\d+x\d+x(?:bf16|f16)>)")
 

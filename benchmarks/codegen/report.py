@@ -17,12 +17,14 @@ import math
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from benchmarks.codegen.aot import TARGETS, Compiled
 from benchmarks.codegen.launches import DTYPES, Launch, record, representatives
 from benchmarks.harness.columns import make
 from benchmarks.harness.workloads import workloads
 from fastvit._base.output import not_writable, write_file
+from fastvit.ops.runtime import backend
 from fastvit.warmup import in_processes
 
 # Tensor-core multiply-adds per score in units of the (padded) head dimension, by kernel
@@ -83,6 +85,7 @@ def facts(launch: Launch, compiled: Compiled | str) -> dict[str, Any]:
         "slots": whole.slots,
         "hot_slots": loop.slots,
         "loads_in_flight": loop.loads_in_flight,
+        "products_in_flight": loop.products_in_flight,
         "mix": loop.mix,
         "tensor_instructions": dict(whole.tensor),
         "tensor_dots": compiled.tensor_dots,
@@ -144,6 +147,9 @@ def main(arguments: list[str] | None = None) -> int:
     dtypes = list(DTYPES) if "all" in (chosen.dtype or ()) else chosen.dtype or ["bf16"]
     selected = workloads(chosen.use, ops=tuple(chosen.op))
     launches = [launch for target in targets for launch in record(selected, target, dtypes)]
+    if "sm_90" in targets:  # kernels that FASTVIT_GLUON=1 switches on
+        with mock.patch.object(backend, "GLUON", True):
+            launches += [launch for launch in record(selected, "sm_90", dtypes) if launch.kernel.is_gluon()]
     launches = [launch for launch in launches if chosen.kernel in launch.name]
     if chosen.few:
         launches = representatives(launches)

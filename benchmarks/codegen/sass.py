@@ -86,6 +86,12 @@ class Region:
         return 2 < sum(i.opcode.startswith("HGMMA") for i in self.instructions) <= len(waits)
 
     @property
+    def products_in_flight(self) -> int | None:
+        """Matmuls by wgmma that the last wait leaves in flight; None without a wait."""
+        waits = [i.operands for i in self.instructions if i.opcode.startswith("WARPGROUP.DEPBAR")]
+        return int(waits[-1].split(",")[-1], 16) if waits else None
+
+    @property
     def loads_in_flight(self) -> int | None:
         """Groups of asynchronous copies in flight while the loop's matmuls run: the least of all matmuls; None for a
         loop without such copies. At 0 the loop waits for the loads that it has just issued."""
