@@ -3,8 +3,8 @@
     from gluon_emulator import Fault, launch
     launch(kernel, grid, *arguments, seed=3, STAGES=2, num_warps=4)     # torch tensors, numbers, host TensorDescriptors
 
-The bodies of @gluon.jit functions run as Python, with Gluon's names replaced by this module's, on the machine of
-gluon_machine.py. Programs run one after the other. Raised as Fault, by kind:
+The bodies of @gluon.jit functions run as Python, with Gluon's and Triton's names replaced by this module's, on the
+machine of gluon_machine.py. Programs run one after the other. Raised as Fault, by kind:
 
     race      shared memory is read or written without order, or read before it was written
     deadlock  nothing can go on: which partition waits for which phase of which barrier, and what that barrier lacks
@@ -12,7 +12,7 @@ gluon_machine.py. Programs run one after the other. Raised as Fault, by kind:
     unready   an accumulator is used before its product was waited for
     fence     a generic write, or an initialised barrier, is used by TMA or wgmma without fence_async_shared
     bounds    a pointer outside its tensor, an index outside its allocation, too much shared memory
-    shape     operands that do not fit; integers beyond 32 bits
+    shape     operands that do not fit
     leftover  copies or products in flight at a program's end
 
 Not shown: layouts, registers, what ptxas does, the order of memory among the warps of one partition, time.
@@ -26,7 +26,6 @@ from types import SimpleNamespace
 import torch
 import triton.language as tl
 from gluon_machine import MEMORY, Barrier, Copy, Fault, Machine, Partition, Product, kernel_frame, now, where
-from gluon_values import Descriptor, Fields, Pointer, Scalar, Shared, Value, dtype_of, plain
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 
@@ -37,7 +36,124 @@ __all__ = ["ASM", "Fault", "launch"]
 ASM = {}  # the text of inline assembly: a function of its arguments
 
 
-# ---- Hopper's names --------------------------------------------------------------------------------------------------
+def dtype_of(x):
+    names = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "int1": "bool"}
+    return x if isinstance(x, torch.dtype) else getattr(torch, names.get(str(x), str(x)))
+
+
+class Fields:
+    """A layout or a type, of which little matters."""
+
+    layout = None
+
+    def __init__(self, *_, **fields):
+        self.__dict__.update(fields)
+
+
+class Registers(torch.Tensor):
+    """A number or a tensor of the kernel. op: the product that computes it."""
+
+    op = None
+    type = property(lambda self: Fields(shape=self.shape, layout=None))
+
+    @classmethod
+    def __torch_function__(cls, function, kinds, args=(), kwargs=None):
+        for x in args:
+            op = x.op if isinstance(x, Registers) else None
+            if op is not None and not op.waited and function.__name__ != "__get__":
+                raise Fault("unready", f"{op.name}: its accumulator is used at {where()} before a wait for it")
+        return super().__torch_function__(function, kinds, args, kwargs or {})
+
+    def to(self, dtype):
+        return super().to(dtype_of(dtype))
+
+    def split(self):
+        return self[..., 0], self[..., 1]
+
+
+def registers(x, dtype=None):
+    return torch.as_tensor(x, dtype=dtype).as_subclass(Registers)
+
+
+class Pointer:
+    def __init__(self, tensor, offset=0):
+        self.tensor, self.offset, self.dtype = tensor, offset, Fields(element_ty=tensor.dtype)
+
+    def __add__(self, other):
+        return Pointer(self.tensor, self.offset + other)
+
+    def at(self, mask):
+        """Return the offsets, which of them count, and the memory as one row."""
+        offset = torch.as_tensor(self.offset).long()
+        mask = torch.as_tensor(True if mask is None else mask).broadcast_to(offset.shape)
+        extent = 1 + sum((n - 1) * s for n, s in zip(self.tensor.shape, self.tensor.stride(), strict=True))
+        wrong = mask & ((offset < 0) | (offset >= extent))
+        if wrong.any():
+            raise Fault("bounds", f"offset {int(offset[wrong][0])} of a tensor of {extent}, at {where()}")
+        return offset, mask, torch.as_strided(self.tensor, (extent,), (1,), self.tensor.storage_offset())
+
+
+class Shared:
+    """A view of shared memory. ids: the numbers of its elements in the allocation."""
+
+    layout = None
+
+    def __init__(self, alloc, data, ids):
+        self.alloc, self.data, self.ids, self.shape, self.dtype = alloc, data, ids, list(data.shape), data.dtype
+        self.low, self.high, self.type = int(ids.min()), int(ids.max()) + 1, Fields(shape=self.shape)
+
+    def changed(self, change):
+        return Shared(self.alloc, change(self.data), change(self.ids))
+
+    def index(self, i):
+        return self.slice(i, 1).changed(lambda x: x[0])
+
+    def slice(self, start, length, dim=0):
+        if start < 0 or start + length > self.shape[dim]:
+            raise Fault("bounds", f"{self}: {int(start)} to {int(start + length)} of {self.shape[dim]}, at {where()}")
+        return self.changed(lambda x: x.narrow(dim, int(start), int(length)))
+
+    def permute(self, order):
+        return self.changed(lambda x: x.permute(*order))
+
+    def reshape(self, shape):
+        return self.changed(lambda x: x.reshape([int(n) for n in shape]))
+
+    def _reinterpret(self, dtype, shape, layout):
+        if dtype_of(dtype) != self.dtype:
+            raise Fault("shape", f"{self}: reinterpreted as {dtype}")
+        return self.reshape(shape)
+
+    def load(self, layout=None):
+        now().pause().access(self, write=False)
+        return registers(self.data.clone())
+
+    def store(self, value):
+        me = now().pause()
+        me.unfenced.append(me.access(self, write=True))
+        if list(value.shape) != self.shape or value.dtype != self.dtype:
+            raise Fault("shape", f"{self}: store of {list(value.shape)} {value.dtype}")
+        self.data.copy_(value)
+
+    def __str__(self):
+        return f"{self.alloc.name}[{self.low}:{self.high}]"
+
+
+class Descriptor:
+    layout = None
+
+    def __init__(self, base, block_shape, name):
+        self.base, self.shape, self.block_shape, self.name = base, list(base.shape), [int(b) for b in block_shape], name
+        size = base.untyped_storage().nbytes() // base.element_size()
+        self.ids = torch.as_strided(torch.arange(size), base.shape, base.stride(), base.storage_offset())
+        self.dtype, self.nbytes = base.dtype, torch.Size(self.block_shape).numel() * base.element_size()
+        self.block_type, self.nbytes_per_cta = Fields(shape=self.block_shape, nbytes=self.nbytes), self.nbytes
+        aligned = all(s * base.element_size() % 16 == 0 for s in base.stride()[:-1]) and base.data_ptr() % 16 == 0
+        if max(self.block_shape) > 256 or not aligned or base.stride(-1) != 1:
+            raise Fault("shape", f"descriptor {name}: box {block_shape}, strides {base.stride()}")
+
+
+# ---- names of Hopper, Gluon and Triton -------------------------------------------------------------------------------
 
 
 def barrier_of(view):
@@ -52,16 +168,6 @@ def init(view, count):
     me = now().pause()
     me.unfenced.append(me.access(view, write=True))
     now().barriers[view.alloc, view.low] = Barrier(f"{view.alloc.name}[{view.low}]", int(count), me.unfenced[-1])
-
-
-def expect(view, nbytes, pred=True):
-    barrier_of(view).release(now().current.clock, bool(pred), int(nbytes) * bool(pred))
-
-
-def arrive(view, *, count=1, pred=True):
-    barrier = barrier_of(view)
-    if pred:
-        barrier.release(now().current.clock, int(count))
 
 
 def wait(view, phase, pred=True, deps=()):
@@ -81,11 +187,6 @@ def load_tile(desc, coord, barrier, result, pred=True):
         Copy(desc, coord, result, found)
 
 
-def store_tile(desc, coord, src):
-    me = now().pause()
-    me.stores.append(Copy(desc, coord, src))
-
-
 def store_wait(pendings):
     stores = now().current.stores
     first = stores[: max(0, len(stores) - int(pendings))]
@@ -97,7 +198,8 @@ def store_wait(pendings):
 
 def warpgroup_mma(a, b, acc, *, use_acc=True, is_async=False):
     now().pause()
-    found = Value(op=Product(a, b, acc, bool(use_acc), lambda x: isinstance(x, Shared)), shape=acc.shape)
+    found = registers(torch.full(acc.shape, torch.nan))
+    found.op = Product(a, b, acc, bool(use_acc), found)
     return found if is_async else warpgroup_mma_wait(0, (found,))
 
 
@@ -105,9 +207,7 @@ def warpgroup_mma_wait(num_outstanding=0, deps=()):
     me = now().pause()
     first = me.products[: max(0, len(me.products) - int(num_outstanding))]
     for op in first:
-        if not op.done:
-            op.execute()
-        op.waited = True
+        op.finish()
         me.join(op.clock)
     del me.products[: len(first)]
     return deps[0] if len(deps) == 1 else tuple(deps)
@@ -120,29 +220,13 @@ def fence_async_shared():
     me.unfenced.clear()
 
 
-# ---- Gluon's and Triton's names --------------------------------------------------------------------------------------
-
-
-def unary(function):
-    return lambda x: Value(function(x.data)) if isinstance(x, Value) else float(function(torch.tensor(float(x))))
-
-
-def binary(function):
-    def method(a, b, propagate_nan=None):
-        found = function(*(torch.as_tensor(plain(x)) for x in (a, b)))
-        if isinstance(a, Value) or isinstance(b, Value):
-            return Value(found)
-        return Scalar(found) if isinstance(a, int) else float(found)
-
-    return method
-
-
-def reduction(function):
-    return lambda x, axis=None, keep_dims=False: Value(function(x.data, axis))
-
-
 def full(shape, x, dtype, layout=None):
-    return Value(torch.full([int(n) for n in shape], x, dtype=dtype_of(dtype)))
+    return registers(torch.full([int(n) for n in shape], x, dtype=dtype_of(dtype)))
+
+
+def either(function):
+    """A function of two operands, each a tensor or a number."""
+    return lambda a, b, propagate_nan=None: function(*(registers(x) for x in (a, b)))
 
 
 def static_assert(condition, message=""):
@@ -154,29 +238,27 @@ def allocate_shared_memory(dtype, shape, layout=None, value=None):
     name = re.match(r"\s*(\w+)\s*=", linecache.getline(frame.f_code.co_filename, frame.f_lineno))
     data = torch.full(shape, -1, dtype=dtype_of(dtype))
     if data.is_floating_point():
-        data.fill_(float("nan"))
-    now().bytes += data.numel() * data.element_size()
+        data.fill_(torch.nan)
+    now().bytes += data.nbytes
     if now().bytes > MEMORY:
         raise Fault("bounds", f"{now().bytes} bytes of shared memory")
-    view = Shared(
-        Fields(name=name.group(1) if name else where(), accesses=[]), data, torch.arange(data.numel()).view(shape)
-    )
+    alloc = Fields(name=name.group(1) if name else where(), accesses=[])
+    view = Shared(alloc, data, torch.arange(data.numel()).view(shape))
     if value is not None:
         view.store(value)
     return view
 
 
-def load(pointer, mask=None, other=None, **_):
+def load(pointer, mask=None, other=0, **_):
     now().pause()
     offset, mask, memory = pointer.at(mask)
-    found = torch.where(mask, memory[torch.where(mask, offset, 0)], plain(0 if other is None else other))
-    return Value(found.to(memory.dtype))
+    return registers(torch.where(mask, memory[torch.where(mask, offset, 0)], other).to(memory.dtype))
 
 
 def store(pointer, value, mask=None, **_):
     now().pause()
     offset, mask, memory = pointer.at(mask)
-    memory[offset[mask]] = torch.as_tensor(plain(value)).to(memory.dtype).broadcast_to(offset.shape)[mask]
+    memory[offset[mask]] = torch.as_tensor(value).to(memory.dtype).broadcast_to(offset.shape)[mask]
     now().count_stores(pointer.tensor, offset[mask] + pointer.tensor.storage_offset())
 
 
@@ -201,39 +283,33 @@ def warp_specialize(functions_and_args, worker_num_warps, worker_num_regs=None):
 LANGUAGE = SimpleNamespace(
     **{name: dtype_of(name) for name in ("bfloat16", "float16", "float32", "int1", "int32", "int64")},
     **dict.fromkeys(("DotOperandLayout", "NVMMADistributedLayout", "SliceLayout", "BlockedLayout"), Fields),
-    **{name: unary(getattr(torch, name)) for name in ("exp", "exp2", "log", "log2", "sqrt", "rsqrt", "abs", "erf")},
-    constexpr=tl.constexpr, PropagateNan=tl.PropagateNan, SwizzledSharedLayout=Fields,
+    **{name: getattr(torch, name) for name in ("exp", "exp2", "log", "log2", "sqrt", "rsqrt", "abs", "erf", "clamp")},
+    reshape=torch.reshape, constexpr=tl.constexpr, PropagateNan=tl.PropagateNan,
     NVMMASharedLayout=SimpleNamespace(get_default_for=Fields),
-    maximum=binary(torch.maximum), minimum=binary(torch.minimum),
-    max=reduction(torch.amax), min=reduction(torch.amin), sum=reduction(torch.sum),
-    program_id=lambda axis: Scalar(now().program[axis]), num_programs=lambda axis: Scalar(now().grid[axis]),
+    maximum=either(torch.maximum), minimum=either(torch.minimum), max=torch.amax, min=torch.amin, sum=torch.sum,
+    program_id=lambda axis: registers(now().program[axis], torch.int32), permute=torch.permute, split=Registers.split,
+    num_programs=lambda axis: registers(now().grid[axis], torch.int32),
     static_range=lambda *a: range(*map(int, a)), cdiv=lambda a, b: (a + b - 1) // b,
-    fma=lambda a, b, c: a * b + c, clamp=lambda x, low, high: Value(x.data.clamp(low, high)),
-    arange=lambda start, end, layout=None: Value(torch.arange(start, end)),
+    fma=lambda a, b, c: a * b + c, join=lambda a, b: torch.stack((a, b), -1),
+    arange=lambda start, end, layout=None: registers(torch.arange(start, end, dtype=torch.int32)),
     full=full, zeros=lambda shape, dtype, layout=None: full(shape, 0, dtype),
-    where=lambda c, a, b: Value(torch.where(plain(c), plain(a), plain(b))),
-    convert_layout=lambda x, layout, assert_trivial=False: Value(x.data),
-    expand_dims=lambda x, axis: Value(x.data.unsqueeze(axis)),
-    join=lambda a, b: Value(torch.stack((a.data, b.data), -1)),
-    reshape=Value.reshape, permute=Value.permute, split=Value.split,
+    where=torch.where, convert_layout=lambda x, layout, assert_trivial=False: x, expand_dims=torch.unsqueeze,
     load=load, store=store, static_assert=static_assert, inline_asm_elementwise=inline_asm_elementwise,
     allocate_shared_memory=allocate_shared_memory, warp_specialize=warp_specialize,
 )  # fmt: skip
 MODULES = {
-    gl: LANGUAGE,
-    tl: LANGUAGE,
+    gl: LANGUAGE, tl: LANGUAGE, hopper.tma: SimpleNamespace(store_wait=store_wait),
     hopper.mbarrier: SimpleNamespace(
-        MBarrierLayout=Fields, init=init, expect=expect, wait=wait, arrive=arrive
+        MBarrierLayout=Fields, init=init, wait=wait,
+        expect=lambda view, nbytes, pred=True: barrier_of(view).release(int(bool(pred)), int(nbytes) * bool(pred)),
+        arrive=lambda view, *, count=1, pred=True: barrier_of(view).release(int(count) * bool(pred)),
     ),
-    hopper.tma: SimpleNamespace(store_wait=store_wait),
 }  # fmt: skip
 FUNCTIONS = {
-    _hopper.load_tile: load_tile,
-    _hopper.store_tile: store_tile,
-    hopper.warpgroup_mma: warpgroup_mma,
-    hopper.warpgroup_mma_wait: warpgroup_mma_wait,
-    hopper.fence_async_shared: fence_async_shared,
-}
+    hopper.warpgroup_mma: warpgroup_mma, hopper.warpgroup_mma_wait: warpgroup_mma_wait,
+    hopper.fence_async_shared: fence_async_shared, _hopper.load_tile: load_tile,
+    _hopper.store_tile: lambda desc, coord, src: now().pause().stores.append(Copy(desc, coord, src)),
+}  # fmt: skip
 
 
 # ---- running a kernel ------------------------------------------------------------------------------------------------
@@ -246,7 +322,8 @@ def emulated(function):
     body = getattr(function, "fn", function)
     if body in _emulated:
         return _emulated[body]
-    names = {"__builtins__": __builtins__, "range": lambda *a: map(Scalar, range(*map(int, a)))}
+    names = {"range": lambda *a: (registers(i, torch.int32) for i in range(*map(int, a)))}
+    names["__builtins__"] = __builtins__
     _emulated[body] = types.FunctionType(body.__code__, names, body.__name__, body.__defaults__, body.__closure__)
     for name in body.__code__.co_names:
         value = body.__globals__.get(name)
@@ -267,7 +344,7 @@ def argument(name, x):
     if hasattr(x, "block_shape"):
         base = torch.as_strided(x.base, x.shape, x.strides, x.base.storage_offset())
         return Descriptor(base, x.block_shape, name)
-    return Scalar(x) if isinstance(x, int) and not isinstance(x, bool) else x
+    return registers(x, torch.int32) if isinstance(x, int) and not isinstance(x, bool) else x
 
 
 def launch(kernel, grid, *args, seed=0, num_warps=4, maxnreg=None, **constants):

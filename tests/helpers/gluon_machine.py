@@ -193,7 +193,7 @@ class Copy(Agent):
         name = f"{'copy of' if barrier else 'store to'} {desc.name}{[int(c) for c in coord]}"
         super().__init__(name, _machine.current.clock)
         self.desc, self.view, self.barrier = desc, view, barrier
-        if view.shape != desc.block_shape[len(desc.block_shape) - len(view.shape) :] or view.data.numel() != desc.numel:
+        if view.shape != desc.block_shape[len(desc.block_shape) - len(view.shape) :] or view.data.nbytes != desc.nbytes:
             raise Fault("shape", f"{name}: box {desc.block_shape}, buffer {view.shape}")
         if view.dtype != desc.dtype or len(coord) != len(desc.shape):
             raise Fault("shape", f"{name}: {desc.dtype} and {view.dtype}, {len(desc.shape)} coordinates wanted")
@@ -210,7 +210,7 @@ class Copy(Agent):
             box = torch.zeros(self.desc.block_shape, dtype=self.view.dtype)
             box[self.inner] = self.desc.base[self.outer]  # what is outside stays zero
             self.view.data.copy_(box.view(self.view.shape))
-            self.barrier.release(self.clock, landed=self.desc.nbytes)
+            self.barrier.release(landed=self.desc.nbytes, clock=self.clock)
         else:
             self.desc.base[self.outer] = self.view.data.reshape(self.desc.block_shape)[self.inner]
             _machine.count_stores(self.desc.base, self.desc.ids[self.outer])
@@ -218,16 +218,16 @@ class Copy(Agent):
 
 
 class Product(Agent):
-    """A wgmma in flight. It reads shared memory when it executes, at the latest at its wait."""
+    """A wgmma in flight, into result. It reads its operands when it executes, at the latest at its wait."""
 
-    def __init__(self, a, b, acc, use_acc, is_shared):
+    def __init__(self, a, b, acc, use_acc, result):
         super().__init__(f"the product of {where()}", _machine.current.clock)
-        self.operands, self.acc = (a, b), acc if use_acc else None
+        self.operands, self.acc, self.result = (a, b), acc if use_acc else None, result
         for x in self.operands:
-            if is_shared(x):
+            if hasattr(x, "alloc"):
                 self.access(x, write=False, asynchronous=True)
         (m, k), (k2, n) = a.shape, b.shape
-        if k != k2 or acc.shape != [m, n] or a.dtype != b.dtype or m % 64 or k % 16 or n % 8:
+        if k != k2 or list(acc.shape) != [m, n] or a.dtype != b.dtype or m % 64 or k % 16 or n % 8:
             raise Fault("shape", f"{self.name}: {a.shape} @ {b.shape} + {acc.shape}")
         _machine.current.products.append(self)
 
@@ -235,8 +235,14 @@ class Product(Agent):
         a, b = (x.data.to(torch.float32) for x in self.operands)
         self.value = a @ b
         if self.acc is not None:
-            self.value += self.acc.op.value if self.acc.op else self.acc.data
+            self.value += self.acc if self.acc.op is None else self.acc.op.value
         self.operands, self.acc, self.done = (), None, True
+
+    def finish(self):
+        if not self.done:
+            self.execute()
+        self.waited = True
+        self.result.copy_(self.value)
 
 
 class Barrier:
@@ -246,7 +252,8 @@ class Barrier:
         self.name, self.count, self.pending, self.bytes, self.phase, self.access = name, count, count, 0, 0, access
         self.arriving, self.seen = {}, {}
 
-    def release(self, clock, arrivals=0, expected=0, landed=0):
+    def release(self, arrivals=0, expected=0, landed=0, clock=None):
+        clock = _machine.current.clock if clock is None else clock
         for who, at in clock.items():
             self.arriving[who] = max(at, self.arriving.get(who, 0))
         self.pending, self.bytes = self.pending - arrivals, self.bytes + expected - landed
