@@ -1,6 +1,7 @@
 """Calls launch the same in Python, recorded, and replayed in C; on the current stream; and write to nothing else."""
 
 import gc
+import itertools
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -15,9 +16,10 @@ from replaying import in_python, replays
 from torch import Tensor
 
 import fastvit
+from fastvit.kernels import _configs
 from fastvit.modules import positions
 from fastvit.ops import use_backend
-from fastvit.ops.runtime import call
+from fastvit.ops.runtime import backend, call
 
 
 class Calls:
@@ -66,9 +68,9 @@ def side() -> torch.cuda.Stream:
         return torch.addmm(a[0], a, a) + a @ a  # cuBLASLt, of which torch 2.11 has workspaces apart, and cuBLAS
 
     side = torch.cuda.Stream()
-    for stream in (torch.cuda.current_stream(), side):
+    for stream, dtype in itertools.product((torch.cuda.current_stream(), side), (torch.float32, torch.bfloat16)):
         with torch.cuda.stream(stream):
-            a = torch.zeros(8, 8, device="cuda", requires_grad=True)
+            a = torch.zeros(8, 8, device="cuda", dtype=dtype, requires_grad=True)
             product = multiply(a)
             product.register_hook(lambda g, a=a: multiply(a))
             product.sum().backward()
@@ -78,8 +80,12 @@ def side() -> torch.cuda.Stream:
 @pytest.mark.parametrize("gradients", [False, True], ids=["forward", "both passes"])
 @pytest.mark.parametrize("name", ROWS)
 def test_ops(name: str, gradients: bool, calls: Calls, side: torch.cuda.Stream) -> None:
+    check_op(name, gradients, calls, side, torch.float32)
+
+
+def check_op(name: str, gradients: bool, calls: Calls, side: torch.cuda.Stream, dtype: torch.dtype) -> None:
     device, op = torch.device("cuda"), function(name)
-    sets = [made(name, 2, 18, device) for _ in range(2)]
+    sets = [made(name, 2, 18, device, dtype) for _ in range(2)]
     with use_backend("triton", strict=True), torch.set_grad_enabled(gradients):
         douts = [torch.zeros_like(t) for t in outputs_of(op(**sets[0]))]  # a first call may make tables
 
@@ -102,6 +108,25 @@ def test_ops(name: str, gradients: bool, calls: Calls, side: torch.cuda.Stream) 
         assert len(replayed) == (4 + 4 * gradients)
         calls.held.clear()
         assert torch.cuda.memory_allocated() == memory
+
+
+@pytest.mark.parametrize("name", ["linear gelu", "linear residual", "mlp gelu"])
+def test_ops_in_gluon(name: str, calls: Calls, side: torch.cuda.Stream, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their descriptors hold the addresses of each call; a graph's those of its capture."""
+    monkeypatch.setattr(backend, "GLUON", True)
+    monkeypatch.setattr(_configs, "takes_turns", lambda *_: True)
+    check_op(name, True, calls, side, torch.bfloat16)
+    assert re.search("linear_fwd_hopper_kernel" + ".*linear_dact_hopper_kernel" * ("mlp" in name), str(calls.first))
+    tensors, graph = made(name, 2, 18, torch.device("cuda"), torch.bfloat16), torch.cuda.CUDAGraph()
+    with torch.inference_mode():
+        function(name)(**tensors)  # compiles
+        with recorded() as captured, torch.cuda.graph(graph):
+            function(name)(**tensors)
+    with recorded() as replayed:
+        graph.replay()
+    assert not problems(captured + replayed)
+    counts = [[e.get("name") for e in events].count("linear_fwd_hopper_kernel") for events in (captured, replayed)]
+    assert counts[0] == counts[1] > 0
 
 
 # With other inputs than images, shapes depend on numbers that a kernel computes
