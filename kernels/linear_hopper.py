@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from fastvit.kernels import _profiling
 from fastvit.kernels._hopper import load_tile, store_tile
-from fastvit.kernels._math import activate, activate_with_grad
+from fastvit.kernels._math import activate, activate_with_grad, columns_part
 from fastvit.kernels.linear import place
 
 BLOCK_M = gl.constexpr(128)
@@ -53,8 +53,9 @@ def tile_at(number, M, N):
 
 
 @gluon.jit
-def copy(a, b, read, a_slots, b_slots, parts, barriers, M, N, K, TRANSPOSED: gl.constexpr):
+def copy(a, b, read, memory, barriers, M, N, K, TRANSPOSED: gl.constexpr):
     """The warp that copies. TRANSPOSED: b is [N, K]."""
+    a_slots, b_slots, parts, _spare = memory
     full, empty, ready, taken, _turn = barriers
     step = 0
     count = 0
@@ -80,11 +81,6 @@ def copy(a, b, read, a_slots, b_slots, parts, barriers, M, N, K, TRANSPOSED: gl.
 
 
 @gluon.jit
-def halves(x):
-    return x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute([0, 2, 1]).split()
-
-
-@gluon.jit
 def load_columns(ptr, cols, N):
     return gl.load(ptr + cols, mask=cols < N, other=0.0).to(gl.float32)[None, :]
 
@@ -92,10 +88,11 @@ def load_columns(ptr, cols, N):
 @gluon.jit
 def finish_part(
     y, i: gl.constexpr, GROUP: gl.constexpr,  # [BLOCK_M, PART] f32
-    tile_m, row, col, M, N, rows_per_sample, parts, spare, read, out, second, vectors, ACTIVATION: gl.constexpr,
+    tile_m, row, col, M, N, rows_per_sample, parts, spare, tensors, vectors, ACTIVATION: gl.constexpr,
 ):  # fmt: skip
     """Store part i of a tile's results from its sums. What TMA has read from the part's buffer is overwritten there."""
     layout: gl.constexpr = y.type.layout
+    read, out, second = tensors
     bias_ptr, layer_scale_ptr, row_scale_ptr, partial_ptr = vectors
     buffer = parts.index(GROUP * PARTS + i)
     cols = col + i * PART + gl.arange(0, PART, gl.SliceLayout(0, layout))
@@ -132,11 +129,12 @@ def finish_part(
 
 @gluon.jit
 def compute(
-    GROUP: gl.constexpr, read, out, second, vectors, a_slots, b_slots, parts, spare, barriers,
-    M, N, K, rows_per_sample, TRANSPOSED: gl.constexpr, ACTIVATION: gl.constexpr,
+    GROUP: gl.constexpr, tensors, vectors, memory, barriers, M, N, K, rows_per_sample,
+    TRANSPOSED: gl.constexpr, ACTIVATION: gl.constexpr,
 ):  # fmt: skip
     """A group of four warps: every other tile of the program."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    a_slots, b_slots, parts, spare = memory
     full, empty, ready, taken, turn = barriers
     tiles = gl.cdiv(M, BLOCK_M) * gl.cdiv(N, BLOCK_N)
     steps = gl.cdiv(K, BLOCK_K)
@@ -159,16 +157,14 @@ def compute(
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(empty.index((step + SLOTS - 1) % SLOTS), count=1)
         mbarrier.arrive(turn.index(1 - GROUP), count=1)
-        if read is not None:
+        if tensors[0] is not None:
             mbarrier.wait(ready.index(GROUP), count & 1)
-        left, right = halves(acc)
-        quarters = halves(left) + halves(right)
         for i in gl.static_range(PARTS):
+            y = columns_part(acc, i, PARTS)
             finish_part(
-                quarters[i], i, GROUP, tile_m, row, col, M, N, rows_per_sample, parts, spare, read, out, second,
-                vectors, ACTIVATION,
-            )  # fmt: skip
-        if read is not None:
+                y, i, GROUP, tile_m, row, col, M, N, rows_per_sample, parts, spare, tensors, vectors, ACTIVATION
+            )
+        if tensors[0] is not None:
             tma.store_wait(0)
             mbarrier.arrive(taken.index(GROUP), count=1)
         count += 1
@@ -176,41 +172,32 @@ def compute(
 
 
 @gluon.jit
+def new_barriers(COUNT: gl.constexpr):
+    barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(barriers.index(i), count=1)
+    return barriers
+
+
+@gluon.jit
 def take_turns(
-    a, b, read, out, second, vectors, M, N, K, rows_per_sample,
-    TRANSPOSED: gl.constexpr, ACTIVATION: gl.constexpr,
+    a, b, tensors, vectors, M, N, K, rows_per_sample, TRANSPOSED: gl.constexpr, ACTIVATION: gl.constexpr
 ):  # fmt: skip
-    """Start the partitions. read: what the epilogue reads by TMA; second: its second result; or None."""
+    """Start the partitions. tensors: what the epilogue reads by TMA, or None; its first result; its second, or None."""
+    read, out, second = tensors
     a_slots = gl.allocate_shared_memory(a.dtype, [SLOTS, BLOCK_M, BLOCK_K], a.layout)
     b_slots = gl.allocate_shared_memory(b.dtype, [SLOTS, b.block_type.shape[0], b.block_type.shape[1]], b.layout)
     parts = gl.allocate_shared_memory(out.dtype, [2 * PARTS, BLOCK_M, PART], out.layout)
     spare = parts
     if second is not None:
         spare = gl.allocate_shared_memory(out.dtype, [2, BLOCK_M, PART], out.layout)
-    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    taken = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(SLOTS):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=1)
-    for i in gl.static_range(2):
-        mbarrier.init(ready.index(i), count=1)
-        mbarrier.init(taken.index(i), count=1)
-        mbarrier.init(turn.index(i), count=1)
+    barriers = new_barriers(SLOTS), new_barriers(SLOTS), new_barriers(2), new_barriers(2), new_barriers(2)
     fence_async_shared()
-    barriers = full, empty, ready, taken, turn
+    memory = a_slots, b_slots, parts, spare
     gl.warp_specialize([
-        (compute, (
-            0, read, out, second, vectors, a_slots, b_slots, parts, spare, barriers,
-            M, N, K, rows_per_sample, TRANSPOSED, ACTIVATION,
-        )),
-        (compute, (
-            1, read, out, second, vectors, a_slots, b_slots, parts, spare, barriers,
-            M, N, K, rows_per_sample, TRANSPOSED, ACTIVATION,
-        )),
-        (copy, (a, b, read, a_slots, b_slots, parts, barriers, M, N, K, TRANSPOSED)),
+        (compute, (0, tensors, vectors, memory, barriers, M, N, K, rows_per_sample, TRANSPOSED, ACTIVATION)),
+        (compute, (1, tensors, vectors, memory, barriers, M, N, K, rows_per_sample, TRANSPOSED, ACTIVATION)),
+        (copy, (a, b, read, memory, barriers, M, N, K, TRANSPOSED)),
     ], [4, 1], [240, 24])  # fmt: skip
 
 
@@ -233,7 +220,7 @@ def linear_fwd_hopper_kernel(
 ):  # fmt: skip
     """A persistent grid of a program an SM."""
     vectors = bias_ptr, layer_scale_ptr, row_scale_ptr, None
-    take_turns(x, w, residual, out, pre, vectors, M, N, K, rows_per_sample, True, ACTIVATION)
+    take_turns(x, w, (residual, out, pre), vectors, M, N, K, rows_per_sample, True, ACTIVATION)
 
 
 @gluon.jit(do_not_specialize=NUMBERS, launch_metadata=_profiling.matmul("dy"))
@@ -245,4 +232,4 @@ def linear_dact_hopper_kernel(
     ACTIVATION: gl.constexpr,
 ):  # fmt: skip
     """Grid as in linear_fwd_hopper_kernel."""
-    take_turns(dy, w, pre, dpre, h, (None, None, None, partial_ptr), M, N, K, 1, False, ACTIVATION)
+    take_turns(dy, w, (pre, dpre, h), (None, None, None, partial_ptr), M, N, K, 1, False, ACTIVATION)

@@ -159,7 +159,7 @@ FAULTS = {  # what, with what instead, and the kinds of fault that this is
     "what is read before its copy": ("mbarrier.wait(ready.index(GROUP), count & 1)", "pass", "race"),
     "what is read is overwritten": ("mbarrier.wait(taken.index(group), (count // 2 & 1) ^ 1)", "pass", "race"),
     "no fence before a store": ("fence_async_shared()\n        store_tile(out", "store_tile(out", "fence"),
-    "no fence after barriers": ("    fence_async_shared()\n    barriers", "    barriers", "fence"),
+    "no fence after barriers": ("    fence_async_shared()\n    memory", "    memory", "fence"),
     "sums after the end": ("gl.sum(y, 0), mask=cols < N", "gl.sum(y, 0)", "bounds"),
     "a buffer before its store": ("tma.store_wait(1)", "tma.store_wait(2)", "race"),
     "a store in flight at the end": ("        count += 1\n    tma.store_wait(0)", "        count += 1", "leftover"),
