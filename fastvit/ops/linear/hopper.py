@@ -24,7 +24,7 @@ def is_on() -> bool:
 def takes(x: Tensor, n: int, *others: Tensor | None, backward: bool = False) -> bool:
     """Return whether these kernels multiply x [..., K] @ [K, n]: where they were measured faster.
 
-    others: the weight, and what the epilogue reads by TMA.
+    others: the weight, and what the result's dtype depends on.
     """
     if not is_on() or x.element_size() != 2 or any(t is not None and t.dtype is not x.dtype for t in others):
         return False
@@ -38,9 +38,10 @@ def launch(
     x: Tensor, n: int, numbers: tuple[int, ...], activation: str, today: Launch, backward: bool = False
 ) -> Launch:
     """Return the launch that takes the place of `today`, which is left to addresses that are not multiples of 16."""
-    kernel = _kernel(_module(), backward)
+    module = _module()
     programs = min(cdiv(numbers[0], ROWS) * cdiv(n, COLUMNS), device.multiprocessors(x.device.index))
-    return Launch(kernel, programs, numbers, {"ACTIVATION": activation, **_module().OPTIONS}, unaligned=today)
+    constants = {"ACTIVATION": activation, **module.OPTIONS}
+    return Launch(_kernel(module, backward), programs, numbers, constants, unaligned=today)
 
 
 def _module() -> Any:

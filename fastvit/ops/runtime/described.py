@@ -18,9 +18,9 @@ _FIRST = 9  # arguments of Triton's launcher before the kernel's
 
 
 class Described:
-    """A Gluon kernel as `launch` takes one: with tensors, each of which it describes as rows, or passes as a pointer.
+    """A Gluon kernel as `launch` takes one.
 
-    boxes: of each tensor; None for a pointer.
+    boxes: of the tensors, which it describes as rows; None for a pointer.
     """
 
     def __init__(self, kernel: Any, boxes: Sequence[Box | None]) -> None:
@@ -32,42 +32,37 @@ class Described:
 
     def described(self, arguments: Sequence[Any]) -> list[Any]:
         """Return a launch's arguments, of which the tensors come first, with descriptors."""
-        boxes = (*self.boxes, *[None] * (len(arguments) - len(self.boxes)))
-        return [a if a is None or box is None else _describe(a, box) for a, box in zip(arguments, boxes, strict=True)]
+        tensors = zip(arguments, self.boxes, strict=False)
+        described = [t if t is None or box is None else _describe(t, box) for t, box in tensors]
+        return [*described, *arguments[len(described) :]]
 
     def by_address(self, run: Callable[..., object], arguments: Sequence[Any]) -> Callable[..., object]:
-        """Return Triton's launcher `run` with addresses in place of descriptors, for tensors as in these arguments. A
-        descriptor holds the address, so every launch makes its own."""
-        made = [
-            (_FIRST + i, a.shape, a.strides)
-            for i, a in enumerate(self.described(arguments))
-            if isinstance(a, TensorDescriptor)
-        ]
+        """Return Triton's launcher `run` for addresses of tensors as in these arguments. A descriptor holds an address,
+        so every launch makes its own."""
+        like = {i: t for i, t in enumerate(self.described(arguments), _FIRST) if type(t) is TensorDescriptor}
+        made = [(i, t.shape, t.strides) for i, t in like.items()]
 
         def launch(*call: Any) -> None:
             filled = [*call]
             for i, shape, strides in made:
-                filled[i] = _Descriptor(filled[i], shape, strides)
+                filled[i] = _Descriptor(call[i], shape, strides)
             run(*filled)
 
         return launch
 
 
 class _Descriptor:
-    """What Triton's launcher reads of a TensorDescriptor, whose own constructor checks what is known here."""
+    """What Triton's launcher reads of a TensorDescriptor, whose constructor checks what is known here."""
 
-    __slots__ = ("_address", "shape", "strides")
+    __slots__ = ("address", "shape", "strides")
     padding, round_f32_to_tf32 = "zero", False
+    base = property(lambda self: self)
 
     def __init__(self, address: int, shape: list[int], strides: list[int]) -> None:
-        self._address, self.shape, self.strides = address, shape, strides
-
-    @property
-    def base(self) -> _Descriptor:
-        return self
+        self.address, self.shape, self.strides = address, shape, strides
 
     def data_ptr(self) -> int:
-        return self._address
+        return self.address
 
 
 def _describe(t: Tensor, box: Box) -> TensorDescriptor:
