@@ -13,6 +13,7 @@ import random
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
@@ -38,16 +39,11 @@ def now():
     return _machine
 
 
-def kernel_frame():
+def where():
+    """Return file and line of the kernel."""
     frame = sys._getframe(1)
     while frame.f_back and frame.f_code.co_filename in OURS:
         frame = frame.f_back
-    return frame
-
-
-def where():
-    """Return file and line of the kernel."""
-    frame = kernel_frame()
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
 
@@ -64,38 +60,23 @@ class Agent:
 
     def access(self, view, write, asynchronous=False):
         """Record an access to shared memory; raise if it is not ordered after an earlier one."""
-        mine, written = Access(self, view, write, asynchronous), False
+        text, written = f"{self.name} at {where()} ({'writes' if write else 'reads'})", False
         for old in view.alloc.accesses:
-            if not (old.write or write) or not old.overlaps(view):
+            if not (old.write or write) or not old.view.overlaps(view):
                 continue
             if self.clock.get(old.who, 0) < old.at:
-                raise Fault("race", f"{view}: {mine.text} is not ordered after {old.text}")
+                raise Fault("race", f"{view}: {text} is not ordered after {old.text}")
             if asynchronous and not old.fenced:
-                raise Fault("fence", f"{view}: {mine.text} by the asynchronous proxy, no fence after {old.text}")
+                raise Fault("fence", f"{view}: {text} by the asynchronous proxy, no fence after {old.text}")
             written |= old.write
         if not write and not written:
-            raise Fault("race", f"{view}: {mine.text} of what nothing has written")
+            raise Fault("race", f"{view}: {text} of what nothing has written")
         if write:
-            view.alloc.accesses[:] = [a for a in view.alloc.accesses if not a.inside(view)]
+            view.alloc.accesses[:] = [a for a in view.alloc.accesses if not view.covers(a.view)]
+        fenced = asynchronous or not write
+        mine = SimpleNamespace(who=self.id, at=self.clock[self.id], view=view, write=write, fenced=fenced, text=text)
         view.alloc.accesses.append(mine)
         return mine
-
-
-class Access:
-    def __init__(self, agent, view, write, asynchronous):
-        self.who, self.at = agent.id, agent.clock[agent.id]
-        self.low, self.high, self.ids, self.write = view.low, view.high, view.ids, write
-        self.fenced = asynchronous or not write
-        self.text = f"{agent.name} at {where()} ({'writes' if write else 'reads'})"
-
-    def overlaps(self, view):
-        if self.low >= view.high or view.low >= self.high:
-            return False
-        whole = [x.numel() == x.max() - x.min() + 1 for x in (self.ids, view.ids)]
-        return all(whole) or bool(torch.isin(self.ids, view.ids).any())
-
-    def inside(self, view):
-        return view.low <= self.low and self.high <= view.high and view.ids.numel() == view.high - view.low
 
 
 class Partition(Agent):
@@ -135,12 +116,9 @@ class Machine:
         try:
             while not all(p.done for p in self.parts):
                 self.step()
-            left = [c.name for c in self.copies]
-            for part in self.parts:
-                operations = part.products + part.stores
-                left += [f"{o.name}, for which {part.name} has not waited" for o in operations if not o.waited]
-            if left:
-                raise Fault("leftover", f"the program ends with {left[0]}")
+            operations = [o for p in self.parts for o in p.products + p.stores if not o.waited]
+            for left in self.copies + operations:
+                raise Fault("leftover", f"the program ends without a wait for {left.name}")
             for barrier in self.barriers.values():
                 if barrier.bytes:
                     raise Fault("barrier", f"the program ends with {barrier}")
@@ -197,10 +175,9 @@ class Copy(Agent):
             raise Fault("shape", f"{name}: box {desc.block_shape}, buffer {view.shape}")
         if view.dtype != desc.dtype or len(coord) != len(desc.shape):
             raise Fault("shape", f"{name}: {desc.dtype} and {view.dtype}, {len(desc.shape)} coordinates wanted")
-        spans = [(int(at), min(n, int(at) + b)) for at, b, n in zip(coord, desc.block_shape, desc.shape, strict=True)]
-        spans = [(at, max(at, 0), max(at, end, 0)) for at, end in spans]
-        self.inner = tuple(slice(first - at, max(first, end) - at) for at, first, end in spans)
-        self.outer = tuple(slice(first, max(first, end)) for _, first, end in spans)
+        ends = [max(int(at), min(n, int(at) + b)) for at, b, n in zip(coord, desc.block_shape, desc.shape, strict=True)]
+        self.outer = tuple(slice(int(at), end) for at, end in zip(coord, ends, strict=True))
+        self.inner = tuple(slice(0, end - int(at)) for at, end in zip(coord, ends, strict=True))
         self.access(view, write=barrier is not None, asynchronous=True)
         _machine.copies.append(self)
 
