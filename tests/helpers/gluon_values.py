@@ -39,6 +39,10 @@ class Registers(torch.Tensor):
         return self[..., 0], self[..., 1]
 
 
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "and", "or", "xor"):  # x += 1 makes a new value
+    setattr(Registers, f"__i{_name}__", getattr(torch.Tensor, f"__{_name}__"))
+
+
 def registers(x, dtype=None):
     return torch.as_tensor(x, dtype=dtype).as_subclass(Registers)
 
