@@ -12,8 +12,7 @@ from oracle import assert_as_accurate, inputs
 from fastvit import ops
 from fastvit.kernels import _configs
 from fastvit.ops.runtime import device as devices
-from fastvit.study.accuracy.formulas import ACTIVATIONS
-from fastvit.study.accuracy.formulas import linear as eager
+from fastvit.study.accuracy.formulas import ACTIVATIONS, linear
 
 if importlib.util.find_spec("triton") is not None:
     import gluon_emulator
@@ -24,7 +23,6 @@ if importlib.util.find_spec("triton") is not None:
 
 pytestmark = needs_triton
 BF16, F16 = torch.bfloat16, torch.float16
-registered = torch.ops.fastvit
 
 
 @pytest.fixture
@@ -49,11 +47,6 @@ def in_turns(triton_backend, monkeypatch):
         yield run
 
 
-def padded(t, by=16):
-    """Return t with NaN between its rows."""
-    return torch.nn.functional.pad(t, (0, by), value=torch.nan)[..., : t.shape[-1]]
-
-
 # K of one step; a tile in one program, K of fewer steps than slots; tiles for some programs; as many steps as slots,
 # and sizes that fill no tile; two groups of row tiles; more than two tiles a program, K of no whole rounds of the slots
 SHAPES = {
@@ -61,59 +54,57 @@ SHAPES = {
     "groups": (1, 1200, 64, 24), "rounds": (3, 100, 328, 560),
 }  # fmt: skip
 KINDS = {
-    "fc1": ((), "gelu"),
-    "proj": (("residual",), None),
-    "scaled": (("layer_scale", "row_scale", "residual"), "silu"),
-}
+    "fc1": ((), "gelu"), "proj": (("residual",), None), "scaled": (("layer_scale", "row_scale", "residual"), "silu"),
+}  # fmt: skip
+
+
+def drawn(dtype, seed, **shapes):
+    """Draw tensors. What has rows has NaN between them."""
+    tensors = {
+        name: inputs("normal", *s, dtype=dtype, device="cpu", seed=seed + len(name)) for name, s in shapes.items()
+    }
+    pad = functools.partial(torch.nn.functional.pad, pad=(0, 16), value=torch.nan)
+    return {name: pad(t)[..., : t.shape[-1]] if t.dim() > 1 else t for name, t in tensors.items()}
+
+
+def assert_right(got, formula, tensors, factor=2):
+    exact = formula(**{name: t.double() for name, t in tensors.items()})
+    for one, eager, true in zip(got, formula(**tensors), exact, strict=True):
+        assert_as_accurate(one, eager, true, factor=factor)
 
 
 def check_forward(kind, shape, dtype, seed):
     B, N, K, out = shape
     epilogue, activation = KINDS[kind]
-    sizes = {
-        "x": (B, N, K),
-        "weight": (out, K),
-        "bias": (out,),
-        "layer_scale": (out,),
-        "row_scale": (B,),
-        "residual": (B, N, out),
-    }
-    names = ["x", "weight", "bias", *epilogue]
-    tensors = {n: inputs("normal", *sizes[n], dtype=dtype, device="cpu", seed=seed + i) for i, n in enumerate(names)}
-    tensors |= {n: padded(tensors[n]) for n in ("x", "weight", "residual") if n in tensors}
-    fused, same = (functools.partial(function, activation=activation) for function in (ops.linear, eager))
+    optional = {"layer_scale": (out,), "row_scale": (B,), "residual": (B, N, out)}
+    tensors = drawn(
+        dtype, seed, x=(B, N, K), weight=(out, K), bias=(out,), **{name: optional[name] for name in epilogue}
+    )
     with torch.inference_mode():
-        exact = same(**{name: t.double() for name, t in tensors.items()})
-        assert_as_accurate(fused(**tensors), same(**tensors), exact)
+        got = ops.linear(**tensors, activation=activation)
+        assert_right([got], lambda **t: [linear(**t, activation=activation)], tensors)
+
+
+def check_training(shape, dtype, seed, activation="gelu"):
+    def formula(x, weight, bias):
+        pre = torch.nn.functional.linear(x, weight, bias)
+        return ACTIVATIONS[activation](pre), pre
+
+    B, N, K, out = shape
+    tensors = drawn(dtype, seed, x=(B, N, K), weight=(out, K), bias=(out,))
+    assert_right(torch.ops.fastvit.linear_act_fwd(**tensors, activation=activation), formula, tensors)
 
 
 def check_backward(shape, dtype, seed, activation="gelu"):
-    B, N, K, out = shape
-    sizes = (B, N, K), (K, out), (B, N, out)
-    dy, weight, pre = (
-        padded(inputs("normal", *s, dtype=dtype, device="cpu", seed=seed + i)) for i, s in enumerate(sizes)
-    )
-    got = registered.linear_dact(dy, weight, pre, activation)
-
     def formula(dy, weight, pre):
         pre = pre.detach().requires_grad_()
         h = ACTIVATIONS[activation](pre)
         (dpre,) = torch.autograd.grad(h, pre, dy @ weight)
         return dpre, h.detach(), dpre.sum((0, 1))
 
-    plain = formula(dy, weight, pre)
-    for one, own, exact in zip(got, plain, formula(dy.double(), weight.double(), pre.double()), strict=True):
-        assert_as_accurate(one, own, exact, factor=3)
-
-
-def check_training(shape, dtype, seed, activation="gelu"):
     B, N, K, out = shape
-    sizes = (B, N, K), (out, K), (out,)
-    tensors = [inputs("normal", *s, dtype=dtype, device="cpu", seed=seed + i) for i, s in enumerate(sizes)]
-    h, pre = registered.linear_act_fwd(*tensors, activation)
-    plain, exact = torch.nn.functional.linear(*tensors), torch.nn.functional.linear(*(t.double() for t in tensors))
-    assert_as_accurate(pre, plain, exact)
-    assert_as_accurate(h, ACTIVATIONS[activation](plain), ACTIVATIONS[activation](exact))
+    tensors = drawn(dtype, seed, dy=(B, N, K), weight=(K, out), pre=(B, N, out))
+    assert_right(torch.ops.fastvit.linear_dact(**tensors, activation=activation), formula, tensors, 3)
 
 
 CHECKS = {kind: functools.partial(check_forward, kind) for kind in KINDS}
