@@ -1,4 +1,4 @@
-"""Find the widths of a kernel's global loads and stores by source line, in PTX with `.loc` comments."""
+"""Find in PTX with `.loc` comments the widths of global loads and stores by source line, and arrivals at barriers."""
 
 from __future__ import annotations
 
@@ -108,3 +108,17 @@ def _access(line: str) -> tuple[str, int] | None:
     if found := _PTX_COPY.search(line):
         return "load", int(found.group(1), 0)
     return None
+
+
+def early_arrivals(ptx: str) -> int:
+    """Count arrivals at an mbarrier between a wait for wgmma or TMA and the next bar.sync. One thread arrives for its
+    whole group of warps, but waits for its own warp's part only."""
+    count, waited = 0, False
+    for line in ptx.splitlines():
+        if "wgmma.wait_group" in line or "cp.async.bulk.wait_group" in line:
+            waited = True
+        elif "bar.sync" in line or "barrier.sync" in line:
+            waited = False
+        elif "mbarrier.arrive." in line and "expect_tx" not in line:
+            count += waited
+    return count

@@ -18,7 +18,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from benchmarks.codegen import sass
-from benchmarks.codegen.accesses import global_accesses, narrow, tile_bytes
+from benchmarks.codegen.accesses import early_arrivals, global_accesses, narrow, tile_bytes
 from benchmarks.codegen.wrong_sums import wrong_sums
 from fastvit.warmup import Launch, gpu_target
 
@@ -135,20 +135,6 @@ class Compiled:
             return found + [f"{early} arrivals at a barrier by warps that have not met after a wait"] * bool(early)
         threads = self.num_warps * TARGETS[self.target].gpu.warp_size
         return found + [str(access) for access in narrow(global_accesses(self.ptx), self.tiles, threads, self.granule)]
-
-
-def early_arrivals(ptx: str) -> int:
-    """Count arrivals at an mbarrier between a wait for wgmma or TMA and the next bar.sync. One thread arrives for its
-    whole group of warps, but waits for its own warp's part only."""
-    count, waited = 0, False
-    for line in ptx.splitlines():
-        if "wgmma.wait_group" in line or "cp.async.bulk.wait_group" in line:
-            waited = True
-        elif "bar.sync" in line or "barrier.sync" in line:
-            waited = False
-        elif "mbarrier.arrive." in line and "expect_tx" not in line:
-            count += waited
-    return count
 
 
 def compile_launch(launch: Launch, granule: int, dtype: str) -> Compiled:

@@ -125,7 +125,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
     cells = [row["workload"], row["dtype"], tile, f"{row['num_warps']}/{row['num_stages']}"]
     if "slots" not in row:
         return cells
-    per = [f"{row['slots_per']:.2f}", row["unit"]] if "slots_per" in row else []
+    per = [f"{row['slots_per']:.2f}", row["unit"]] if "slots_per" in row else ["", ""]
     numbers = (row[k] for k in ("registers", "spill_bytes", "shared", "programs_per_sm", "hot_slots"))
     loads = "TMA" if "UTMALDG" in row["mix"] else "" if row["loads_in_flight"] is None else str(row["loads_in_flight"])
     return [*cells, *(str(n // 1024 if i == 2 else n) for i, n in enumerate(numbers)), loads, *per]

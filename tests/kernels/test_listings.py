@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from benchmarks.codegen import sass
+from benchmarks.codegen.accesses import early_arrivals
 from benchmarks.codegen.wrong_sums import wrong_sums
 
 
@@ -60,6 +61,7 @@ LOADS = "HMMA R3", "LDGSTS.E.BYPASS.128 [R21], desc[UR20][R10.64]", "LDGDEPBAR"
         # wgmma one after the other, and pipelined
         ((STEP, "WARPGROUP.DEPBAR.LE gsb0, 0x0") * 4, "one_by_one", True),
         ((STEP, "WARPGROUP.DEPBAR.LE gsb0, 0x1") * 4, "one_by_one", False),
+        ((STEP, "WARPGROUP.DEPBAR.LE gsb0, 0x1") * 2, "products_in_flight", 1),
         (("DEPBAR.LE SB0, 0x0", *LOADS), "loads_in_flight", 0),
         (("DEPBAR.LE SB0, 0x1        ?WAIT4_END_GROUP", *LOADS), "loads_in_flight", 1),
     ],
@@ -73,3 +75,9 @@ def test_an_address_is_wrong_if_both_its_halves_come_from_one_register(between: 
     code = ["UIADD3 UR4, UP0, UR9, 0x20, URZ", between, "UIADD3.X UR5, UR9, -0x3ffffff0, URZ, UP0, !UPT"]
     listing = sass.parse("\n".join(f"        /*{16 * i:04x}*/   {line} ;" for i, line in enumerate(filter(None, code))))
     assert wrong_sums(listing.whole.instructions) == expected
+
+
+@pytest.mark.parametrize(("between", "expected"), [([], 1), (["bar.sync 2, 128;"], 0)])
+def test_warps_meet_after_a_wait_before_one_arrives(between: list[str], expected: int) -> None:
+    lines = ["wgmma.wait_group.sync.aligned 1;", *between, "@%p1 mbarrier.arrive.shared::cta.b64 _, [%r1];"]
+    assert early_arrivals("\n".join([*lines, "mbarrier.arrive.expect_tx.shared.b64 _, [%r2], 64;"])) == expected
