@@ -160,7 +160,8 @@ def test_the_commands_are_complete():
 @needs_interpreter
 def test_sanitizer_cases_launch_every_kernel():
     assert len(sanitize.kernels()) > 20
-    assert {kernel for op in sanitize.ops() for kernel in sanitize.rehearse(op)} == {*sanitize.kernels()}
+    interpreted = {name for name in sanitize.kernels() if "hopper" not in name}
+    assert {kernel for op in sanitize.ops() for kernel in sanitize.rehearse(op)} == interpreted
 
 
 def test_the_verdict_has_what_failed_first_and_compares_what_was_timed():
