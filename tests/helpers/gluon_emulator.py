@@ -52,6 +52,12 @@ def init(view, count):
     now().barriers[view.alloc, view.low] = Barrier(f"{view.alloc.name}[{view.low}]", int(count), me.unfenced[-1])
 
 
+def release(view, pred, *amounts):
+    barrier = barrier_of(view)
+    if pred:
+        barrier.release(*amounts)
+
+
 def wait(view, phase, pred=True, deps=()):
     barrier, at = barrier_of(view), where()
     if int(phase) not in (0, 1):
@@ -181,8 +187,8 @@ MODULES = {
     gl: LANGUAGE, tl: LANGUAGE, hopper.tma: SimpleNamespace(store_wait=store_wait),
     hopper.mbarrier: SimpleNamespace(
         MBarrierLayout=Fields, init=init, wait=wait,
-        expect=lambda view, nbytes, pred=True: barrier_of(view).release(int(bool(pred)), int(nbytes) * bool(pred)),
-        arrive=lambda view, *, count=1, pred=True: barrier_of(view).release(int(count) * bool(pred)),
+        expect=lambda view, nbytes, pred=True: release(view, pred, 1, int(nbytes)),
+        arrive=lambda view, *, count=1, pred=True: release(view, pred, int(count)),
     ),
 }  # fmt: skip
 FUNCTIONS = {
