@@ -16,29 +16,30 @@ def _metadata(operand: str, sizes_of: Callable[[Arguments], Sizes], flops_of: Ca
 
     def launch_metadata(grid: tuple[int, ...], metadata: Any, arguments: Arguments) -> dict[str, Any]:
         arguments = {name: getattr(a, "base", a) for name, a in arguments.items()}  # the tensors of descriptors
+        tensors = {id(a): a for a in arguments.values() if hasattr(a, "element_size")}  # some have several descriptors
         sizes, operand_dtype = sizes_of(arguments), arguments[operand].dtype
         words = [metadata.name, *(f"{name}{size}" for name, size in sizes.items()), str(operand_dtype).split(".")[-1]]
         return {
             "name": " ".join(words),
             f"flops{8 * arguments[operand].element_size()}": flops_of(sizes),
-            "bytes": sum(a.numel() * a.element_size() for a in arguments.values() if hasattr(a, "element_size")),
+            "bytes": sum(a.numel() * a.element_size() for a in tensors.values()),
         }
 
     return launch_metadata
 
 
-def attention(matmuls: int) -> Any:
+def attention(matmuls: int, operand: str = "q_ptr") -> Any:
     """Count `matmuls` products of N x keys x d per head. For packed sequences N is the number of all queries, and every
-    sequence counts as long as the longest. Causal attention counts in full."""
+    sequence counts as long as the longest. Causal attention counts in full. operand: the parameter of q."""
 
     def sizes(a: Arguments) -> Sizes:
-        shape = dict(zip("BNHd", a["q_ptr"].shape, strict=True))
+        shape = dict(zip("BNHd", a[operand].shape, strict=True))
         if "height" in a:  # of a grid of keys
             return {**shape, "keys": a["height"] * a["width"]}
         keys = a["N"] if a.get("N_k") is None else a["N_k"]
         return shape if keys == shape["N"] else {**shape, "keys": keys}
 
-    return _metadata("q_ptr", sizes, lambda s: 2 * matmuls * s["B"] * s["H"] * s["N"] * s.get("keys", s["N"]) * s["d"])
+    return _metadata(operand, sizes, lambda s: 2 * matmuls * s["B"] * s["H"] * s["N"] * s.get("keys", s["N"]) * s["d"])
 
 
 def matmul(operand: str, matmuls: int = 1) -> Any:

@@ -1,5 +1,6 @@
 """Calls launch the same in Python, recorded, and replayed in C; on the current stream; and write to nothing else."""
 
+import functools
 import gc
 import itertools
 import re
@@ -16,9 +17,10 @@ from replaying import in_python, replays
 from torch import Tensor
 
 import fastvit
-from fastvit.kernels import _configs
+from fastvit.kernels import _attention_hopper_configs, _configs
 from fastvit.modules import positions
 from fastvit.ops import use_backend
+from fastvit.ops.attention import hopper
 from fastvit.ops.runtime import backend, call
 
 
@@ -83,9 +85,11 @@ def test_ops(name: str, gradients: bool, calls: Calls, side: torch.cuda.Stream) 
     check_op(name, gradients, calls, side, torch.float32)
 
 
-def check_op(name: str, gradients: bool, calls: Calls, side: torch.cuda.Stream, dtype: torch.dtype) -> None:
+def check_op(
+    name: str, gradients: bool, calls: Calls, side: torch.cuda.Stream, dtype: torch.dtype, N: int = 18, d: int = 16
+) -> None:
     device, op = torch.device("cuda"), function(name)
-    sets = [made(name, 2, 18, device, dtype) for _ in range(2)]
+    sets = [made(name, 2, N, device, dtype, d=d) for _ in range(2)]
     with use_backend("triton", strict=True), torch.set_grad_enabled(gradients):
         douts = [torch.zeros_like(t) for t in outputs_of(op(**sets[0]))]  # a first call may make tables
 
@@ -110,14 +114,28 @@ def check_op(name: str, gradients: bool, calls: Calls, side: torch.cuda.Stream, 
         assert torch.cuda.memory_allocated() == memory
 
 
-@pytest.mark.parametrize("name", ["linear gelu", "linear residual", "mlp gelu"])
-def test_ops_in_gluon(name: str, calls: Calls, side: torch.cuda.Stream, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "N", "kernel"),
+    [
+        ("linear gelu", 18, "linear_fwd"),
+        ("linear residual", 18, "linear_fwd"),
+        ("mlp gelu", 18, "linear_fwd"),
+        ("layer_norm_attention qk_norm", 150, "attention_fwd_short"),
+        ("layer_norm_attention qk_norm", 1000, "attention_fwd_long"),
+    ],
+)
+def test_ops_in_gluon(
+    name: str, N: int, kernel: str, calls: Calls, side: torch.cuda.Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Their descriptors hold the addresses of each call; a graph's those of its capture."""
-    monkeypatch.setattr(backend, "GLUON", True)
+    kernel = f"{kernel}_hopper_kernel"
+    monkeypatch.setattr(backend, "GLUON", "1")
     monkeypatch.setattr(_configs, "takes_turns", lambda *_: True)
-    check_op(name, True, calls, side, torch.bfloat16)
-    assert re.search("linear_fwd_hopper_kernel" + ".*linear_dact_hopper_kernel" * ("mlp" in name), str(calls.first))
-    tensors, graph = made(name, 2, 18, torch.device("cuda"), torch.bfloat16), torch.cuda.CUDAGraph()
+    config = functools.partial(_attention_hopper_configs.attention_hopper, heads_per_sm=1e6)
+    monkeypatch.setattr(hopper, "attention_hopper", lambda n, d, heads: config(n, d))
+    check_op(name, True, calls, side, torch.bfloat16, N, 64)
+    assert re.search(kernel + ".*linear_dact_hopper_kernel" * ("mlp" in name), str(calls.first))
+    tensors, graph = made(name, 2, N, torch.device("cuda"), torch.bfloat16, d=64), torch.cuda.CUDAGraph()
     with torch.inference_mode():
         function(name)(**tensors)  # compiles
         with recorded() as captured, torch.cuda.graph(graph):
@@ -125,7 +143,7 @@ def test_ops_in_gluon(name: str, calls: Calls, side: torch.cuda.Stream, monkeypa
     with recorded() as replayed:
         graph.replay()
     assert not problems(captured + replayed)
-    counts = [[e.get("name") for e in events].count("linear_fwd_hopper_kernel") for events in (captured, replayed)]
+    counts = [[e.get("name") for e in events].count(kernel) for events in (captured, replayed)]
     assert counts[0] == counts[1] > 0
 
 

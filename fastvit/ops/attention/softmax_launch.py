@@ -12,6 +12,7 @@ from fastvit.kernels.attention import attention_fwd_kernel
 from fastvit.kernels.attention_bwd_dkdv import attention_bwd_dkdv_kernel
 from fastvit.kernels.attention_bwd_dq import attention_bwd_dq_kernel
 from fastvit.kernels.attention_bwd_short import attention_bwd_short_kernel
+from fastvit.ops.attention import hopper
 from fastvit.ops.attention.aten_samples import gradients_of_one_key, zero_without_queries
 from fastvit.ops.attention.within import Sequences, Within, is_added
 from fastvit.ops.attention.workload import (
@@ -119,7 +120,8 @@ def _forward_launch(
     numbers: Any = *sizes_of(q, k, workload), *numbers_of_windows(within), *strides, *of_mask, scale, dropout_p
     samples, H, N = stored(q, within)
     shape = (samples, H, 2, N) if is_added(mask) else (samples, H, N)
-    return Launch(attention_fwd_kernel, heads * cdiv(workload.queries, rows), numbers, constants), shape
+    launch = Launch(attention_fwd_kernel, heads * cdiv(workload.queries, rows), numbers, constants)
+    return hopper.launch(q, k, v, heads, workload, scale, launch), shape
 
 
 def _backward(

@@ -6,19 +6,17 @@ import functools
 import importlib
 from typing import Any
 
-import triton
 from torch import Tensor
 
 from fastvit.kernels import _configs
 from fastvit.ops.runtime import backend, device
-from fastvit.ops.runtime.launch import Launch, cdiv
+from fastvit.ops.runtime.launch import Launch, cdiv, has_gluon
 
 ROWS = COLUMNS = 128  # of a tile
-_HAS_GLUON = triton.__version__.startswith(("3.6.", "3.7.", "3.8.", "3.9."))  # as these kernels were compiled with
 
 
 def is_on() -> bool:
-    return backend.GLUON and _HAS_GLUON and not backend.INTERPRET
+    return backend.GLUON == "1" and has_gluon()
 
 
 def takes(x: Tensor, n: int, *others: Tensor | None, backward: bool = False) -> bool:

@@ -12,7 +12,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from fastvit.ops.runtime.rows import row_stride
 
-Box = tuple[int, int]  # rows and columns of what a copy takes
+Box = tuple[int, ...]  # what a copy takes: rows and columns; or 1, 1, tokens and d of a tensor (B, N, H, d)
 _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 _FIRST = 9  # arguments of Triton's launcher before the kernel's
 
@@ -20,32 +20,36 @@ _FIRST = 9  # arguments of Triton's launcher before the kernel's
 class Described:
     """A Gluon kernel as `launch` takes one.
 
-    boxes: of the tensors, which it describes as rows; None for a pointer.
+    boxes: of the parameters that are tensors, which it describes as rows; None for a pointer.
+    takes: which of a launch's tensors each of these parameters takes; None: each its own.
     """
 
-    def __init__(self, kernel: Any, boxes: Sequence[Box | None]) -> None:
-        self.kernel, self.boxes = kernel, boxes
-        self.fn, self.arg_names, self.__name__ = kernel.fn, kernel.arg_names, kernel.__name__
+    def __init__(self, kernel: Any, boxes: Sequence[Box | None], takes: Sequence[int] | None = None) -> None:
+        self.kernel, self.boxes, self.takes = kernel, boxes, takes or range(len(boxes))
+        self.tensors = max(self.takes) + 1
+        self.fn, self.__name__ = kernel.fn, kernel.__name__
+        self.arg_names = kernel.arg_names[len(boxes) - self.tensors :]  # as many as a launch has arguments
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
         return lambda *arguments, **constants: self.kernel[grid](*self.described(arguments), **constants)
 
     def described(self, arguments: Sequence[Any]) -> list[Any]:
         """Return a launch's arguments, of which the tensors come first, with descriptors."""
-        tensors = zip(arguments, self.boxes, strict=False)
+        tensors = zip([arguments[i] for i in self.takes], self.boxes, strict=True)
         described = [t if t is None or box is None else _describe(t, box) for t, box in tensors]
-        return [*described, *arguments[len(described) :]]
+        return [*described, *arguments[self.tensors :]]
 
     def by_address(self, run: Callable[..., object], arguments: Sequence[Any]) -> Callable[..., object]:
         """Return Triton's launcher `run` for addresses of tensors as in these arguments. A descriptor holds an address,
         so every launch makes its own."""
         like = {i: t for i, t in enumerate(self.described(arguments), _FIRST) if type(t) is TensorDescriptor}
         made = [(i, t.shape, t.strides) for i, t in like.items()]
+        takes, rest = self.takes, _FIRST + self.tensors
 
         def launch(*call: Any) -> None:
-            filled = [*call]
+            filled = [*call[:_FIRST], *[call[_FIRST + i] for i in takes], *call[rest:]]
             for i, shape, strides in made:
-                filled[i] = _Descriptor(call[i], shape, strides)
+                filled[i] = _Descriptor(filled[i], shape, strides)
             run(*filled)
 
         return launch
@@ -67,5 +71,10 @@ class _Descriptor:
 
 def _describe(t: Tensor, box: Box) -> TensorDescriptor:
     layout = gl.NVMMASharedLayout.get_default_for([*box], _DTYPES[t.dtype])
-    width = t.shape[-1]
-    return TensorDescriptor(t, [t.numel() // width, width], [row_stride(t), 1], [*box], layout)
+    if len(box) == 2:
+        width = t.shape[-1]
+        return TensorDescriptor(t, [t.numel() // width, width], [row_stride(t), 1], [*box], layout)
+    sizes = [t.shape[i] for i in (0, 2, 1, 3)]
+    # the stride of one sample, or of one head, may be anything, but TMA takes multiples of 16 bytes only
+    strides = [t.stride(i) if t.shape[i] > 1 else t.shape[3] for i in (0, 2, 1)]
+    return TensorDescriptor(t, sizes, [*strides, 1], [*box], layout)

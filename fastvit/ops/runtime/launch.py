@@ -191,6 +191,11 @@ def _is_aligned(t: Tensor | None) -> bool:
     return t is None or device.is_fake(t) or t.data_ptr() & 15 == 0
 
 
+def has_gluon() -> bool:
+    """Return whether kernels in Gluon run here: in the versions that they were compiled with."""
+    return _DIRECT and not backend.INTERPRET
+
+
 def cdiv(a: int, b: int) -> int:
     """Return ceil(a / b); `triton.cdiv` takes 3 us on the host."""
     return -(-a // b)
