@@ -99,6 +99,7 @@ def finish_part(
     if partial_ptr is not None:
         other, grad = activate_with_grad(buffer.load(layout).to(gl.float32), ACTIVATION, False)
         y *= grad
+        gl.store(partial_ptr + tile_m.to(gl.int64) * N + cols, gl.sum(y, 0), mask=cols < N)
     else:
         if bias_ptr is not None:
             y += load_columns(bias_ptr, cols, N)
@@ -124,8 +125,6 @@ def finish_part(
         buffer.store(y.to(out.dtype))
         fence_async_shared()
         store_tile(out, [row, col + i * PART], buffer)
-    if partial_ptr is not None:  # while the stores run
-        gl.store(partial_ptr + tile_m.to(gl.int64) * N + cols, gl.sum(y, 0), mask=cols < N)
 
 
 @gluon.jit
