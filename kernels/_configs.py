@@ -212,22 +212,14 @@ def use_triton_gemm(m: int, n: int, k: int, itemsize: int, backward: bool, arch:
     return k < 1536 if tiles < 128 else n > k or tiles >= 4 * _ROUND
 
 
-_NEVER = 1 << 62
-# (n, k, backward): least m for linear_hopper.py. Its time over that of what runs otherwise, on an H200
-# (benchmarks/results/nvidia_h200/matmul_trials.txt), at m = 6,304 and 50,432, of ViT-L at 25,216
-TURNS = {
-    (3072, 768, False): 6304,  # fc1: 0.97, 0.92; with the activation's input: 0.97, 0.91
-    (768, 768, False): 6304,  # proj: 0.95, 0.79
-    (768, 3072, False): 50_432,  # fc2: 1.27, 0.98
-    (3072, 768, True): 6304,  # GELU's gradient: 0.95, 0.77
-    (4096, 1024, False): 25_216,  # 0.95
-    (4096, 1024, True): 25_216,  # 0.81
-}
+def takes_turns(m: int, n: int, k: int, scales: bool, arch: str) -> bool:
+    """Whether linear_hopper.py multiplies [m, k] @ [k, n] of 16 bits. scales: it also multiplies by LayerScale, or
+    samples, for which the vendor library needs passes of their own.
 
-
-def takes_turns(m: int, n: int, k: int, backward: bool, arch: str) -> bool:
-    """Whether linear_hopper.py multiplies [m, k] @ [k, n] of 16 bits."""
-    return arch == "sm_90" and m >= TURNS.get((n, k, backward), _NEVER)
+    Where it was measured faster than what runs otherwise, on an H200 (benchmarks/results/nvidia_h200/matmul_gluon.txt),
+    at k from 384 to 4,096. Its share of the time, by 128 x 128 tiles: 1,182 and more 0.71 to 0.97; 147 to 600 with
+    scales 0.43 to 0.82, without 0.96 to 1.32."""
+    return arch == "sm_90" and min(n, k) >= 384 and _tiles(m, n) >= (147 if scales else 1000)
 
 
 @dataclass(frozen=True)

@@ -146,10 +146,10 @@ def main(arguments: list[str] | None = None) -> int:
     targets = list(TARGETS) if "all" in (chosen.target or ()) else chosen.target or ["sm_90"]
     dtypes = list(DTYPES) if "all" in (chosen.dtype or ()) else chosen.dtype or ["bf16"]
     selected = workloads(chosen.use, ops=tuple(chosen.op))
-    with mock.patch.object(backend, "GLUON", "0"):
+    with mock.patch.object(backend, "GLUON", False):
         launches = [launch for target in targets for launch in record(selected, target, dtypes)]
     if "sm_90" in targets:  # and kernels in Gluon, which run instead of some
-        with mock.patch.object(backend, "GLUON", "1"):
+        with mock.patch.object(backend, "GLUON", True):
             launches += [launch for launch in record(selected, "sm_90", dtypes) if launch.kernel.is_gluon()]
     launches = [launch for launch in launches if chosen.kernel in launch.name]
     if chosen.few:

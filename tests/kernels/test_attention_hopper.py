@@ -44,7 +44,7 @@ def on_hopper(triton_backend, monkeypatch):
             assert (counts == 1).all(), "each element is stored once"
 
     run.seed, run.seen = 0, []
-    monkeypatch.setattr(hopper, "is_on", lambda: True)
+    monkeypatch.setattr(hopper, "has_gluon", lambda: True)
     changed = {"LONG": [row._replace(shortest=129, least_tiles=0) for row in configs.LONG], "BUSY": 0, "LEAST_HEADS": 0}
     for name, value in changed.items():
         monkeypatch.setattr(configs, name, value)
@@ -102,7 +102,7 @@ def test_infinite_values_as_in_the_other_kernel(which, value, n, on_hopper, monk
     qkv[0, n - 9, which, 0, 3] = value
     arguments = qkv, None, None, None, None, 0.125, 0.0
     got = registered.attention_fwd(*arguments)
-    monkeypatch.setattr(hopper, "is_on", lambda: False)
+    monkeypatch.setattr(hopper, "has_gluon", lambda: False)
     for one, other in zip(got, registered.attention_fwd(*arguments), strict=True):
         torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2, equal_nan=True)
     assert [name.count("hopper") for name in on_hopper.seen] == [1, 0]

@@ -41,7 +41,7 @@ def in_turns(triton_backend, monkeypatch):
         seen.append((kernel.__name__, programs, len(stored)))
 
     run.seed, run.seen = 0, seen
-    monkeypatch.setattr(hopper, "is_on", lambda: True)
+    monkeypatch.setattr(hopper, "has_gluon", lambda: True)
     monkeypatch.setattr(_configs, "takes_turns", lambda *_: True)
     with launches.launching(run):
         yield run

@@ -21,7 +21,7 @@ from fastvit.kernels import _attention_hopper_configs, _configs
 from fastvit.modules import positions
 from fastvit.ops import use_backend
 from fastvit.ops.attention import hopper
-from fastvit.ops.runtime import backend, call
+from fastvit.ops.runtime import call
 
 
 class Calls:
@@ -129,7 +129,6 @@ def test_ops_in_gluon(
 ) -> None:
     """Their descriptors hold the addresses of each call; a graph's those of its capture."""
     kernel = f"{kernel}_hopper_kernel"
-    monkeypatch.setattr(backend, "GLUON", "1")
     monkeypatch.setattr(_configs, "takes_turns", lambda *_: True)
     config = functools.partial(_attention_hopper_configs.attention_hopper, heads_per_sm=1e6)
     monkeypatch.setattr(hopper, "attention_hopper", lambda n, d, heads: config(n, d))

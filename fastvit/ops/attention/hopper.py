@@ -10,12 +10,8 @@ from torch import Tensor
 
 from fastvit.kernels._attention_hopper_configs import BLOCK_N, ROWS, HopperConfig, attention_hopper
 from fastvit.ops.attention.workload import Workload
-from fastvit.ops.runtime import backend, device
+from fastvit.ops.runtime import device
 from fastvit.ops.runtime.launch import Constants, Launch, has_gluon
-
-
-def is_on() -> bool:
-    return backend.GLUON != "0" and has_gluon()
 
 
 def launch(q: Tensor, k: Tensor, v: Tensor, heads: int, workload: Workload, scale: float, today: Launch) -> Launch:
@@ -24,7 +20,7 @@ def launch(q: Tensor, k: Tensor, v: Tensor, heads: int, workload: Workload, scal
     q, k, v: (B, N, H, d). heads: of all samples.
     """
     is_plain = workload.kind == "" and workload.itemsize == 2 and not workload.has_dropout
-    if not (is_plain and workload.arch == "sm_90" and is_on() and all(map(_is_describable, (q, k, v)))):
+    if not (is_plain and workload.arch == "sm_90" and has_gluon() and all(map(_is_describable, (q, k, v)))):
         return today
     multiprocessors = device.multiprocessors(q.device.index)
     N, H = workload.keys, q.shape[2]

@@ -9,27 +9,23 @@ from typing import Any
 from torch import Tensor
 
 from fastvit.kernels import _configs
-from fastvit.ops.runtime import backend, device
+from fastvit.ops.runtime import device
 from fastvit.ops.runtime.launch import Launch, cdiv, has_gluon
 
 ROWS = COLUMNS = 128  # of a tile
 
 
-def is_on() -> bool:
-    return backend.GLUON == "1" and has_gluon()
-
-
-def takes(x: Tensor, n: int, *others: Tensor | None, backward: bool = False) -> bool:
+def takes(x: Tensor, n: int, *others: Tensor | None, scales: bool = False) -> bool:
     """Return whether these kernels multiply x [..., K] @ [K, n]: where they were measured faster.
 
-    others: the weight, and what the result's dtype depends on.
+    others: the weight, and what the result's dtype depends on. scales: as in `takes_turns`.
     """
-    if not is_on() or x.element_size() != 2 or any(t is not None and t.dtype is not x.dtype for t in others):
+    if not has_gluon() or x.element_size() != 2 or any(t is not None and t.dtype is not x.dtype for t in others):
         return False
     k = x.shape[-1]
     m = x.numel() // k
     # rows are at multiples of 16 bytes, and coordinates have 32 bits
-    return n % 8 == k % 8 == 0 and m < 1 << 30 and _configs.takes_turns(m, n, k, backward, device.arch(x))
+    return n % 8 == k % 8 == 0 and m < 1 << 30 and _configs.takes_turns(m, n, k, scales, device.arch(x))
 
 
 def launch(

@@ -29,7 +29,8 @@ def linear_fwd(
         h, _ = _gated_fwd(x, (weight, value_weight), (bias, value_bias), activation, keep_pre=False)
         return add_residual_(h, layer_scale, row_scale, residual)
     has_epilogue = activation != "none" or residual is not None or layer_scale is not None or row_scale is not None
-    turns = has_epilogue and hopper.takes(x, weight.shape[0], weight, layer_scale, residual)
+    scales = layer_scale is not None or row_scale is not None
+    turns = has_epilogue and hopper.takes(x, weight.shape[0], weight, layer_scale, residual, scales=scales)
     if not (turns or is_our_matmul(x, weight.shape[0], has_epilogue)):
         return aten.linear_fwd(x, weight, bias, activation, layer_scale, row_scale, residual)
     rows, weight, residual = map(aligned_rows, (x, weight, residual))
@@ -73,7 +74,7 @@ def gated_act(pre: Tensor, activation: str) -> Tensor:
 def linear_dact(dy: Tensor, weight: Tensor, pre: Tensor, activation: str) -> tuple[Tensor, Tensor, Tensor]:
     K, N = weight.shape
     dpre, h, width = empty_like(pre), pre.new_empty(*pre.shape[:-1], N), pre.shape[-1]
-    turns = width == N and hopper.takes(dy, N, weight, pre, backward=True)
+    turns = width == N and hopper.takes(dy, N, weight, pre)
     if not (turns or is_our_matmul(dy, N, True, True)):
         return dpre, h, _activation_backward(dy @ weight, pre, activation, dpre, h)
     if pre.numel() == 0:

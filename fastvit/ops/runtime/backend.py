@@ -40,8 +40,7 @@ from fastvit.ops.runtime.torch_private import (
 BACKENDS = ("auto", "triton", "aten")
 VARIABLES = {"FASTVIT_BACKEND": "auto", "FASTVIT_STRICT": "0"}  # and what stands for a variable that is not set
 INTERPRET = os.environ.get("TRITON_INTERPRET", "0") == "1"
-# kernels in Gluon, on GPUs that have some: "1" for all; "0" for none; otherwise for attention, where it was measured
-GLUON = os.environ.get("FASTVIT_GLUON", "")
+GLUON = os.environ.get("FASTVIT_GLUON", "1") == "1"  # kernels in Gluon, on GPUs that have some
 HAVE_TRITON = which_triton.is_installed()
 
 

@@ -192,8 +192,8 @@ def _is_aligned(t: Tensor | None) -> bool:
 
 
 def has_gluon() -> bool:
-    """Return whether kernels in Gluon run here: in the versions that they were compiled with."""
-    return _DIRECT and not backend.INTERPRET
+    """Return whether kernels in Gluon run here: in the versions of Triton that they were compiled with."""
+    return backend.GLUON and _DIRECT and not backend.INTERPRET
 
 
 def cdiv(a: int, b: int) -> int:
