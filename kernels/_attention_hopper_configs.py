@@ -1,12 +1,13 @@
 """Where attention takes its kernels for Hopper, and their launch configurations.
 
-Times on an H200 in bfloat16, over those of attention.py (benchmarks/results/nvidia_h200, hopper_trials), of the kernels
-that these were made from; a second number is that of plain stores:
+Time on an H200 in bfloat16, as shares of that of the kernels that run elsewhere, by heads or tiles of queries for each
+multiprocessor (benchmarks/results/nvidia_h200/attention_gluon.txt):
 
-    short, d = 64    B256 N197 H12: 0.68, 0.89; B32: 0.85, 0.97; B16: -, 1.15; B1: 1.22. B256 N145: -, 0.90.
-                     B128 N257 H16: -, 0.98; B8: -, 1.14
-    long, d = 64     B32 N1025 H12: 0.86; B4: 1.00; B1: 1.05. B8 N4097 H12: 0.82; B1: 0.79. B64 N577 H12: 1.03; B8: 1.06
-    long, d = 128    B32 N1025 H16: 0.69; B4: 0.76; B1: 0.91. B64 N257 H16: 0.95; B4: 1.14. B64 N197 H16: 0.81
+    short, d = 64     N 197: 23 heads 0.76; 5.8: 0.82; 2.9: 0.88; 1.5: 1.03. N 257: 16 heads 0.75; 3.9: 0.85; 1: 1.06
+    long, d = 64      N 1,025: 17 tiles 0.87; 2.2: 1.00; 0.5: 1.04. N 4,097: 16 tiles 0.82; 2: 0.79.
+                      N 577: 23 tiles 1.03; 1.5: 1.31
+    long, d = 128     N 1,025: 35 tiles 0.68; 4.4: 0.76; 1.1: 0.90. N 257: 23 tiles 0.95; 1.5: 1.14. N 197: 16: 0.81
+    backward, d = 64  N 197: 23 heads 0.74; 2.9: 0.75; 1.5: 0.87; 0.1: 1.36. N 100, 145 and 196: 0.66, 0.82, 0.74
 """
 
 import math
@@ -19,8 +20,11 @@ ROWS = 64  # queries of a group of warps
 BLOCK_N = 128
 
 SHORT = range(129, 273)  # lengths, at d = 64, whose keys are in shared memory at once
-LEAST_HEADS = 2.0  # for each multiprocessor, from which `short` is taken
-BUSY = 0.8  # and what share of the multiprocessors' rounds of heads must be full
+BACKWARD = range(97, 225)  # lengths, at d = 64, whose head is: 230,076 bytes of 232,448 at 224
+# The least heads for each multiprocessor, and what share of their rounds of heads must be full
+SHORT_HEADS = 2.0, 0.8
+BACKWARD_HEADS = 1.4, 0.7
+REGISTERS, DQ_REGISTERS = 160, 168  # of the backward kernel's threads: with keys, with dQ
 
 
 class Long(NamedTuple):
@@ -34,7 +38,7 @@ class Long(NamedTuple):
     slots: int
 
 
-LONG = Long(64, 1000, 2.0, 3, 3), Long(128, 1000, 1.0, 2, 2), Long(128, BLOCK_N + 1, 4.0, 2, 2)  # the first that fits
+LONG = Long(64, 1000, 2.0, 3, 3), Long(128, 1000, 1.0, 2, 2), Long(128, BLOCK_N + 1, 8.0, 2, 2)  # the first that fits
 
 
 class HopperConfig(NamedTuple):
@@ -52,12 +56,26 @@ def attention_hopper(n: int, head_dim: int, heads_per_sm: float) -> HopperConfig
     """Configure attention_hopper_short.py or attention_hopper_long.py for 16 bits on sm_90; None where neither is
     faster. heads_per_sm: of all samples, for each multiprocessor."""
     if head_dim == 64 and n in SHORT:
-        is_enough = heads_per_sm >= max(LEAST_HEADS, BUSY * math.ceil(heads_per_sm))
-        return HopperConfig(_parts(n), -(-n // ROWS), 0, 0) if is_enough else None
+        return HopperConfig(_parts(n), -(-n // ROWS), 0, 0) if _fill(heads_per_sm, *SHORT_HEADS) else None
     row = next((row for row in LONG if row.head_dim == head_dim and row.shortest <= n), None)
     if row is None or heads_per_sm * (tiles := -(-n // (ROWS * row.groups))) < row.least_tiles:
         return None
     return HopperConfig(key_tails((n - 1) % BLOCK_N + 1), tiles, row.groups, row.slots)
+
+
+@_tuned.cached
+def attention_bwd_hopper(n: int, head_dim: int, heads_per_sm: float) -> tuple[int, int] | None:
+    """Configure attention_hopper_bwd.py for 16 bits on sm_90: return how many whole tiles of queries a head has, and
+    the width of a narrow one after them or 0; None where it is not faster."""
+    if head_dim != 64 or n not in BACKWARD or not _fill(heads_per_sm, *BACKWARD_HEADS):
+        return None
+    last = (n - 1) % ROWS + 1
+    tail = 16 if last <= 16 else 32 if last <= 32 else 0
+    return -(-n // ROWS) - (tail > 0), tail
+
+
+def _fill(heads_per_sm: float, least: float, share: float) -> bool:
+    return heads_per_sm >= max(least, share * math.ceil(heads_per_sm))
 
 
 def _parts(n: int) -> tuple[int, ...]:

@@ -168,7 +168,9 @@ def warp_specialize(functions_and_args, worker_num_warps, worker_num_regs=None):
 
 LANGUAGE = SimpleNamespace(
     **{name: dtype_of(name) for name in ("bfloat16", "float16", "float32", "int1", "int32", "int64")},
-    **dict.fromkeys(("DotOperandLayout", "NVMMADistributedLayout", "SliceLayout", "BlockedLayout"), Fields),
+    **dict.fromkeys(
+        ("DotOperandLayout", "NVMMADistributedLayout", "SliceLayout", "BlockedLayout", "SwizzledSharedLayout"), Fields
+    ),
     **{name: getattr(torch, name) for name in ("exp", "exp2", "log", "log2", "sqrt", "rsqrt", "abs", "erf", "clamp")},
     reshape=torch.reshape, constexpr=tl.constexpr, PropagateNan=tl.PropagateNan,
     NVMMASharedLayout=SimpleNamespace(get_default_for=Fields),

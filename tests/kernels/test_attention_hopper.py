@@ -45,7 +45,7 @@ def on_hopper(triton_backend, monkeypatch):
 
     run.seed, run.seen = 0, []
     monkeypatch.setattr(hopper, "has_gluon", lambda: True)
-    changed = {"LONG": [row._replace(shortest=129, least_tiles=0) for row in configs.LONG], "BUSY": 0, "LEAST_HEADS": 0}
+    changed = {"LONG": [row._replace(shortest=129, least_tiles=0) for row in configs.LONG], "SHORT_HEADS": (0, 0)}
     for name, value in changed.items():
         monkeypatch.setattr(configs, name, value)
     with launches.launching(run):
@@ -135,7 +135,7 @@ def test_other_calls_go_on_as_before(case, on_hopper, monkeypatch):
     if case == "target":
         monkeypatch.setattr(devices, "arch", lambda x: "sm_100")
     elif case == "heads":
-        monkeypatch.setattr(configs, "LEAST_HEADS", 2)
+        monkeypatch.setattr(configs, "SHORT_HEADS", (2, 0))
     ops.attention(**({name: t.detach() for name, t in drawn.items()} | options))
     assert on_hopper.seen == ["attention_fwd_kernel"]
 

@@ -87,7 +87,8 @@ def check_hopper(rows: list[Row]) -> None:
     by_tma = [row for row in first if row["config"].get("TMA")]
     assert by_tma
     gluon = [row for row in first if row["kernel"].endswith("_hopper_kernel")]
-    assert all(row["spill_bytes"] <= 24 for row in gluon)  # attention of 209 tokens and more
+    # attention of 209 tokens and more; its backward pass, where dQ is, but not where keys are, which limit it
+    assert all(row["spill_bytes"] <= (256 if "bwd" in row["kernel"] else 24) for row in gluon)
     turns = [row for row in gluon if row["kernel"].startswith("linear")]
     for row in turns:  # a product is issued before the wait for the last one, and nothing else stands in the loop
         assert row["products_in_flight"] == 1

@@ -120,6 +120,7 @@ def check_op(
         ("linear gelu", 18, "linear_fwd"),
         ("linear residual", 18, "linear_fwd"),
         ("mlp gelu", 18, "linear_fwd"),
+        ("layer_norm_attention qk_norm", 100, "attention_bwd"),
         ("layer_norm_attention qk_norm", 150, "attention_fwd_short"),
         ("layer_norm_attention qk_norm", 1000, "attention_fwd_long"),
     ],
@@ -130,15 +131,20 @@ def test_ops_in_gluon(
     """Their descriptors hold the addresses of each call; a graph's those of its capture."""
     kernel = f"{kernel}_hopper_kernel"
     monkeypatch.setattr(_configs, "takes_turns", lambda *_: True)
-    config = functools.partial(_attention_hopper_configs.attention_hopper, heads_per_sm=1e6)
-    monkeypatch.setattr(hopper, "attention_hopper", lambda n, d, heads: config(n, d))
+    for choice in ("attention_hopper", "attention_bwd_hopper"):
+        config = functools.partial(getattr(_attention_hopper_configs, choice), heads_per_sm=1e6)
+        monkeypatch.setattr(hopper, choice, lambda n, d, _, config=config: config(n, d))
     check_op(name, True, calls, side, torch.bfloat16, N, 64)
     assert re.search(kernel + ".*linear_dact_hopper_kernel" * ("mlp" in name), str(calls.first))
     tensors, graph = made(name, 2, N, torch.device("cuda"), torch.bfloat16, d=64), torch.cuda.CUDAGraph()
-    with torch.inference_mode():
-        function(name)(**tensors)  # compiles
-        with recorded() as captured, torch.cuda.graph(graph):
-            function(name)(**tensors)
+
+    def step() -> None:
+        outputs = outputs_of(function(name)(**tensors))
+        torch.autograd.grad(outputs, [*wanted(tensors).values()], [torch.zeros_like(o) for o in outputs])
+
+    step()  # compiles
+    with recorded() as captured, torch.cuda.graph(graph):
+        step()
     with recorded() as replayed:
         graph.replay()
     assert not problems(captured + replayed)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
-from fastvit.kernels._attention_hopper_configs import BLOCK_N, ROWS, HopperConfig, attention_hopper
-from fastvit.ops.attention.workload import Workload
+from fastvit.kernels import _attention_hopper_configs as configs
+from fastvit.kernels._attention_hopper_configs import ROWS, HopperConfig, attention_bwd_hopper, attention_hopper
+from fastvit.ops.attention.workload import Call, Workload
 from fastvit.ops.runtime import device
 from fastvit.ops.runtime.launch import Constants, Launch, has_gluon
 
@@ -19,8 +21,7 @@ def launch(q: Tensor, k: Tensor, v: Tensor, heads: int, workload: Workload, scal
 
     q, k, v: (B, N, H, d). heads: of all samples.
     """
-    is_plain = workload.kind == "" and workload.itemsize == 2 and not workload.has_dropout
-    if not (is_plain and workload.arch == "sm_90" and has_gluon() and all(map(_is_describable, (q, k, v)))):
+    if not _is_candidate(workload) or not all(map(_is_describable, (q, k, v))):
         return today
     multiprocessors = device.multiprocessors(q.device.index)
     N, H = workload.keys, q.shape[2]
@@ -32,6 +33,28 @@ def launch(q: Tensor, k: Tensor, v: Tensor, heads: int, workload: Workload, scal
     work = heads * config.tiles if config.groups else heads
     sizes = (N, H, work, config.tiles) if config.groups else (N, H, work)
     return Launch(kernel, min(work, multiprocessors), (*sizes, *strides, scale), constants, unaligned=today)
+
+
+def launch_backward(
+    strided: tuple[Tensor, ...], call: Call, scale: float, today: Callable[..., object]
+) -> Launch | None:
+    """Return the launch of q, k, v, o, do, lse, None, dq, dk and dv that computes all gradients, or None where there is
+    none. strided: q, k, v, o, do, dq, dk, dv. today: takes the same tensors."""
+    heads, strides, _, workload = call
+    if not _is_candidate(workload) or workload.unit != 8:
+        return None
+    multiprocessors = device.multiprocessors(strided[0].device.index)
+    config = attention_bwd_hopper(workload.keys, workload.head_dim, heads / multiprocessors)
+    if config is None or not all(map(_is_describable, strided)):
+        return None
+    kernel, constants = _backward_kernel(*config)
+    numbers = workload.keys, strided[0].shape[2], heads, *strides, scale
+    return Launch(kernel, min(heads, multiprocessors), numbers, constants, unaligned=today)
+
+
+def _is_candidate(workload: Workload) -> bool:
+    is_plain = workload.kind == "" and workload.itemsize == 2 and not workload.has_dropout
+    return is_plain and workload.arch == "sm_90" and has_gluon()
 
 
 def _is_describable(t: Tensor) -> bool:
@@ -53,12 +76,26 @@ def _kernel(config: HopperConfig, head_dim: int) -> tuple[Any, Constants]:
         kernel = described(_module_kernel(True), [queries, *keys, *keys, *others], takes)
         constants = {"PARTS": len(config.keys), "TILES": config.tiles, "maxnreg": 168}
     else:
-        tile = 1, 1, BLOCK_N, head_dim
+        tile = 1, 1, configs.BLOCK_N, head_dim
         kernel = described(_module_kernel(False), [queries, tile, tile, *others])
         tails = {"TAIL_0": config.keys[0], "TAIL_1": config.keys[1]}
         registers = 168 if config.groups == 2 else 128
         constants = {"GROUPS": config.groups, "SLOTS": config.slots, **tails, "maxnreg": registers}
     return kernel, {"HEAD_DIM": head_dim, **constants, "num_warps": 4}
+
+
+@functools.cache
+def _backward_kernel(full: int, tail: int) -> tuple[Any, Constants]:
+    described = importlib.import_module("fastvit.ops.runtime.described").Described
+    module = importlib.import_module("fastvit.kernels.attention_hopper_bwd")
+    tile, narrow, keys = [(1, 1, rows, 64) for rows in (ROWS, tail or 16, configs.BLOCK_N)]
+    boxes = [tile, narrow, keys, keys, None, tile, narrow, None, None, None, tile, narrow, tile, tile]
+    takes = [0, 0, 1, 2, 3, 4, 4, 4, 5, 6, 7, 7, 8, 9]
+    constants = {
+        "FULL": full, "TAIL": tail > 0, "REGISTERS": configs.REGISTERS, "DQ_REGISTERS": configs.DQ_REGISTERS,
+        "num_warps": 4, "maxnreg": 128,
+    }  # fmt: skip
+    return described(module.attention_bwd_hopper_kernel, boxes, takes), constants
 
 
 def _module_kernel(is_short: bool) -> Any:

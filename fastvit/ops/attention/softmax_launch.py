@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from fastvit.ops.attention import hopper
 from fastvit.ops.attention.aten_samples import gradients_of_one_key, zero_without_queries
 from fastvit.ops.attention.within import Sequences, Within, is_added
 from fastvit.ops.attention.workload import (
+    Call,
     backward_config,
     backward_short_config,
     check,
@@ -79,10 +81,25 @@ def launch_backward(
     if mask is not None:
         mask = readable_mask(mask)
     strided = q, k, v, o, do, dq, dk, dv
-    first, second, shape = _backward(strided, mask, seed, scale, dropout_p, causal, within)
-    if second is None:
-        first(q, k, v, o, do, lse, seed, dq, dk, dv)
+    call = described(strided, mask, seed, scale, causal, within)
+    launches = _backward(strided, call, mask, scale, dropout_p, within)
+    both = functools.partial(_launch_both, launches, mask, within)
+    tensors = q, k, v, o, do, lse, seed, dq, dk, dv
+    if (launch := hopper.launch_backward(strided, call, scale, both)) is not None:
+        launch(*tensors)
         return ()
+    return both(*tensors)
+
+
+def _launch_both(
+    launches: tuple[Launch, Launch | None, tuple[int, ...]], mask: Tensor | None, within: Within, *tensors: Any
+) -> tuple[Any, ...]:
+    """Launch what `_backward` has configured. Return what `launch_backward` does."""
+    first, second, shape = launches
+    if second is None:
+        first(*tensors)
+        return ()
+    q, k, v, o, do, lse, seed, dq, dk, dv = tensors
     ends, ends_k = (within.ends, within.ends_k) if isinstance(within, Sequences) else (None, None)
     statistics = q.new_empty(shape, dtype=torch.float32)
     first(q, k, v, o, do, lse, mask, ends, ends_k, seed, dq, statistics)
@@ -125,12 +142,11 @@ def _forward_launch(
 
 
 def _backward(
-    strided: tuple[Tensor, ...], mask: Tensor | None, seed: Tensor | None, scale: float, dropout_p: float,
-    causal: bool, within: Within,
-) -> tuple[Launch, Launch | None, tuple[int, ...]]:  # fmt: skip
+    strided: tuple[Tensor, ...], call: Call, mask: Tensor | None, scale: float, dropout_p: float, within: Within
+) -> tuple[Launch, Launch | None, tuple[int, ...]]:
     """Configure the kernel that takes a whole head, or those of dq and of dk and dv. Also return the shape of what the
     dq kernel passes to the other. strided: q, k, v, o, do, dq, dk, dv."""
-    heads, strides, of_mask, workload = described(strided, mask, seed, scale, causal, within)
+    heads, strides, of_mask, workload = call
     if constants := backward_short_config(workload):
         numbers: Any = workload.queries, strided[0].shape[2], *strides, scale, dropout_p
         return Launch(attention_bwd_short_kernel, heads, numbers, constants), None, ()

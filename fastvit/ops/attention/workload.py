@@ -98,9 +98,12 @@ class Workload(NamedTuple):
     kind: str
 
 
+Call = tuple[int, tuple[int, ...], tuple[int, ...], Workload]
+
+
 def described(
     strided: tuple[Tensor, ...], mask: Tensor | None, seed: Tensor | None, scale: float, causal: bool, within: Within
-) -> tuple[int, tuple[int, ...], tuple[int, ...], Workload]:
+) -> Call:
     """Return the number of heads of all sequences together, 0 if there is nothing to do; the strides of q, k and the
     rest, and of the mask, as the kernels take them; and what configurations are chosen by."""
     q, k = strided[:2]

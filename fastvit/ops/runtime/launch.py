@@ -155,14 +155,14 @@ def launch(
 
 
 class Launch(NamedTuple):
-    """A launch without its tensors. unaligned: what is launched instead if an address is not a multiple of 16; None:
-    the same."""
+    """A launch without its tensors. unaligned: what is called instead if an address is not a multiple of 16, another
+    launch or a function; None: the same."""
 
     kernel: Any
     programs: int
     numbers: tuple[float, ...]
     constants: Constants
-    unaligned: Launch | None = None
+    unaligned: Launch | Callable[..., object] | None = None
 
     def __call__(self, *tensors: Tensor | None) -> None:
         if (recorder := record.current()) is not None:
@@ -177,7 +177,7 @@ class Launch(NamedTuple):
         function, its arguments before the stream, a function that returns the stream, and arguments before and after
         the addresses. None where `launch` must not be left out."""
         if (unaligned := self.unaligned) is not None and not all(map(_is_aligned, tensors)):
-            unaligned.directly(*tensors)
+            unaligned(*tensors)
             return None
         compiled = launch(self.kernel, self.programs, tensors, self.numbers, self.constants)
         if compiled is None:
