@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from fastvit.ops.runtime.rows import row_stride
 Box = tuple[int, ...]  # what a copy takes: rows and columns; or 1, 1, tokens and d of a tensor (B, N, H, d)
 _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 _FIRST = 9  # arguments of Triton's launcher before the kernel's
+_MOST_KEPT = 1024  # descriptors of a kernel, of 128 bytes
 
 
 class Described:
@@ -39,20 +41,44 @@ class Described:
         described = [t if t is None or box is None else _describe(t, box) for t, box in tensors]
         return [*described, *arguments[self.tensors :]]
 
-    def by_address(self, run: Callable[..., object], arguments: Sequence[Any]) -> Callable[..., object]:
-        """Return Triton's launcher `run` for addresses of tensors as in these arguments. A descriptor holds an address,
-        so every launch makes its own."""
-        like = {i: t for i, t in enumerate(self.described(arguments), _FIRST) if type(t) is TensorDescriptor}
-        made = [(i, t.shape, t.strides) for i, t in like.items()]
-        takes, rest = self.takes, _FIRST + self.tensors
+    def by_address(self, run: Any, arguments: Sequence[Any]) -> Callable[..., object]:
+        """Return Triton's launcher `run` for addresses of tensors as in these arguments. A descriptor holds an address;
+        an allocator gives the same ones again, so descriptors are kept."""
+        like = {i: t for i, t in enumerate(self.described(arguments)) if type(t) is TensorDescriptor}
+        makers, bare = _makers(run, like)
+        takes, rest, kept = self.takes, _FIRST + self.tensors, dict[tuple[int, int], list[Any]]()
+        places = [(_FIRST + at, i if i in like else None) for i, at in enumerate(takes)]
 
         def launch(*call: Any) -> None:
-            filled = [*call[:_FIRST], *[call[_FIRST + i] for i in takes], *call[rest:]]
-            for i, shape, strides in made:
-                filled[i] = _Descriptor(filled[i], shape, strides)
-            run(*filled)
+            filled = [*call[:_FIRST]]
+            for at, i in places:
+                if i is None:
+                    filled.append(call[at])
+                    continue
+                descriptor = kept.get((i, call[at]))
+                if descriptor is None:
+                    if len(kept) >= _MOST_KEPT:
+                        kept.clear()
+                    descriptor = kept[i, call[at]] = makers[i](call[at])
+                filled += descriptor
+            bare(*filled, *call[rest:])
 
         return launch
+
+
+def _makers(run: Any, like: dict[int, TensorDescriptor]) -> tuple[dict[int, Callable[[int], list[Any]]], Any]:
+    """Return, for each descriptor, the function that makes what Triton's compiled launcher takes for an address; and
+    `run` without the step that would make it in every launch."""
+    step, bare = run.launch, copy.copy(run)
+    of_step = dict(zip(step.__code__.co_freevars, (cell.cell_contents for cell in step.__closure__), strict=True))
+    bare.launch = of_step["launcher"]
+    make = step.__globals__["make_tensordesc_arg"]
+
+    def maker(shape: list[int], strides: list[int], metadata: Any) -> Callable[[int], list[Any]]:
+        return lambda address: make(_Descriptor(address, shape, strides), metadata)
+
+    of_each = zip(like.items(), of_step["tensordesc_meta"], strict=True)
+    return {i: maker(t.shape, t.strides, metadata) for (i, t), metadata in of_each}, bare
 
 
 class _Descriptor:
