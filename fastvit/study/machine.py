@@ -142,7 +142,7 @@ def _ops() -> Iterator[Finding]:
     from fastvit.study.accuracy import verification
 
     backend, _ = backends.settings()
-    for name, default in backends.VARIABLES.items():
+    for name, default in (*backends.VARIABLES.items(), ("FASTVIT_GLUON", "1")):
         value = os.environ.get(name)
         yield Finding("ops", name, f"{value or default}{'' if value else ', the default'}", NOTE if value else OK)
     why = record.why_not()

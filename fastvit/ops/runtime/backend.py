@@ -4,8 +4,10 @@ The first tensor's device decides for each call, and
 
     FASTVIT_BACKEND   auto (default: Triton on a GPU or under TRITON_INTERPRET=1, else ATen) | triton | aten
     FASTVIT_STRICT    1: what Triton cannot take raises instead of falling back to ATen with one warning (default: 0)
+    FASTVIT_GLUON     0: Triton's kernels run where a Hopper GPU has some in Gluon (default: 1)
 
-or `use_backend`, which overrides them. Both variables are read in every call: a change of `os.environ` counts.
+or `use_backend`, which overrides the first two. Those are read in every call: a change of `os.environ` counts; the
+last is read when fastvit is imported.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ from fastvit.ops.runtime.torch_private import (
 BACKENDS = ("auto", "triton", "aten")
 VARIABLES = {"FASTVIT_BACKEND": "auto", "FASTVIT_STRICT": "0"}  # and what stands for a variable that is not set
 INTERPRET = os.environ.get("TRITON_INTERPRET", "0") == "1"
-GLUON = os.environ.get("FASTVIT_GLUON", "1") == "1"  # kernels in Gluon, on GPUs that have some
+GLUON = os.environ.get("FASTVIT_GLUON") != "0"
 HAVE_TRITON = which_triton.is_installed()
 
 
