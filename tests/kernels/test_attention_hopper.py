@@ -2,7 +2,6 @@
 
 import importlib
 import importlib.util
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from fastvit.ops.runtime import device as devices
 from fastvit.study.accuracy.formulas import attention as eager
 
 if importlib.util.find_spec("triton") is not None:
-    import gluon_emulator
+    import gluon_runs
 
     from fastvit.ops.attention import hopper
     from fastvit.ops.runtime import launch as launches
@@ -30,20 +29,7 @@ registered = torch.ops.fastvit
 def on_hopper(triton_backend, monkeypatch):
     """Within a test, these kernels run in the emulator, in the schedule of `seed`, however few heads there are, and
     other kernels as always. Yields what ran."""
-    own = launches._instead
-
-    def run(kernel, programs, tensors, numbers, constants):
-        run.seen.append(kernel.__name__)
-        if not hasattr(kernel, "boxes"):
-            own(kernel, programs, tensors, numbers, constants)
-            return
-        arguments = kernel.described((*tensors, *numbers))
-        stored = gluon_emulator.launch(kernel.kernel, (programs,), *arguments, seed=run.seed, **constants)
-        assert len(stored) == 2
-        for counts in stored.values():
-            assert (counts == 1).all(), "each element is stored once"
-
-    run.seed, run.seen = 0, []
+    run = gluon_runs.Emulated()
     monkeypatch.setattr(hopper, "has_gluon", lambda: True)
     changed = {"LONG": [row._replace(shortest=129, least_tiles=0) for row in configs.LONG], "SHORT_HEADS": (0, 0)}
     for name, value in changed.items():
@@ -187,19 +173,11 @@ FAULTS = {  # what, with what instead, and the kinds of fault that this is; "": 
 def test_planted_faults_are_found(which, fault, on_hopper, monkeypatch, tmp_path):
     """In each of five schedules; a wrong number in one."""
     old, new, kinds = FAULTS[which][fault]
-    text = Path(importlib.import_module(f"fastvit.kernels.attention_hopper_{which}").__file__).read_text()
-    assert text.count(old) == 1
-    (tmp_path / "planted.py").write_text(text.replace(old, new))
-    spec = importlib.util.spec_from_file_location("planted", tmp_path / "planted.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = importlib.import_module(f"fastvit.kernels.attention_hopper_{which}")
+    module = gluon_runs.planted(module, old, new, tmp_path)
     monkeypatch.setattr(hopper, "_module_kernel", lambda _: getattr(module, f"attention_fwd_{which}_hopper_kernel"))
     monkeypatch.setattr(devices, "without_gpu", 1)
     hopper._kernel.cache_clear()
-    for seed in range(5 if kinds else 1):
-        on_hopper.seed = seed
-        with pytest.raises((gluon_emulator.Fault, AssertionError)) as found:
-            check((2, 197, 2, 64) if which == "short" else (2, 400, 1, 64), BF16, seed)
-        kind = getattr(found.value, "kind", "")
-        assert kind in kinds.split() or kind == kinds, found.value
+    shape = (2, 197, 2, 64) if which == "short" else (2, 400, 1, 64)
+    gluon_runs.assert_found(kinds, lambda: check(shape, BF16, on_hopper.seed), on_hopper, 5 if kinds else 1)
     hopper._kernel.cache_clear()

@@ -1,7 +1,6 @@
 """Attention's backward kernel for Hopper in the emulator, as the op launches it: right in any schedule."""
 
 import importlib.util
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from fastvit.ops.runtime import device as devices
 from fastvit.study.accuracy.formulas import attention as eager
 
 if importlib.util.find_spec("triton") is not None:
-    import gluon_emulator
+    import gluon_runs
 
     from fastvit.kernels import attention_hopper_bwd as kernels
     from fastvit.ops.attention import hopper
@@ -30,17 +29,7 @@ BF16, F16 = torch.bfloat16, torch.float16
 def on_hopper(triton_backend, monkeypatch):
     """Within a test this kernel runs in the emulator, in the schedule of `seed`, however few heads there are. Yields
     what ran, and how often the kernel stored to each element."""
-    own = launches._instead
-
-    def run(kernel, programs, tensors, numbers, constants):
-        run.seen.append(kernel.__name__)
-        if not hasattr(kernel, "boxes"):
-            own(kernel, programs, tensors, numbers, constants)
-            return
-        arguments = kernel.described((*tensors, *numbers))
-        run.stored = gluon_emulator.launch(kernel.kernel, (programs,), *arguments, seed=run.seed, **constants)
-
-    run.seed, run.seen = 0, []
+    run = gluon_runs.Emulated(stores_all=False)
     monkeypatch.setattr(hopper, "has_gluon", lambda: True)
     monkeypatch.setattr(hopper, "attention_bwd_hopper", lambda n, d, _: configs.attention_bwd_hopper(n, d, 1e6))
     hopper._backward_kernel.cache_clear()
@@ -150,18 +139,7 @@ FAULTS = {  # what, with what instead, and the kinds of fault that this is; "": 
 def test_planted_faults_are_found(fault, on_hopper, monkeypatch, tmp_path):
     """In each of three schedules."""
     old, new, kinds = FAULTS[fault]
-    text = Path(kernels.__file__).read_text()
-    assert text.count(old) == 1
-    (tmp_path / "planted.py").write_text(text.replace(old, new))
-    spec = importlib.util.spec_from_file_location("planted", tmp_path / "planted.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = gluon_runs.planted(kernels, old, new, tmp_path)
     monkeypatch.setattr(kernels, "attention_bwd_hopper_kernel", module.attention_bwd_hopper_kernel)
     monkeypatch.setattr(devices, "without_gpu", 1)
-    for seed in range(3):
-        on_hopper.seed = seed
-        on_hopper.seen.clear()
-        with pytest.raises((gluon_emulator.Fault, AssertionError)) as found:
-            check((2, 197, 2, 64), BF16, on_hopper, "low")
-        kind = getattr(found.value, "kind", "")
-        assert kind in kinds.split() or kind == kinds, found.value
+    gluon_runs.assert_found(kinds, lambda: check((2, 197, 2, 64), BF16, on_hopper, "low"), on_hopper, 3)

@@ -2,7 +2,6 @@
 
 import functools
 import importlib.util
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from fastvit.ops.runtime import device as devices
 from fastvit.study.accuracy.formulas import ACTIVATIONS, linear
 
 if importlib.util.find_spec("triton") is not None:
-    import gluon_emulator
+    import gluon_runs
 
     from fastvit.kernels import linear_hopper
     from fastvit.ops.linear import hopper
@@ -28,19 +27,7 @@ BF16, F16 = torch.bfloat16, torch.float16
 @pytest.fixture
 def in_turns(triton_backend, monkeypatch):
     """Within a test, matmuls with an epilogue run in the emulator, in the schedule of `seed`. Yields what ran."""
-    seen, own = [], launches._instead
-
-    def run(kernel, programs, tensors, numbers, constants):
-        if not hasattr(kernel, "boxes"):
-            own(kernel, programs, tensors, numbers, constants)
-            return
-        arguments = kernel.described((*tensors, *numbers))
-        stored = gluon_emulator.launch(kernel.kernel, (programs,), *arguments, seed=run.seed, **constants)
-        for counts in stored.values():
-            assert (counts == 1).all(), "each element is stored once"
-        seen.append((kernel.__name__, programs, len(stored)))
-
-    run.seed, run.seen = 0, seen
+    run = gluon_runs.Emulated()
     monkeypatch.setattr(hopper, "has_gluon", lambda: True)
     monkeypatch.setattr(_configs, "takes_turns", lambda *_: True)
     with launches.launching(run):
@@ -115,17 +102,16 @@ CHECKS |= {"training": check_training, "backward": check_backward}
 @pytest.mark.parametrize("kind", CHECKS)
 def test_shapes(kind, shape, in_turns):
     CHECKS[kind](SHAPES[shape], BF16, 0)
-    ((name, programs, outputs),) = in_turns.seen
-    assert name == ("linear_dact_hopper_kernel" if kind == "backward" else "linear_fwd_hopper_kernel")
-    assert programs == {"step": 1, "tile": 1, "few": 2}.get(shape, 4)
-    assert outputs == {"training": 2, "backward": 3}.get(kind, 1)
+    assert in_turns.seen[0] == ("linear_dact_hopper_kernel" if kind == "backward" else "linear_fwd_hopper_kernel")
+    assert in_turns.programs == {"step": 1, "tile": 1, "few": 2}.get(shape, 4)
+    assert len(in_turns.stored) == {"training": 2, "backward": 3}.get(kind, 1)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_activations(activation, in_turns):
     for check in check_training, check_backward:
         check(SHAPES["few"], F16, 0, activation)
-    assert len(in_turns.seen) == 2
+    assert sum("hopper" in name for name in in_turns.seen) == 2
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -162,17 +148,8 @@ FAULTS = {  # what, with what instead, and the kinds of fault that this is
 def test_planted_faults_are_found(fault, in_turns, monkeypatch, tmp_path):
     """In each of five schedules."""
     old, new, kinds = FAULTS[fault]
-    text = Path(linear_hopper.__file__).read_text()
-    assert old in text
-    (tmp_path / "planted.py").write_text(text.replace(old, new))
-    spec = importlib.util.spec_from_file_location("planted", tmp_path / "planted.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = gluon_runs.planted(linear_hopper, old, new, tmp_path)
     monkeypatch.setattr(hopper, "_module", lambda: module)
     monkeypatch.setattr(devices, "without_gpu", 1)
     check = check_training if "store" in fault else check_backward
-    for seed in range(5):
-        in_turns.seed = seed
-        with pytest.raises(gluon_emulator.Fault) as found:
-            check(SHAPES["uneven"], BF16, seed)
-        assert found.value.kind in kinds.split()
+    gluon_runs.assert_found(kinds, lambda: check(SHAPES["uneven"], BF16, in_turns.seed), in_turns, 5)
