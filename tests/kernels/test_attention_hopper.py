@@ -62,15 +62,14 @@ def test_lengths(which, n, d, on_hopper):
     assert on_hopper.seen == [f"attention_fwd_{which}_hopper_kernel"]
 
 
-SCHEDULED = [(2, 197, 1, 64), (1, 257, 2, 64), (1, 401, 1, 64), (1, 273, 1, 128)]
+SCHEDULED = (2, 197, 1, 64), (1, 401, 1, 64), (1, 257, 2, 64), (1, 273, 1, 128)  # short, long, short, long
 
 
-@pytest.mark.parametrize("seed", range(20))
-@pytest.mark.parametrize("shape", SCHEDULED, ids=str)
-def test_schedules(shape, seed, on_hopper, monkeypatch):
-    monkeypatch.setattr(devices, "without_gpu", 2 + seed % 2)
+@pytest.mark.parametrize("seed", range(40))
+def test_schedules(seed, on_hopper, monkeypatch):
+    monkeypatch.setattr(devices, "without_gpu", 2 + seed % 3)
     on_hopper.seed = seed
-    check(shape, BF16, seed)
+    check(SCHEDULED[seed % 4], BF16, seed)
 
 
 @pytest.mark.parametrize("shape", [(1, 133, 2, 64), (1, 130, 1, 128)], ids=str)
