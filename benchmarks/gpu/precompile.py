@@ -31,7 +31,7 @@ def record_checks(target: str, multiprocessors: int) -> list[Launch]:
     with recording(target, multiprocessors) as recorder:
         for dtype in ("bf16", "fp16", "fp32"):
             recorder.dtype = dtype
-            for case in cases.cases():
+            for case in (*cases.cases(), *cases.large()):
                 tensors = case.tensors(DTYPES[dtype], torch.device("meta"))
                 with contextlib.suppress(KernelUnsupported):
                     outputs = case.fused(**tensors)

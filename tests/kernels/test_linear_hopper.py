@@ -5,9 +5,10 @@ import importlib.util
 
 import pytest
 import torch
-from compiling import needs_triton
+from compiling import needs_triton, python
 from oracle import assert_as_accurate, inputs
 
+from benchmarks.gpu import sanitize
 from fastvit import ops
 from fastvit.kernels import _configs
 from fastvit.ops.runtime import device as devices
@@ -153,3 +154,11 @@ def test_planted_faults_are_found(fault, in_turns, monkeypatch, tmp_path):
     monkeypatch.setattr(devices, "without_gpu", 1)
     check = check_training if "store" in fault else check_backward
     gluon_runs.assert_found(kinds, lambda: check(SHAPES["uneven"], BF16, in_turns.seed), in_turns, 5)
+
+
+def test_verify_runs_every_kernel_in_gluon():
+    """On a Hopper GPU. Other tests are too small for them there."""
+    code = "from benchmarks.gpu.precompile import record_checks; print(*{x.name for x in record_checks('sm_90', 132)})"
+    kernels = {name for name in sanitize.kernels() if "hopper" in name}
+    assert kernels
+    assert kernels <= {*python("-c", code).split()}

@@ -272,6 +272,16 @@ def cases(
     return [case for case in _all(head_dims, width, heads) if names is None or case.op in names]
 
 
+def large() -> Iterator[Case]:
+    """Yield what is large enough, in 16 bits, for the kernels that only Hopper GPUs have."""
+    H = 12
+    several = ("attention_qkvpacked", 22, TOKENS, 64), ("attention", 4, 1025, 64), ("attention", 4, 1025, 128)
+    for name, B, N, d in several:
+        yield Case(f"{name} large", d, H * d, N, OF_HEADS[name], OF_HEADS[name].shapes(sizes(B, N, H * d, H, d)))
+    row = OF_TOKENS["mlp gelu"]
+    yield Case("mlp gelu large", None, 384, TOKENS, row, row.shapes(sizes(56, TOKENS, 384, hidden=1536)))
+
+
 def _all(head_dims: Sequence[int], D: int, H: int) -> Iterator[Case]:
     for d in head_dims:
         for name, row in OF_HEADS.items():

@@ -73,7 +73,7 @@ def verify(
         model: a name that a study takes (`fastvit.list_models()`, timm's, a config.json, module:function).
         dtypes: some of "float32", "bfloat16", "float16"; None for those that the device has.
         device: None for a GPU if there is one, else the CPU.
-        head_dims: None for the model's; without a model 32, 64, 72, 80, 96 and 128.
+        head_dims: None for the model's; without a model 32, 64, 72, 80, 96 and 128. A Hopper GPU has large cases, too.
         names: of ops in `fastvit.ops`; None for all.
         depth: cut the model to so many blocks; None for all.
         step: called with the name of the next comparison.
@@ -107,7 +107,10 @@ def _verdicts(
     names: Sequence[str] | None, head_dims: Sequence[int], width: int, heads: int, depth: int | None,
     step: Callable[[str], None],
 ) -> Iterator[Verdict]:  # fmt: skip
-    for case in cases.cases(names, head_dims, width, heads):
+    several = cases.cases(names, head_dims, width, heads)
+    if subject is None and device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0):
+        several += [case for case in cases.large() if names is None or case.op in names]
+    for case in several:
         for name, dtype in dtypes.items():
             step(f"{case.name} {name}")
             compared = functools.partial(_compared_op, case, dtype, device)
