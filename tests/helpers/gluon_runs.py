@@ -1,6 +1,4 @@
-"""Ops whose kernels in Gluon run in the emulator, and kernels with a fault planted in their source."""
-
-import importlib.util
+"""Ops whose kernels in Gluon run in the emulator, and the faults that it reports."""
 
 import gluon_emulator
 import pytest
@@ -28,19 +26,6 @@ class Emulated:
         self.stored = gluon_emulator.launch(kernel.kernel, (programs,), *arguments, seed=self.seed, **constants)
         if self.stores_all:
             assert all((counts == 1).all() for counts in self.stored.values()), "each element is stored once"
-
-
-def planted(module, old, new, folder):
-    """Return the module with new in the place of old."""
-    with open(module.__file__) as file:
-        text = file.read()
-    assert old in text
-    path = folder / "planted.py"
-    path.write_text(text.replace(old, new))
-    spec = importlib.util.spec_from_file_location("planted", path)
-    changed = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(changed)
-    return changed
 
 
 def assert_found(kinds, check, run, schedules):

@@ -1,6 +1,5 @@
 """The attention kernels for Hopper in the emulator, as the ops launch them: right against float64 in any schedule."""
 
-import importlib
 import importlib.util
 
 import pytest
@@ -9,6 +8,7 @@ from attention_inputs import draw_qkv
 from compiling import needs_triton
 from oracle import assert_as_accurate, assert_op_as_accurate, inputs
 
+from benchmarks.gpu import variants
 from fastvit import ops
 from fastvit.kernels import _attention_hopper_configs as configs
 from fastvit.ops.runtime import device as devices
@@ -172,11 +172,21 @@ FAULTS = {  # what, with what instead, and the kinds of fault that this is; "": 
 def test_planted_faults_are_found(which, fault, on_hopper, monkeypatch, tmp_path):
     """In each of five schedules; a wrong number in one."""
     old, new, kinds = FAULTS[which][fault]
-    module = importlib.import_module(f"fastvit.kernels.attention_hopper_{which}")
-    module = gluon_runs.planted(module, old, new, tmp_path)
+    module = variants.changed(f"attention_hopper_{which}", [(old, new)], tmp_path)
     monkeypatch.setattr(hopper, "_module_kernel", lambda _: getattr(module, f"attention_fwd_{which}_hopper_kernel"))
     monkeypatch.setattr(devices, "without_gpu", 1)
     hopper._kernel.cache_clear()
     shape = (2, 197, 2, 64) if which == "short" else (2, 400, 1, 64)
     gluon_runs.assert_found(kinds, lambda: check(shape, BF16, on_hopper.seed), on_hopper, 5 if kinds else 1)
+    hopper._kernel.cache_clear()
+
+
+@pytest.mark.parametrize("name", variants.VARIANTS)
+def test_what_a_gpu_is_to_time_is_right(name, on_hopper, monkeypatch, tmp_path):
+    module = variants.changed(*variants.VARIANTS[name], tmp_path)
+    monkeypatch.setattr(hopper, "_module_kernel", lambda _: module.attention_fwd_short_hopper_kernel)
+    monkeypatch.setattr(devices, "without_gpu", 1)
+    hopper._kernel.cache_clear()
+    for on_hopper.seed in range(4):
+        check((2, 197, 2, 64), BF16, on_hopper.seed)
     hopper._kernel.cache_clear()

@@ -8,6 +8,7 @@ from attention_inputs import draw_qkv
 from compiling import needs_triton
 from oracle import GRADIENT, assert_as_accurate, inputs
 
+from benchmarks.gpu import variants
 from fastvit import ops
 from fastvit.kernels import _attention_hopper_configs as configs
 from fastvit.ops.runtime import device as devices
@@ -138,7 +139,7 @@ FAULTS = {  # what, with what instead, and the kinds of fault that this is; "": 
 def test_planted_faults_are_found(fault, on_hopper, monkeypatch, tmp_path):
     """In each of three schedules."""
     old, new, kinds = FAULTS[fault]
-    module = gluon_runs.planted(kernels, old, new, tmp_path)
+    module = variants.changed("attention_hopper_bwd", [(old, new)], tmp_path)
     monkeypatch.setattr(kernels, "attention_bwd_hopper_kernel", module.attention_bwd_hopper_kernel)
     monkeypatch.setattr(devices, "without_gpu", 1)
     gluon_runs.assert_found(kinds, lambda: check((2, 197, 2, 64), BF16, on_hopper, "low"), on_hopper, 3)

@@ -8,7 +8,7 @@ import torch
 from compiling import needs_triton, python
 from oracle import assert_as_accurate, inputs
 
-from benchmarks.gpu import sanitize
+from benchmarks.gpu import sanitize, variants
 from fastvit import ops
 from fastvit.kernels import _configs
 from fastvit.ops.runtime import device as devices
@@ -17,7 +17,6 @@ from fastvit.study.accuracy.formulas import ACTIVATIONS, linear
 if importlib.util.find_spec("triton") is not None:
     import gluon_runs
 
-    from fastvit.kernels import linear_hopper
     from fastvit.ops.linear import hopper
     from fastvit.ops.runtime import launch as launches
 
@@ -149,7 +148,7 @@ FAULTS = {  # what, with what instead, and the kinds of fault that this is
 def test_planted_faults_are_found(fault, in_turns, monkeypatch, tmp_path):
     """In each of five schedules."""
     old, new, kinds = FAULTS[fault]
-    module = gluon_runs.planted(linear_hopper, old, new, tmp_path)
+    module = variants.changed("linear_hopper", [(old, new)], tmp_path)
     monkeypatch.setattr(hopper, "_module", lambda: module)
     monkeypatch.setattr(devices, "without_gpu", 1)
     check = check_training if "store" in fault else check_backward
