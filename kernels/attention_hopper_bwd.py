@@ -21,6 +21,7 @@ The order of every sum is fixed. Barriers:
 
 from collections import namedtuple
 
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -32,7 +33,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from fastvit.kernels import _profiling
-from fastvit.kernels._hopper import load_tile, store_tile
+from fastvit.kernels._hopper import load_tile, reinterpret, store_tile
 from fastvit.kernels._softmax import NOT_SPECIALIZED, log2e
 from fastvit.kernels._softmax_hopper import ROWS, accumulator, barriers, buffers
 
@@ -82,8 +83,8 @@ def copy(q, q_tail, do, do_tail, k, v, shared, bars, sizes, FULL: gl.constexpr, 
 
 
 @gluon.jit
-def keys_tile(dk, dv, k, v, q, do, lse, delta, ds, ds_full, ds_empty, ds_parity, left, scale2):
-    """Add a tile of queries to dK and dV of the group's keys, of which `left` exist.
+def keys_tile(dk, dv, k, v, q, do, lse, delta, ds, ds_full, ds_empty, ds_parity, scale2):
+    """Add a tile of queries to dK and dV of the group's keys.
 
     dV waits for dS, although P is there before: issued at once, it took more registers and more time. None is in flight
     at the end: ptxas serialises all products if a loop carries one whose left operand is in registers."""
@@ -95,9 +96,9 @@ def keys_tile(dk, dv, k, v, q, do, lse, delta, ds, ds_full, ds_empty, ds_parity,
     dp = warpgroup_mma(v, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
     lse = lse.load(gl.SliceLayout(0, layout))
     s = warpgroup_mma_wait(1, deps=(s,))
-    p = gl.exp2(s * scale2 - lse[None, :])
-    # keys after the last are zeros: their exp may be inf, and inf * 0 would make dQ NaN
-    p = gl.where((gl.arange(0, ROWS, gl.SliceLayout(1, layout)) < left)[:, None], p, 0.0)
+    # At most 0 but for rounding, and for keys after the last, which are zeros: their exp may be inf, and inf * 0 NaN
+    exponent = tl.minimum(s * scale2 - lse[None, :], 0.0, propagate_nan=tl.PropagateNan.ALL)
+    p = gl.exp2(exponent)
     delta = delta.load(gl.SliceLayout(0, layout))
     dp = warpgroup_mma_wait(0, deps=(dp,))
     grad = (p * (dp - delta[None, :])).to(q.dtype)
@@ -117,7 +118,7 @@ def keys_group(GROUP: gl.constexpr, dk_desc, dv_desc, shared, bars, sizes, FULL:
     HEAD_DIM: gl.constexpr = shared.k.shape[2]
     WIDTH: gl.constexpr = shared.q_tail.shape[1]
     FIRST: gl.constexpr = ROWS * GROUP
-    N, H, heads, scale = sizes
+    _N, H, heads, scale = sizes
     scale2 = scale * log2e()
     dk_buf = shared.dkdv.index(2 * GROUP + 1)
     dv_buf = shared.dkdv.index(2 * GROUP)
@@ -143,7 +144,7 @@ def keys_group(GROUP: gl.constexpr, dk_desc, dv_desc, shared, bars, sizes, FULL:
                 dk, dv = keys_tile(
                     dk, dv, k, v, shared.q.index(i), shared.do.index(i), shared.lse.index(row + i),
                     shared.delta.index(row + i), shared.ds.index(place).slice(FIRST, ROWS), bars.ds_full.index(place),
-                    bars.ds_empty.index(place), (count // SLOTS & 1) ^ 1, N - first, scale2,
+                    bars.ds_empty.index(place), (count // SLOTS & 1) ^ 1, scale2,
                 )  # fmt: skip
                 mbarrier.arrive(bars.q_empty.index(i), count=1, pred=is_last)
                 count += 1
@@ -153,7 +154,7 @@ def keys_group(GROUP: gl.constexpr, dk_desc, dv_desc, shared, bars, sizes, FULL:
                     dk, dv, k, v, shared.q_tail.index(0), shared.do_tail.index(0),
                     shared.lse.index(row + FULL).slice(0, WIDTH), shared.delta.index(row + FULL).slice(0, WIDTH),
                     shared.ds_tail.index(0).slice(FIRST, ROWS), bars.ds_full.index(SLOTS), bars.ds_empty.index(SLOTS),
-                    (turn & 1) ^ 1, N - first, scale2,
+                    (turn & 1) ^ 1, scale2,
                 )  # fmt: skip
                 mbarrier.arrive(bars.q_empty.index(FULL), count=1, pred=is_last)
             mbarrier.arrive(bars.kv_empty.index(slot), count=1)
@@ -217,7 +218,7 @@ def queries_tile(dq, ds, k, ds_full, ds_empty, parity, loaded, lse, delta, x, he
 
 @gluon.jit
 def in_rows(buffer, n: gl.constexpr):
-    return buffer._reinterpret(gl.float32, [SLOTS * MOST_TILES * ROWS // n, n], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    return reinterpret(buffer, gl.float32, [SLOTS * MOST_TILES * ROWS // n, n], gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
 @gluon.jit

@@ -1,6 +1,7 @@
 """The attention kernels for Hopper in the emulator, as the ops launch them: right against float64 in any schedule."""
 
 import importlib.util
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,12 +13,14 @@ from benchmarks.gpu import variants
 from fastvit import ops
 from fastvit.kernels import _attention_hopper_configs as configs
 from fastvit.ops.runtime import device as devices
+from fastvit.ops.runtime.backend import KernelUnsupported
 from fastvit.study.accuracy.formulas import attention as eager
 
 if importlib.util.find_spec("triton") is not None:
     import gluon_runs
 
     from fastvit.ops.attention import hopper
+    from fastvit.ops.runtime import described
     from fastvit.ops.runtime import launch as launches
 
 pytestmark = needs_triton
@@ -190,3 +193,19 @@ def test_what_a_gpu_is_to_time_is_right(name, on_hopper, monkeypatch, tmp_path):
     for on_hopper.seed in range(4):
         check((2, 197, 2, 64), BF16, on_hopper.seed)
     hopper._kernel.cache_clear()
+
+
+def test_the_other_kernel_runs_where_one_does_not_compile(on_hopper):
+    def refusing(kernel, *rest):
+        if hasattr(kernel, "boxes"):
+            raise KernelUnsupported(kernel.__name__)
+        on_hopper(kernel, *rest)
+
+    with launches.launching(refusing):
+        check((2, 150, 2, 64), BF16, 0)
+    assert on_hopper.seen == ["attention_fwd_kernel"]
+
+
+def test_a_step_of_triton_that_is_not_known_stays():
+    run = SimpleNamespace(launch=(lambda other: lambda *call: other)(None))
+    assert described._makers(run, {})[1] is run

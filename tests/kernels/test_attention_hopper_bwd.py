@@ -130,7 +130,7 @@ FAULTS = {  # what, with what instead, and the kinds of fault that this is; "": 
     "delta over one that is in use": ("next_slot = (step + 1) & 1", "next_slot = step & 1", "race deadlock barrier"),
     "delta of this head": ("head + (1 + part // PARTS)", "head + (part // PARTS)", ""),
     "LSE after the last query": ('mask=exist, other=float("inf"))', "other=0.0)", "bounds"),
-    "keys after the last": ("    p = gl.where(", "    gl.where(", ""),
+    "keys after the last": ("gl.exp2(exponent)", "gl.exp2(s * scale2 - lse[None, :])", ""),
     "no scale": ("(dk * scale)", "(dk)", ""),
 }  # fmt: skip
 

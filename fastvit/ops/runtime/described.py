@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,7 +18,8 @@ from fastvit.ops.runtime.rows import row_stride
 Box = tuple[int, ...]  # what a copy takes: rows and columns; or 1, 1, tokens and d of a tensor (B, N, H, d)
 _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 _FIRST = 9  # arguments of Triton's launcher before the kernel's
-_MOST_KEPT = 1024  # descriptors of a kernel, of 128 bytes
+_MOST_KEPT = 1 << 14  # descriptors, of some 500 bytes each
+_kept: dict[tuple[object, int], list[Any]] = {}  # by what makes them, and address
 
 
 class Described:
@@ -46,20 +49,20 @@ class Described:
         an allocator gives the same ones again, so descriptors are kept."""
         like = {i: t for i, t in enumerate(self.described(arguments)) if type(t) is TensorDescriptor}
         makers, bare = _makers(run, like)
-        takes, rest, kept = self.takes, _FIRST + self.tensors, dict[tuple[int, int], list[Any]]()
-        places = [(_FIRST + at, i if i in like else None) for i, at in enumerate(takes)]
+        rest = _FIRST + self.tensors
+        places = [(_FIRST + at, makers.get(i)) for i, at in enumerate(self.takes)]
 
         def launch(*call: Any) -> None:
             filled = [*call[:_FIRST]]
-            for at, i in places:
-                if i is None:
+            for at, make in places:
+                if make is None:
                     filled.append(call[at])
                     continue
-                descriptor = kept.get((i, call[at]))
+                descriptor = _kept.get((make, call[at]))
                 if descriptor is None:
-                    if len(kept) >= _MOST_KEPT:
-                        kept.clear()
-                    descriptor = kept[i, call[at]] = makers[i](call[at])
+                    if len(_kept) >= _MOST_KEPT:
+                        _kept.clear()
+                    descriptor = _kept[make, call[at]] = make(call[at])
                 filled += descriptor
             bare(*filled, *call[rest:])
 
@@ -68,17 +71,25 @@ class Described:
 
 def _makers(run: Any, like: dict[int, TensorDescriptor]) -> tuple[dict[int, Callable[[int], list[Any]]], Any]:
     """Return, for each descriptor, the function that makes what Triton's compiled launcher takes for an address; and
-    `run` without the step that would make it in every launch."""
-    step, bare = run.launch, copy.copy(run)
+    `run` without the step that would make it in every launch, or as it is if this version has another step."""
+    step = run.launch
     of_step = dict(zip(step.__code__.co_freevars, (cell.cell_contents for cell in step.__closure__), strict=True))
+    make = of_step.get("make_tensordesc_arg") or step.__globals__.get("make_tensordesc_arg")
+    if make is None or not {"launcher", "tensordesc_meta"} <= {*of_step}:
+        return {i: functools.partial(_described, t.shape, t.strides) for i, t in like.items()}, run
+    bare = copy.copy(run)
     bare.launch = of_step["launcher"]
-    make = step.__globals__["make_tensordesc_arg"]
+    others = [None] * (len(inspect.signature(make).parameters) - 2)  # from Triton 3.8 on
 
     def maker(shape: list[int], strides: list[int], metadata: Any) -> Callable[[int], list[Any]]:
-        return lambda address: make(_Descriptor(address, shape, strides), metadata)
+        return lambda address: make(_Descriptor(address, shape, strides), metadata, *others)
 
     of_each = zip(like.items(), of_step["tensordesc_meta"], strict=True)
     return {i: maker(t.shape, t.strides, metadata) for (i, t), metadata in of_each}, bare
+
+
+def _described(shape: list[int], strides: list[int], address: int) -> list[Any]:
+    return [_Descriptor(address, shape, strides)]
 
 
 class _Descriptor:

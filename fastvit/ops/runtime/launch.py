@@ -155,8 +155,8 @@ def launch(
 
 
 class Launch(NamedTuple):
-    """A launch without its tensors. unaligned: what is called instead if an address is not a multiple of 16, another
-    launch or a function; None: the same."""
+    """A launch without its tensors. unaligned: what is called instead if an address is not a multiple of 16, or the
+    kernel does not compile: another launch or a function; None: the same."""
 
     kernel: Any
     programs: int
@@ -167,10 +167,8 @@ class Launch(NamedTuple):
     def __call__(self, *tensors: Tensor | None) -> None:
         if (recorder := record.current()) is not None:
             recorder.launch(self, tensors)
-        elif (unaligned := self.unaligned) is not None and not all(map(_is_aligned, tensors)):
-            unaligned(*tensors)
         else:
-            launch(self.kernel, self.programs, tensors, self.numbers, self.constants)
+            self.directly(*tensors)
 
     def directly(self, *tensors: Tensor | None) -> Any:
         """Launch. Return what the same launch may call on other tensors whose addresses are multiples of 16: a
@@ -179,7 +177,13 @@ class Launch(NamedTuple):
         if (unaligned := self.unaligned) is not None and not all(map(_is_aligned, tensors)):
             unaligned(*tensors)
             return None
-        compiled = launch(self.kernel, self.programs, tensors, self.numbers, self.constants)
+        try:
+            compiled = launch(self.kernel, self.programs, tensors, self.numbers, self.constants)
+        except KernelUnsupported:
+            if unaligned is None:
+                raise
+            unaligned(*tensors)
+            return None
         if compiled is None:
             return None
         run, stream, device, function, metadata, rest, _ = compiled
