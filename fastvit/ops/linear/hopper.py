@@ -24,8 +24,8 @@ def takes(x: Tensor, n: int, *others: Tensor | None, scales: bool = False) -> bo
         return False
     k = x.shape[-1]
     m = x.numel() // k
-    # TMA takes multiples of 8, but the kernel for other addresses needs those of 16. Coordinates have 32 bits
-    return n % 16 == k % 16 == 0 and m < 1 << 30 and _configs.takes_turns(m, n, k, scales, device.arch(x))
+    # rows are at multiples of 16 bytes, and coordinates have 32 bits
+    return n % 8 == k % 8 == 0 and m < 1 << 30 and _configs.takes_turns(m, n, k, scales, device.arch(x))
 
 
 def launch(
