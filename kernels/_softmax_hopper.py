@@ -9,28 +9,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
-    mbarrier,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-from fastvit.kernels._hopper import store_tile
+from fastvit.kernels._hopper import accumulator, store_tile
 from fastvit.kernels._softmax import ln2
 
 ROWS = gl.constexpr(64)
-
-
-@gluon.constexpr_function
-def accumulator(columns):
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
-
-
-@gluon.jit
-def barriers(n: gl.constexpr, count: gl.constexpr):
-    found = gl.allocate_shared_memory(gl.int64, [n, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(n):
-        mbarrier.init(found.index(i), count=count)
-    return found
 
 
 @gluon.jit

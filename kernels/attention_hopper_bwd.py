@@ -33,9 +33,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from fastvit.kernels import _profiling
-from fastvit.kernels._hopper import load_tile, reinterpret, store_tile
+from fastvit.kernels._hopper import accumulator, barriers, load_tile, reinterpret, store_tile
 from fastvit.kernels._softmax import NOT_SPECIALIZED, log2e
-from fastvit.kernels._softmax_hopper import ROWS, accumulator, barriers, buffers
+from fastvit.kernels._softmax_hopper import ROWS, buffers
 
 UNIT = gl.constexpr(8)  # elements of 16 bytes
 KEYS = gl.constexpr(128)  # of a round

@@ -24,12 +24,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from fastvit.kernels import _profiling
-from fastvit.kernels._hopper import load_tile
+from fastvit.kernels._hopper import accumulator, barriers, load_tile
 from fastvit.kernels._softmax import NOT_SPECIALIZED, log2e
 from fastvit.kernels._softmax_hopper import (
     ROWS,
-    accumulator,
-    barriers,
     buffers,
     exponentials,
     finish,

@@ -25,7 +25,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from fastvit.kernels import _profiling
-from fastvit.kernels._hopper import load_tile, store_tile
+from fastvit.kernels._hopper import accumulator, load_tile, store_tile
+from fastvit.kernels._hopper import barriers as new_barriers
 from fastvit.kernels._math import activate, activate_with_grad, columns_part
 from fastvit.kernels.linear import place
 
@@ -133,7 +134,6 @@ def compute(
     TRANSPOSED: gl.constexpr, ACTIVATION: gl.constexpr,
 ):  # fmt: skip
     """A group of four warps: every other tile of the program."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     a_slots, b_slots, parts, spare = memory
     full, empty, ready, taken, turn = barriers
     tiles = gl.cdiv(M, BLOCK_M) * gl.cdiv(N, BLOCK_N)
@@ -141,7 +141,7 @@ def compute(
     count = 0
     for number in range(gl.program_id(0) + GROUP * gl.num_programs(0), tiles, 2 * gl.num_programs(0)):
         tile_m, row, col = tile_at(number, M, N)
-        acc = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout)
+        acc = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, accumulator(BLOCK_N))
         step = (2 * count + GROUP) * steps
         mbarrier.wait(turn.index(GROUP), (count & 1) ^ (1 - GROUP))
         for k in range(steps):
@@ -172,14 +172,6 @@ def compute(
 
 
 @gluon.jit
-def new_barriers(COUNT: gl.constexpr):
-    barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(COUNT):
-        mbarrier.init(barriers.index(i), count=1)
-    return barriers
-
-
-@gluon.jit
 def take_turns(
     a, b, tensors, vectors, M, N, K, rows_per_sample, TRANSPOSED: gl.constexpr, ACTIVATION: gl.constexpr
 ):  # fmt: skip
@@ -191,7 +183,8 @@ def take_turns(
     spare = parts
     if second is not None:
         spare = gl.allocate_shared_memory(out.dtype, [2, BLOCK_M, PART], out.layout)
-    barriers = new_barriers(SLOTS), new_barriers(SLOTS), new_barriers(2), new_barriers(2), new_barriers(2)
+    turns = new_barriers(2, 1)
+    barriers = new_barriers(SLOTS, 1), new_barriers(SLOTS, 1), new_barriers(2, 1), new_barriers(2, 1), turns
     fence_async_shared()
     memory = a_slots, b_slots, parts, spare
     gl.warp_specialize([

@@ -148,13 +148,29 @@ def gpu_table() -> str:
     return "\n".join(lines)
 
 
+_CALLED_HEAD = """\
+| as called, ms | forward: SDPA | fastvit | fastvit.graphs | both passes: SDPA | fastvit | fastvit.graphs |
+|---|---|---|---|---|---|---|"""
+
+
+def called_table() -> str:
+    """Return the table of times as called on a GPU, of the models that ran after `fastvit.graphs`, too."""
+    cells: dict[str, list[str]] = {}
+    for r in results_file.last(results_file.read(GPU)):
+        if r["kind"] == "row" and r["status"] == "passed" and "graphs" in r["providers"]:
+            called = {name: 1e3 * figures["called"]["median"] for name, figures in r["providers"].items()}
+            times = min(called["flash"], called["cudnn"]), called["fastvit"], called["graphs"]
+            cells.setdefault(r["case"], []).extend(f"{time:#.3g}" for time in times)
+    return "\n".join([_CALLED_HEAD, *(f"| {' | '.join([f'`{case}`', *each])} |" for case, each in cells.items())])
+
+
 def with_ops(readme: str) -> str:
     """Return the README with the tables between its two marks."""
     before, mark, rest = readme.partition("<!-- ops -->\n")
     _, end, after = rest.partition("<!-- end -->")
     if not (mark and end):
         raise ValueError("README.md has no lines <!-- ops --> and <!-- end -->")
-    return f"{before}{mark}{gpu_table()}\n\n{ops_table()}\n{end}{after}"
+    return f"{before}{mark}{gpu_table()}\n\n{called_table()}\n\n{ops_table()}\n{end}{after}"
 
 
 def main(arguments: list[str] | None = None) -> None:

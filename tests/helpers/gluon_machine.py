@@ -23,7 +23,7 @@ _machine = None
 
 
 class Fault(Exception):
-    """What is wrong with a kernel. `kind`: see gluon_emulator.py."""
+    """A kernel is wrong. `kind`: see gluon_emulator.py."""
 
     def __init__(self, kind, text):
         super().__init__(f"{kind}: {text}")

@@ -93,7 +93,7 @@ def _described(shape: list[int], strides: list[int], address: int) -> list[Any]:
 
 
 class _Descriptor:
-    """What Triton's launcher reads of a TensorDescriptor, whose constructor checks what is known here."""
+    """A TensorDescriptor as Triton's launcher reads it, without the constructor's checks, which were made once."""
 
     __slots__ = ("address", "shape", "strides")
     padding, round_f32_to_tf32 = "zero", False

@@ -179,9 +179,10 @@ class Launch(NamedTuple):
             return None
         try:
             compiled = launch(self.kernel, self.programs, tensors, self.numbers, self.constants)
-        except KernelUnsupported:
-            if unaligned is None:
+        except KernelUnsupported as reason:
+            if unaligned is None or backend.settings()[1]:
                 raise
+            warnings.warn(f"another kernel runs: {reason}", stacklevel=2)
             unaligned(*tensors)
             return None
         if compiled is None:
