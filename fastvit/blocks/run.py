@@ -254,7 +254,9 @@ def _attend_separate(
         lengths = attn.cu_seqlens, attn.max_seqlen
         return join_heads(ops.attention_varlen(q, k, v, *lengths, scale=attn.scale, dropout_p=attn.attn_drop), attn)
     q, k = placed(q, k, attn.qk_norm, rotary)
-    out = ops.attention(q, k, v, attn_mask=attn_mask, is_causal=is_causal, scale=attn.scale, dropout_p=attn.attn_drop)
+    out = ops.attention(
+        q, k, v, attn_mask=attn_mask, is_causal=is_causal, scale=attn.scale, dropout_p=attn.attn_drop, layout="bnhd"
+    )
     return join_heads(out, attn)
 
 

@@ -176,7 +176,9 @@ def attend(
                 q, k, v, cu_seqlens, max_seqlen, cu_seqlens_k=cu_seqlens_k, max_seqlen_k=max_seqlen_k, scale=attn.scale,
                 dropout_p=p,
             )  # fmt: skip
-        return ops.attention(q, k, v, attn_mask=attn_mask, is_causal=is_causal, scale=attn.scale, dropout_p=p)
+        return ops.attention(
+            q, k, v, attn_mask=attn_mask, is_causal=is_causal, scale=attn.scale, dropout_p=p, layout="bnhd"
+        )
     if cu_seqlens is not None:
         of_q = of_k = _sequence_of_tokens("", q, cu_seqlens, max_seqlen)
         if cu_seqlens_k is not None:

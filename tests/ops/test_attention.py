@@ -4,6 +4,7 @@ that are large, keys that are hidden."""
 import functools
 import itertools
 import math
+import warnings
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from op_cases import tensors_of
 from oracle import assert_op_as_accurate, inputs
 
 from fastvit import ops
-from fastvit.ops.attention import aten_samples
+from fastvit.ops.attention import aten_samples, functions
 from fastvit.ops.runtime import backend as backends
 from fastvit.study.accuracy.formulas import attention as eager
 
@@ -108,7 +109,7 @@ def test_scale_that_is_not_positive(backend, device):
 
 
 def test_layout_of_sdpa(backend, device):
-    """Heads before tokens give the same numbers, bit by bit, in that layout."""
+    """Heads before tokens give the same numbers, bit by bit, in that layout; without its name they warn once."""
     q, k, v = (inputs("normal", 2, n, 2, 24, dtype=torch.float32, device=device, seed=n) for n in (20, 33, 33))
     mask = torch.rand(20, 33, device=device) > 0.2
     want = ops.attention(q, k, v, attn_mask=mask)
@@ -117,6 +118,26 @@ def test_layout_of_sdpa(backend, device):
     assert torch.equal(got.transpose(1, 2), want)
     reference = torch.nn.functional.scaled_dot_product_attention(*heads_first, mask)
     torch.testing.assert_close(got, reference, atol=1e-5, rtol=1e-5)
+    functions._warn_of_layout.cache_clear()
+    same = heads_first[1:2] * 3
+    with pytest.warns(UserWarning, match='pass layout="bhnd"') as warned:
+        ops.attention(*same)
+    assert [warning.filename for warning in warned] == [__file__]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ops.attention(*same)
+        functions._warn_of_layout.cache_clear()
+        ops.attention(*same, layout="bnhd")
+        ops.attention(q[:, :1], k, v)  # as of a pooling
+
+
+@pytest.mark.parametrize(
+    ("given", "advice"),
+    [("causal", "use is_causal"), ("softmax_scale", "use scale"), ("dropot_p", "use dropout_p"), ("bias", "use attn_")],
+)
+def test_names_of_other_libraries(given, advice):
+    with pytest.raises(TypeError, match=f"^{given} is not an argument of attention_qkvpacked: {advice}"):
+        ops.attention_qkvpacked(torch.ones(1, 5, 3, 2, 16), **{given: True})
 
 
 # ---- hidden keys ----

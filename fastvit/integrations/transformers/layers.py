@@ -270,7 +270,9 @@ def attention_forward(
     is_causal = bool(is_causal) and attention_mask is None  # as in "sdpa": a mask says all
     if attention_mask is not None and _made_for_export(attention_mask):
         attention_mask = None
-    out = ops.attention(q, k, v, attn_mask=attention_mask, is_causal=is_causal, scale=scaling, dropout_p=dropout)
+    out = ops.attention(
+        q, k, v, attn_mask=attention_mask, is_causal=is_causal, scale=scaling, dropout_p=dropout, layout="bnhd"
+    )
     return out, None
 
 

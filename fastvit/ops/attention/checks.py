@@ -36,7 +36,7 @@ def check_keys(q: Tensor, k: Tensor, v: Tensor, *, dtype: bool) -> None:
     if k.shape != (B, N, heads, d) or heads == 0 or H % heads:
         raise ValueError(
             f"k must have shape (B, N, H, d) with q's B, d, and H or a divisor of it, got {tuple(k.shape)} for q's "
-            f"{tuple(q.shape)}"
+            f'{tuple(q.shape)}; layout="bhnd" takes (B, H, N, d)'
         )
     if N == 0 and M > 0:
         raise ValueError(f"k must have a token for q's {M} to attend to, got {tuple(k.shape)}")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from typing import Any
+import warnings
+from typing import Any, Never
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from fastvit.ops.attention.aten_samples import as_added
 from fastvit.ops.attention.checks import (
@@ -24,14 +27,15 @@ from fastvit.ops.attention.op import Attention, Options
 from fastvit.ops.attention.within import Relative, Windows, is_added
 from fastvit.ops.dropout.op import draw_seeds
 from fastvit.ops.runtime.autograd import needs_autograd
-from fastvit.ops.runtime.checks import check_dimensions
+from fastvit.ops.runtime.checks import check_dimensions, check_no_others
 from fastvit.ops.runtime.dtypes import autocast_dtype
 from fastvit.ops.runtime.run import Prepared, run
 
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Tensor | None = None, is_causal: bool = False,
-    relative: Relative | None = None, scale: float | None = None, dropout_p: float = 0.0, layout: str = "bnhd",
+    relative: Relative | None = None, scale: float | None = None, dropout_p: float = 0.0, layout: str | None = None,
+    **others: Never,
 ) -> Tensor:  # fmt: skip
     """Compute dropout(softmax(scale * q k^T + attn_mask)) v for q (B, M, H, d), k and v (B, N, H, d): tokens before
     heads. PyTorch's `scaled_dot_product_attention` takes heads before tokens: that is layout="bhnd". Takes O(M + N)
@@ -53,7 +57,9 @@ def attention(
         dropout_p: probability of dropping an attention weight, in [0, 1). The dropout mask follows torch.manual_seed;
             it is not stored but drawn again in the backward pass. The Triton and the ATen path draw different masks.
         layout: "bnhd" for the shapes above, or "bhnd" for q (B, H, M, d), k, v (B, H, N, d) and a result like q, read
-            and written by stride; attn_mask and relative stay as they are.
+            and written by stride; attn_mask and relative stay as they are. None is "bnhd", with one warning in a
+            process where the shapes look like "bhnd": dimension 1 at most 32, dimension 2 at least twice as large.
+        others: none. Names of other libraries, such as causal, are answered with the name here.
 
     Returns:
         (B, M, H, d), contiguous, q's dtype; under autocast autocast's. A NaN in one row of q makes that row NaN and no
@@ -62,22 +68,24 @@ def attention(
     Raises:
         TypeError, ValueError: naming the argument, for dtypes, devices, shapes and values that do not fit.
     """
-    if layout != "bnhd":
+    if others:
+        check_no_others(others, attention)
+    if layout is not None and layout != "bnhd":
         q, k, v = _heads_first(layout, q, k, v)
     op, tensors = "attention", (q, k, v, attn_mask, relative)
-    out: Tensor = run(op, _of_samples, tensors, (op, is_causal, scale, dropout_p))
-    return out if layout == "bnhd" else out.transpose(1, 2)
+    out: Tensor = run(op, _of_samples, tensors, (op, is_causal, scale, dropout_p, layout is None))
+    return out if layout is None or layout == "bnhd" else out.transpose(1, 2)
 
 
 def attention_qkvpacked(
     qkv: Tensor, *, attn_mask: Tensor | None = None, is_causal: bool = False, scale: float | None = None,
-    dropout_p: float = 0.0,
+    dropout_p: float = 0.0, **others: Never,
 ) -> Tensor:  # fmt: skip
     """Compute `attention` of q, k, v = qkv.unbind(2), read in place. The gradient is one packed tensor.
 
     Args:
         qkv: (B, N, 3, H, d), as a qkv projection leaves it; dtypes, strides and d as in `attention`.
-        attn_mask, is_causal, scale, dropout_p: as in `attention`.
+        attn_mask, is_causal, scale, dropout_p, others: as in `attention`.
 
     Returns:
         (B, N, H, d), contiguous, as from `attention`; view it as (B, N, H * d) for the output projection.
@@ -85,6 +93,8 @@ def attention_qkvpacked(
     Raises:
         TypeError, ValueError: as `attention`.
     """
+    if others:
+        check_no_others(others, attention_qkvpacked)
     op, tensors = "attention_qkvpacked", (qkv, None, None, attn_mask, None)
     out: Tensor = run(op, _of_samples, tensors, (op, is_causal, scale, dropout_p))
     return out
@@ -93,7 +103,7 @@ def attention_qkvpacked(
 def attention_varlen(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int | None = None,
     *, cu_seqlens_k: Tensor | None = None, max_seqlen_k: int | None = None, attn_mask: Tensor | None = None,
-    is_causal: bool = False, scale: float | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: float | None = None, dropout_p: float = 0.0, **others: Never,
 ) -> Tensor:  # fmt: skip
     """Compute `attention` within each of several sequences, such as images of several sizes, or windows. The sequences
     follow each other without padding (Dehghani et al. 2023, arXiv:2307.06304); tokens of different sequences do not see
@@ -111,7 +121,7 @@ def attention_varlen(
         attn_mask: broadcastable to (1, H, max_seqlen, max_seqlen_k), or None: one mask for all sequences, of which each
             has the first rows and columns; as in `attention`, but without a gradient.
         is_causal: token i of a sequence sees its tokens 0 to i only.
-        scale, dropout_p: as in `attention`.
+        scale, dropout_p, others: as in `attention`.
 
     Returns:
         (T, H, d), contiguous, q's dtype; under autocast autocast's.
@@ -120,6 +130,8 @@ def attention_varlen(
         TypeError, ValueError: naming the argument, for dtypes, devices, shapes and values that do not fit; the values
             of cu_seqlens, and whether max_seqlen is too small, are checked on ATen only.
     """
+    if others:
+        check_no_others(others, attention_varlen)
     op, tensors = "attention_varlen", (q, k, v, cu_seqlens, cu_seqlens_k, attn_mask)
     out: Tensor = run(op, _of_sequences, tensors, (op, max_seqlen, max_seqlen_k, is_causal, scale, dropout_p))
     return out
@@ -127,14 +139,14 @@ def attention_varlen(
 
 def attention_varlen_qkvpacked(
     qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int | None = None, *, attn_mask: Tensor | None = None,
-    is_causal: bool = False, scale: float | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: float | None = None, dropout_p: float = 0.0, **others: Never,
 ) -> Tensor:  # fmt: skip
     """Compute `attention_varlen` of q, k, v = qkv.unbind(1), read in place. The gradient is one packed tensor.
 
     Args:
         qkv: (T, 3, H, d), as a qkv projection of the tokens of all sequences leaves it; dtypes, strides and d as in
             `attention`.
-        cu_seqlens, max_seqlen, attn_mask, is_causal, scale, dropout_p: as in `attention_varlen`.
+        cu_seqlens, max_seqlen, attn_mask, is_causal, scale, dropout_p, others: as in `attention_varlen`.
 
     Returns:
         (T, H, d), contiguous, as from `attention_varlen`.
@@ -142,6 +154,8 @@ def attention_varlen_qkvpacked(
     Raises:
         TypeError, ValueError: as `attention_varlen`.
     """
+    if others:
+        check_no_others(others, attention_varlen_qkvpacked)
     op, tensors = "attention_varlen_qkvpacked", (qkv, None, None, cu_seqlens, None, attn_mask)
     out: Tensor = run(op, _of_sequences, tensors, (op, max_seqlen, None, is_causal, scale, dropout_p))
     return out
@@ -150,7 +164,7 @@ def attention_varlen_qkvpacked(
 def attention_windows(
     qkv: Tensor, window: tuple[int, int], *, shift: tuple[int, int] = (0, 0), shift_bias: float = -math.inf,
     attn_mask: Tensor | None = None, relative: Relative | None = None, scale: float | None = None,
-    dropout_p: float = 0.0,
+    dropout_p: float = 0.0, **others: Never,
 ) -> Tensor:  # fmt: skip
     """Compute `attention` within the windows of a grid of tokens, with a cyclic shift (Liu et al. 2021,
     arXiv:2103.14030, section 3.2). The tokens stay where they are: there is no copy into windows and back, and neither
@@ -173,7 +187,7 @@ def attention_windows(
             for all windows, as a relative position bias is. It may require a gradient.
         relative: decomposed relative positions within the windows, or None. Takes no shift, mask or dropout, and a grid
             that the windows divide: pad it before the projection, as SAM and ViTDet do. The whole grid may be a window.
-        scale, dropout_p: as in `attention`.
+        scale, dropout_p, others: as in `attention`.
 
     Returns:
         (B, gh, gw, H, d), contiguous, qkv's dtype; under autocast autocast's. The gradient of qkv is one packed tensor.
@@ -181,6 +195,8 @@ def attention_windows(
     Raises:
         TypeError, ValueError: naming the argument, for dtypes, devices, shapes and values that do not fit.
     """
+    if others:
+        check_no_others(others, attention_windows)
     given = _pair("window", window), _pair("shift", shift), shift_bias, scale, dropout_p
     out: Tensor = run("attention_windows", _of_windows, (qkv, attn_mask, relative), given)
     return out
@@ -198,9 +214,26 @@ def _heads_first(layout: str, *tensors: Tensor) -> list[Tensor]:
     return [t.transpose(1, 2) for t in tensors]
 
 
+def _look_heads_first(*tensors: Tensor) -> bool:
+    """Return whether all of them may be (B, H, N, d). Not asked while sizes are symbols, which would add guards."""
+    return not is_dynamo_compiling() and all(
+        isinstance(few, int) and isinstance(many, int) and few <= 32 and many >= 2 * max(few, 1)
+        for few, many in (t.shape[1:3] for t in tensors)
+    )
+
+
+@functools.cache  # once in a process
+def _warn_of_layout() -> None:
+    warnings.warn(
+        "fastvit.ops.attention reads dimension 1 as tokens and 2 as heads, and q and k have few of the former: if they "
+        'are (B, H, N, d), as for scaled_dot_product_attention, pass layout="bhnd"; if not, layout="bnhd"',
+        stacklevel=5,
+    )
+
+
 def _of_samples(
     q: Tensor, k: Any, v: Any, attn_mask: Any, relative: Any, op: str, is_causal: bool, scale: float | None,
-    dropout_p: float,
+    dropout_p: float, no_layout: bool = False,
 ) -> Prepared:  # fmt: skip
     packed = op == "attention_qkvpacked"
     name = "qkv" if packed else "q"
@@ -208,6 +241,8 @@ def _of_samples(
     cast = autocast_dtype(q)
     if not packed:
         check_keys(q, k, v, dtype=cast is None)
+        if no_layout and _look_heads_first(q, k):
+            _warn_of_layout()
     scale = checked_scale(q.shape[-1], scale, dropout_p, is_causal)
     rows = columns = None
     if relative is not None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +13,55 @@ from torch import Tensor
 from torch.fx import Proxy
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+# Arguments of timm, transformers, flash-attention, xFormers and PyTorch: their names here, of which a function takes at
+# most one, or a sentence
+_ELSEWHERE = {
+    "causal": "is_causal", "softmax_scale": "scale", "sm_scale": "scale", "scaling": "scale", "mask": "attn_mask",
+    "attn_bias": "attn_mask", "attention_mask": "attn_mask", "key_padding_mask": "attn_mask", "bias": "attn_mask",
+    "alibi_slopes": "attn_mask", "dropout": "dropout_p drop_rate proj_drop drop", "cu_seqlens_q": "cu_seqlens",
+    "max_seqlen_q": "max_seqlen", "image_size": "img_size", "hidden_size": "embed_dim dim", "dim": "embed_dim",
+    "embed_dim": "dim", "num_layers": "depth", "num_hidden_layers": "depth", "nhead": "num_heads",
+    "num_attention_heads": "num_heads", "mlp_dim": "mlp_ratio hidden_features", "num_labels": "num_classes",
+    "intermediate_size": "mlp_ratio hidden_features", "num_channels": "in_chans", "attention_dropout": "attn_drop_rate",
+}  # fmt: skip
+_SENTENCES = {
+    "pretrained": "use create_model(name, weights=True), with timm's tag in the name",
+    "checkpoint_path": "use create_model(name, weights=...)",
+    "features_only": "use the model's forward_intermediates",
+    "out_indices": "use the model's forward_intermediates",
+    "window_size": "use attn_mask, or attention_windows for windows of a grid",
+    "enable_gqa": "k and v may have fewer heads without it",
+    "deterministic": "every call is",
+    **dict.fromkeys(
+        ("return_attn_probs", "need_weights", "output_attentions"), "fastvit.study.attention_maps returns the weights"
+    ),
+}
+
+
+def check_known(given: Iterable[str], known: Sequence[str], what: str) -> None:
+    """Check the names of keyword arguments of `what`. The error names the argument to use instead, or the nearest."""
+    for name in given:
+        if name not in known:
+            instead = [new for new in _ELSEWHERE.get(name, "").split() if new in known]
+            near = instead or difflib.get_close_matches(name, known)
+            nearest = difflib.get_close_matches(name, known, 1, cutoff=0.0)[0]
+            advice = f"use {' or '.join(near)}" if near else f"the nearest is {nearest}"
+            raise TypeError(f"{name} is not an argument of {what}: {_SENTENCES.get(name, advice)}")
+
+
+def check_no_others(others: Mapping[str, Any], function: Callable[..., Any]) -> None:
+    """Raise TypeError for keyword arguments that a function does not take."""
+    known = inspect.signature(function).parameters.values()
+    check_known(others, [p.name for p in known if p.kind is not p.VAR_KEYWORD], function.__name__)
+
+
+def check_is_there(device: torch.device) -> None:
+    """Check that a GPU exists."""
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(
+            f"device {device} is not there: torch sees {torch.cuda.device_count()} GPUs; `fastvit doctor` says why"
+        )
 
 
 def check_tensor(name: str, x: Any) -> None:
@@ -31,14 +82,31 @@ def check_float(name: str, x: Tensor) -> None:
         raise TypeError(f"{name} must be float32, float16, bfloat16 or float64, got {x.dtype}")
 
 
+def check_is_no_array(name: str, image: Any) -> None:
+    """Raise TypeError for an image of numpy or PIL. The error has the line that converts it."""
+    kind = type(image)
+    if not issubclass(kind, Tensor) and (hasattr(kind, "__array__") or hasattr(kind, "__array_interface__")):
+        array = name if hasattr(image, "ndim") else f"numpy.array({name})"
+        raise TypeError(
+            f"{name} must be a tensor, got {kind.__name__}; one of 8 bits (H, W, C) becomes a batch by "
+            f"torch.from_numpy({array}).permute(2, 0, 1)[None] / 255"
+        )
+
+
 def check_image(image: Tensor, channels: int, *, video: bool = False) -> None:
     """Check that image is (B, C, H, W), or a video (B, C, T, H, W), of any size."""
+    check_is_no_array("image", image)
     check_tensor("image", image)
     if image.dtype is not torch.uint8 and image.dtype not in FLOATS:
         raise TypeError(f"image must be uint8, float32, float16, bfloat16 or float64, got {image.dtype}")
     if image.dim() != 4 + video or image.shape[1] != channels:
         axes = "(B, C, T, H, W)" if video else "(B, C, H, W)"
-        raise ValueError(f"image must have shape {axes} with C = {channels}, got {tuple(image.shape)}")
+        shape, hint = tuple(image.shape), ""
+        if len(shape) == 3 + video and shape[0] == channels:
+            hint = "; image[None] is a batch of one"
+        elif len(shape) == 4 + video and shape[-1] == channels:
+            hint = "; image.movedim(-1, -3) has C there"
+        raise ValueError(f"image must have shape {axes} with C = {channels}, got {shape}{hint}")
 
 
 # (name, tensor, its shape or None for any, that shape in words such as "(D,)")
