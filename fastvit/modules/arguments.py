@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from fastvit.ops.runtime.checks import FLOATS, check_head_dim, check_statistics
+from fastvit.ops.runtime.checks import FLOATS, check_head_dim, check_is_there, check_known, check_statistics
+from fastvit.ops.runtime.torch_private import len_torch_dispatch_stack
 
 Pair = int | tuple[int, int]
 Device = torch.device | str | None
@@ -75,9 +76,11 @@ def check_factory(device: Any = None, dtype: Any = None) -> None:
         raise TypeError(f"dtype must be None, float32, float16, bfloat16 or float64, got {dtype!r}")
     if device is not None:
         try:
-            torch.device(device)
+            where = torch.device(device)
         except (RuntimeError, TypeError) as error:
             raise ValueError(f"device must be None, a torch.device or the name of one, got {device!r}") from error
+        if not len_torch_dispatch_stack():  # fake tensors may be on any device
+            check_is_there(where)
 
 
 def check_heads(dim_name: str, dim: Any, num_heads: Any) -> None:
@@ -184,14 +187,9 @@ def _known(kind: type) -> tuple[str, ...]:
     return tuple(known)
 
 
-def check_known(given: Iterable[str], kind: type) -> None:
-    """Check the names of a constructor's keyword arguments; the error suggests the right one."""
-    known = _known(kind)
-    for name in given:
-        if name not in known:
-            near = " or ".join(difflib.get_close_matches(name, known))
-            hint = f"use {near}" if near else f"its arguments are {', '.join(known)}"
-            raise TypeError(f"{name} is not an argument of {kind.__name__}: {hint}")
+def check_arguments(given: Iterable[str], kind: type, what: str | None = None) -> None:
+    """Check the names of a constructor's keyword arguments. what: what takes them, in an error; the class if None."""
+    check_known(given, _known(kind), what or kind.__name__)
 
 
 def with_known_arguments(kind: type[_Module]) -> type[_Module]:
@@ -201,7 +199,7 @@ def with_known_arguments(kind: type[_Module]) -> type[_Module]:
 
     @functools.wraps(construct)
     def checked(self: _Module, *args: Any, **kwargs: Any) -> None:
-        check_known(kwargs, kind)
+        check_arguments(kwargs, kind)
         for name, value in signature.bind_partial(*args, **kwargs).arguments.items():
             if name in _CHECKS:
                 _CHECKS[name](**{name: value})

@@ -84,7 +84,9 @@ class PatchEmbed(nn.Module):
         check_image(image, getattr(self.proj, "in_channels", self.in_chans))
         size = image.shape[-2], image.shape[-1]
         if self.strict_img_size and not any_size and size != self.img_size:
-            raise ValueError(f"image must have the size (H, W) = {self.img_size}, got {size}")
+            whole = not any(side % patch for side, patch in zip(size, self.patch_size, strict=True))
+            other = f", or make the model with img_size={size} or dynamic_img_size=True" if whole else ""
+            raise ValueError(f"image must have the size (H, W) = {self.img_size}, got {size}: resize it{other}")
         return patch_grid(size, self.patch_size)
 
     def forward(

@@ -13,7 +13,7 @@ from fastvit.checkpoints.hub import repository_of_tag
 from fastvit.checkpoints.loading import Weights
 from fastvit.distilled import VisionTransformerDistilled
 from fastvit.eva import Eva
-from fastvit.modules.arguments import check_known
+from fastvit.modules.arguments import check_arguments
 from fastvit.vit import VisionTransformer
 from fastvit.zoo import eva, vit
 from fastvit.zoo.vit import Config
@@ -82,7 +82,7 @@ def create_model(
     bare, _, tag = name.partition(".") if isinstance(name, str) else (name, "", "")
     arguments = config(bare)
     kind = model_class(bare)
-    check_known(overrides, kind)
+    check_arguments(overrides, kind, f"create_model({bare!r})")
     if weights is None:
         if drop_head:
             raise ValueError("drop_head=True needs weights")

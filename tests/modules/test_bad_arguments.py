@@ -89,7 +89,10 @@ MESSAGES: list[tuple[Callable[..., nn.Module], type[Exception], str, dict[str, A
     (Eva, TypeError, "Eva takes no block_fn: its blocks are EvaBlocks", {"block_fn": "postnorm"}),
     (RotaryEmbeddingCat, ValueError, "dim must be a multiple of 4, got 6", {"dim": 6}),
     (create, TypeError, "weights must be a path, a repository of the Hugging Face Hub or a state_dict", {"weights": 5}),
-    (create, TypeError, "pretrained is not an argument of VisionTransformer: its arguments are", {"pretrained": True}),
+    (create, TypeError, "pretrained is not an argument of create_model('vit_base_patch16_224'): use create_model(name, "
+     "weights=True)", {"pretrained": True}),
+    (Block, TypeError, "dropout is not an argument of Block: use proj_drop", {"dropout": 0.1}),
+    (Block, TypeError, "x is not an argument of Block: the nearest is ", {"x": True}),
     (create, ValueError, "drop_head=True needs weights", {"drop_head": True}),
     (fastvit.create_model, TypeError, "name must be the name of a model, got 16", {"name": 16}),
 ]  # fmt: skip
@@ -139,7 +142,13 @@ CALLS: list[tuple[type[Exception], str, Callable[[], Any]]] = [
     (TypeError, "image must be uint8, float32, float16, bfloat16 or float64, got", lambda: model()(IMAGE.long())),
     (ValueError, f"{PATCHES} (2, 1, 16, 16)", lambda: model()(IMAGE[:, :1])),
     (TypeError, "image must be a dense tensor", lambda: model().patch_embed(torch.nested.nested_tensor([*IMAGE]))),
-    (ValueError, "image must have the size (H, W) = (16, 16), got (16, 12)", lambda: model()(IMAGE[..., :12])),
+    (ValueError, "image must have the size (H, W) = (16, 16), got (16, 12): resize it, or make the model with img_size",
+     lambda: model()(IMAGE[..., :12])),
+    (ValueError, "image must have the size (H, W) = (16, 16), got (16, 11): resize", lambda: model()(IMAGE[..., :11])),
+    (ValueError, f"{PATCHES} (3, 16, 16); image[None] is", lambda: model()(IMAGE[0])),
+    (ValueError, f"{PATCHES} (2, 16, 16, 3); image.movedim(-1, -3)", lambda: model()(IMAGE.movedim(1, -1))),
+    (TypeError, "images[0] must be a tensor, got ndarray; one of 8 bits (H, W, C) becomes a batch by "
+     "torch.from_numpy(images[0]).permute(2, 0, 1)[None] / 255", lambda: model()([IMAGE[0].numpy()])),
     (ValueError, "patch_size (4, 4) must divide the image size, got (16, 0)",
      lambda: model(dynamic_img_size=True)(IMAGE[..., :0])),
     # heads, pooling, sizes
@@ -154,6 +163,7 @@ CALLS: list[tuple[type[Exception], str, Callable[[], Any]]] = [
      lambda: with_another_embedding().set_input_size(patch_size=8)),
     (ValueError, "fixed_table needs a model with pos_embed='sincos' or", lambda: model().fixed_table((2, 2))),
     (ValueError, "mode must be one of ('', 'skip', 'reset'), got 'jax'", lambda: model().init_weights("jax")),
+    (ValueError, "device cuda:9 is not there: torch sees ", lambda: create(device="cuda:9", **TINY)),
     (ValueError, "device must not be 'meta'", lambda: create(weights=model().state_dict(), device="meta", **TINY)),
     # features
     (ValueError, f"indices must be {BLOCKS}, got 5", lambda: model().forward_intermediates(IMAGE, 5)),
