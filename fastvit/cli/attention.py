@@ -73,17 +73,20 @@ def run(args: argparse.Namespace) -> int:
     mean, std = source.normalization
     pictures = [study.read_picture(image, size, args.mean or mean, args.std or std) for image in args.images]
     model = source.with_weights(args.weights, args.image_size)
+    random = args.weights is None and source.origin != "function"
     if args.by_layer:
         _run_by_layer(args, model, size, [picture.pixels for picture in pictures])
     else:
-        _run_maps(args, model, size, pictures[0])
-    if args.weights is None and source.origin != "function":
+        _run_maps(args, model, size, pictures[0], ", random weights" if random else "")
+    if random:
         print(f"fastvit: {args.model} has random weights, without --weights", file=sys.stderr)
     return 0
 
 
-def _run_maps(args: argparse.Namespace, model: nn.Module, size: tuple[int, int], picture: Picture) -> None:
-    """Compute, and print or draw, the maps of one picture."""
+def _run_maps(
+    args: argparse.Namespace, model: nn.Module, size: tuple[int, int], picture: Picture, note: str
+) -> None:  # fmt: skip
+    """Compute, and print or draw, the maps of one picture. note: on the weights, ends the picture's caption."""
     from fastvit import study
 
     queries = None if args.query is None else [args.query]
@@ -92,7 +95,7 @@ def _run_maps(args: argparse.Namespace, model: nn.Module, size: tuple[int, int],
     if args.rollout:
         rows["rollout"] = study.attention_rollout(model, picture.pixels, queries).rows[0]
     if args.out is not None:
-        terminal.write(args.out, _drawn(picture, maps, rows))
+        terminal.write(args.out, _drawn(picture, maps, rows, note))
     if args.json:
         values = {
             "model": args.model,
@@ -111,14 +114,14 @@ def _run_maps(args: argparse.Namespace, model: nn.Module, size: tuple[int, int],
         _show(args.model, maps, rows)
 
 
-def _drawn(picture: Picture, maps: AttentionMaps, rows: dict[str, Tensor]) -> bytes:
+def _drawn(picture: Picture, maps: AttentionMaps, rows: dict[str, Tensor], note: str) -> bytes:
     from fastvit.study.attention.drawing import draw_maps
 
     tiles = []
     for name, row in rows.items():
         patches = row[maps.num_prefix_tokens :]
         tiles.append((f"{name}, up to {_percent(patches.max())}", patches.unflatten(0, maps.grid)))
-    sheet = draw_maps(picture.shown, f"layer {maps.layers[0]}, {_query_name(maps)}", tiles, maps.queries[0])
+    sheet = draw_maps(picture.shown, f"layer {maps.layers[0]}, {_query_name(maps)}{note}", tiles, maps.queries[0])
     file = io.BytesIO()
     sheet.save(file, "PNG", optimize=True)
     return file.getvalue()
