@@ -19,9 +19,9 @@ from fastvit._base import which_triton
 
 OK, NOTE, TROUBLE = "ok", "note", "trouble"
 _PACKAGES = {  # optional packages, and their use
-    "timm": "models of timm", "transformers": "models of transformers", "safetensors": "weights in .safetensors",
-    "rich": "tables of this command", "matplotlib": "pictures of studies", "Pillow": "pictures read from files",
-    "pytest-benchmark": "the benchmarks of a checkout",
+    "torchvision": "timm and transformers", "timm": "models of timm", "transformers": "models of transformers",
+    "safetensors": "weights in .safetensors", "rich": "tables of this command", "matplotlib": "pictures of studies",
+    "Pillow": "pictures read from files", "pytest-benchmark": "the benchmarks of a checkout",
 }  # fmt: skip
 _LEAST_TORCH, _NEWEST_TORCH = (2, 9), (2, 15)  # tested versions
 
@@ -180,20 +180,23 @@ def _path(device: torch.device, backend: str) -> tuple[str, str]:
 
 
 def _packages() -> Iterator[Finding]:
+    """Import every package: that one is installed does not say that it works."""
     for name, use in _PACKAGES.items():
         version = version_of(name)
-        yield Finding("packages", name, f"not installed; for {use}" if version is None else f"{version}, for {use}")
-    if (version := version_of("torchvision")) is not None:
+        if version is None:
+            if name != "torchvision":
+                yield Finding("packages", name, f"not installed; for {use}")
+            continue
         try:
-            importlib.import_module("torchvision")
+            importlib.import_module("PIL" if name == "Pillow" else name.replace("-", "_"))
         except Exception as error:
-            why = f"{version} cannot be imported, nor what imports it (timm, transformers): {error}"
-            if "torchvision::" in str(error):  # its compiled operators are missing, or cannot be loaded
+            why = f"{version}, for {use}, cannot be imported: {(str(error).splitlines() or [''])[0]}"
+            if name == "torchvision" and "torchvision::" in why:  # its compiled operators cannot be loaded
                 why += f". It is not of the same build as torch {torch.__version__}: pip uninstall torchvision, and "
                 why += "install it from the index that torch came from (README.md, Install)"
-            yield Finding("packages", "torchvision", why, TROUBLE)
+            yield Finding("packages", name, why, TROUBLE)
         else:
-            yield Finding("packages", "torchvision", f"{version}, which timm and transformers import")
+            yield Finding("packages", name, f"{version}, for {use}")
 
 
 def version_of(package: str) -> str | None:
