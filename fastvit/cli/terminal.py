@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import errno
 import io
+import itertools
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -38,6 +40,20 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> Any:
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+    def refuse(self, word: str, argv: Sequence[str]) -> Any:
+        """Exit with an error for a word of the command line that is no option, value or argument."""
+        options = {name: action for action in self._actions for name in action.option_strings}
+        if word.startswith("-"):
+            near = difflib.get_close_matches(word.partition("=")[0].replace("_", "-"), options, 1)
+            self.error(f"there is no option {word}" + (f"; did you mean {near[0]}?" if near else ""))
+        before = itertools.takewhile(lambda w: not w.startswith("-"), reversed(argv[: argv.index(word)]))
+        values = [*reversed([*before])]
+        option = argv[argv.index(word) - len(values) - 1]
+        metavar = str(getattr(options.get(option), "metavar", ""))
+        if values and (between := "," if "," in metavar else "x" if metavar == "PX" else ""):
+            self.error(f"{option} takes its values without spaces: {option} {between.join([*values, word])}")
+        self.error(f"{word!r} is one argument too many")
 
 
 def guarded(run: Callable[[], int], traceback: bool = False) -> int:

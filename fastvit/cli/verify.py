@@ -51,7 +51,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from fastvit import study
+    from fastvit.study.accuracy.verification import OPS
 
+    if args.model in OPS:
+        raise ValueError(f"{args.model} is an op, not a model: fastvit verify --ops {args.model}")
     dtypes = args.dtype and [_DTYPES[word] for word in args.dtype]
     with terminal.progress(None, "verify") as step:
         found = study.verify(

@@ -32,6 +32,7 @@ MISTAKES = [
     (["models", "study_models:image_and_text"], "required positional argument: 'text'"),
     (["verify", "--ops", "conv"], "no op is called 'conv'; the ops are add_layer_norm"),
     (["verify", "--device", "cuda:99"], "device cuda:99 is not there"),
+    (["verify", "mlp"], "mlp is an op, not a model: fastvit verify --ops mlp"),
     (["verify", "study_models:one_size", "--depth", "1"], "study_models:one_size takes no depth"),
     (["explore", SMALL, "--layers", "12"], "layers must be in 0..1, got 12"),
     (["attention", SMALL, "text.png"], "text.png is no picture that Pillow reads: cannot identify"),
@@ -63,6 +64,10 @@ WRONG_ARGUMENTS = [
     (["fit", SMALL, "--budget", "24GiB", "--batch", "8,16"], "must be an integer from 1 to 1048576, got '8,16'"),
     ([*MEMORY, "--providers", "fastvt"], "must be of eager, sdpa, fastvit, got 'fastvt'; did you mean fast"),
     (["verify", "--dtype", "int8"], "must be of fp32, bf16, fp16, got 'int8'"),
+    ([*MEMORY, "--image_size=224"], "there is no option --image_size=224; did you mean --image-size? (see fastvit mem"),
+    ([*MEMORY, "--image-size", "224", "512", "768"], "takes its values without spaces: --image-size 224,512"),
+    (["fit", SMALL, "--image-size", "224", "512", *FIT[2:]], "--image-size 224x512"),
+    (["doctor", "torch"], "fastvit doctor: 'torch' is one argument too many"),
     ([*ATTENTION, "--std", "a,b,c"], "argument --std: must be"),
     ([*ATTENTION, "--out", "map.jpg"], "argument --out: must be"),
 ]

@@ -16,6 +16,7 @@ from torch import nn
 from fastvit import ops
 from fastvit.ops.runtime import backend as backends
 from fastvit.ops.runtime.backend import KernelUnsupported
+from fastvit.ops.runtime.checks import check_is_there
 from fastvit.study.accuracy import cases, rule
 from fastvit.study.accuracy.cases import HEAD_DIMS
 from fastvit.study.sources import find, model_source
@@ -256,8 +257,7 @@ def _device(device: torch.device | str | None) -> torch.device:
         raise ValueError(f"device must be cpu, cuda or cuda:N, got {device!r}") from None
     if found.type not in ("cpu", "cuda"):
         raise ValueError(f"device must be cpu, cuda or cuda:N, got {device!r}")
-    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"device {device} is not there: torch sees {torch.cuda.device_count()} GPUs")
+    check_is_there(found)
     return found
 
 

@@ -53,11 +53,13 @@ def _find(name: str) -> ModelSource:
     if name.endswith(".json") or "/" in name or Path(name).is_dir():
         return _from_transformers(name)
     names, note = list(zoo.CONFIGS), ""
-    if importlib.util.find_spec("timm") is not None:
+    if importlib.util.find_spec("timm") is None:
+        note = "; timm, which is not installed, has more: pip install timm"
+    else:
         try:
             timm = importlib.import_module("timm")
         except Exception as error:  # for example with a torchvision that was built for another torch
-            note = f" (timm is installed, but its import fails: {error})"
+            note = f" (timm is installed, but its import fails: {error}; `fastvit doctor` says why)"
         else:
             if timm.is_model(name):
                 return _from_timm(name, timm)
