@@ -152,13 +152,18 @@ def test_examples_are_commands(verb):
 
 
 @pytest.mark.parametrize(
-    ("module", "words"),
-    [("rich.table", ["models", SMALL]), ("PIL", ATTENTION), ("matplotlib", [*FIT, "--plot", "a.svg"])],
+    ("module", "words", "package"),
+    [
+        ("rich.table", ["models", SMALL], "'fastvit[study]'"),
+        ("PIL", ATTENTION, "'fastvit[study]'"),
+        ("matplotlib", [*FIT, "--plot", "a.svg"], "'fastvit[study]'"),
+        ("timm", ["memory", "resnet18"], "timm"),
+    ],
 )
-def test_a_package_that_is_not_installed_is_named(module, words, monkeypatch, capsys):
+def test_a_package_that_is_not_installed_is_named(module, words, package, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, module, None)
     assert main(words) == 2
-    assert "pip install 'fastvit[study]'" in capsys.readouterr().err
+    assert f"pip install {package}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", [[*MEMORY, "--device", "cuda"], ["warmup", SMALL, "--target", "sm_80"]])
