@@ -49,6 +49,8 @@ def compile(
     """
     from fastvit.graph.dynamo import compile_graph
 
+    if not callable(model):
+        raise TypeError(f"model must be an nn.Module or a function, got {type(model).__name__}")
     compiler = partial(compile_graph, inner=inner, on_report=print if report is True else report or None)
     return torch.compile(model, backend=compiler, **options)
 

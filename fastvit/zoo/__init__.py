@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from fastvit import checkpoints
@@ -31,12 +31,17 @@ def config(name: str) -> Config:
     if not isinstance(name, str):
         raise TypeError(f"name must be the name of a model, got {name!r}")
     if name not in CONFIGS:
-        near = difflib.get_close_matches(name.rpartition("/")[2], CONFIGS)
+        near = nearest(name.rpartition("/")[2], CONFIGS)
         hint = f"; nearest: {', '.join(near)}" if near else "; list_models() has them all"
         hint += "; timm's other models: fastvit.accelerate(timm.create_model(name))"
         hint += ". A repository of the Hugging Face Hub goes into weights" if "/" in name else ""
         raise ValueError(f"name is not a known model, got {name!r}{hint}")
     return dict(CONFIGS[name])
+
+
+def nearest(name: str, names: Iterable[str]) -> list[str]:
+    """Return three names at most: those that have `name` in them, or else those that look like it."""
+    return [other for other in names if name in other][:3] or difflib.get_close_matches(name, names)
 
 
 def model_class(name: str) -> type[VisionTransformer]:

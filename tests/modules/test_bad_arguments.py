@@ -95,6 +95,10 @@ MESSAGES: list[tuple[Callable[..., nn.Module], type[Exception], str, dict[str, A
     (Block, TypeError, "x is not an argument of Block: the nearest is ", {"x": True}),
     (create, ValueError, "drop_head=True needs weights", {"drop_head": True}),
     (fastvit.create_model, TypeError, "name must be the name of a model, got 16", {"name": 16}),
+    (fastvit.create_model, ValueError, "name is not a known model, got 'dinov2'; nearest: vit_small_patch14_dinov2, ",
+     {"name": "dinov2"}),
+    (fastvit.compile, TypeError, "model must be an nn.Module or a function, got str",
+     {"model": "vit_base_patch16_224"}),
 ]  # fmt: skip
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import difflib
 import importlib
 import importlib.util
 import inspect
@@ -64,8 +63,8 @@ def _find(name: str) -> ModelSource:
             if timm.is_model(name):
                 return _from_timm(name, timm)
             names += timm.list_models()
-    near = difflib.get_close_matches(name, names)
-    hint = f"; nearest: {', '.join(dict.fromkeys(near))}" if near else "; `fastvit models` lists them"
+    near = zoo.nearest(name, dict.fromkeys(names))
+    hint = f"; nearest: {', '.join(near)}" if near else "; `fastvit models` lists them"
     raise ValueError(f"{name!r} is not a known model{hint}{note}")
 
 
