@@ -84,15 +84,14 @@ MESSAGES: list[tuple[Callable[..., nn.Module], type[Exception], str, dict[str, A
     (Attention, ValueError, "qk_norm=True needs norm_layer, got None", {"qk_norm": True}),
     *((Attention, ValueError, f"head_dim = dim / num_heads = {dim} / 2 must be a multiple of 8", {"dim": dim})
       for dim in (16, 40, 528)),
-    (Block, TypeError, "qkv_bais is not an argument of Block: use qkv_bias", {"qkv_bais": True}),
+    (Block, TypeError, "qkv_bais is not an argument of Block: did you mean qkv_bias?", {"qkv_bais": True}),
     (partial(layers.GluMlp, 24), ValueError, "hidden_features must be even", {"hidden_features": 41}),
     (Eva, TypeError, "Eva takes no block_fn: its blocks are EvaBlocks", {"block_fn": "postnorm"}),
     (RotaryEmbeddingCat, ValueError, "dim must be a multiple of 4, got 6", {"dim": 6}),
     (create, TypeError, "weights must be a path, a repository of the Hugging Face Hub or a state_dict", {"weights": 5}),
     (create, TypeError, "pretrained is not an argument of create_model('vit_base_patch16_224'): use create_model(name, "
      "weights=True)", {"pretrained": True}),
-    (Block, TypeError, "dropout is not an argument of Block: use proj_drop", {"dropout": 0.1}),
-    (Block, TypeError, "x is not an argument of Block: the nearest is ", {"x": True}),
+    (Block, TypeError, "dropout is not an argument of Block: did you mean proj_drop?", {"dropout": 0.1}),
     (create, ValueError, "drop_head=True needs weights", {"drop_head": True}),
     (fastvit.create_model, TypeError, "name must be the name of a model, got 16", {"name": 16}),
     (fastvit.create_model, ValueError, "name is not a known model, got 'dinov2'; nearest: vit_small_patch14_dinov2, ",

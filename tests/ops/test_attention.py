@@ -133,7 +133,12 @@ def test_layout_of_sdpa(backend, device):
 
 @pytest.mark.parametrize(
     ("given", "advice"),
-    [("causal", "use is_causal"), ("softmax_scale", "use scale"), ("dropot_p", "use dropout_p"), ("bias", "use attn_")],
+    [
+        ("causal", "did you mean is_causal"),
+        ("softmax_scale", "did you mean scale"),
+        ("bias", "did you mean attn_mask"),
+        ("window_size", "use attn_mask, or attention_windows"),
+    ],
 )
 def test_names_of_other_libraries(given, advice):
     with pytest.raises(TypeError, match=f"^{given} is not an argument of attention_qkvpacked: {advice}"):

@@ -14,40 +14,34 @@ from torch.fx import Proxy
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
-# Arguments of timm, transformers, flash-attention, xFormers and PyTorch: their names here, of which a function takes at
-# most one, or a sentence
+# Arguments of timm, transformers, flash-attention and PyTorch whose names here are not the most similar ones.
+# A function takes at most one of the names that stand for one.
 _ELSEWHERE = {
-    "causal": "is_causal", "softmax_scale": "scale", "sm_scale": "scale", "scaling": "scale", "mask": "attn_mask",
-    "attn_bias": "attn_mask", "attention_mask": "attn_mask", "key_padding_mask": "attn_mask", "bias": "attn_mask",
-    "alibi_slopes": "attn_mask", "dropout": "dropout_p drop_rate proj_drop drop", "cu_seqlens_q": "cu_seqlens",
-    "max_seqlen_q": "max_seqlen", "image_size": "img_size", "hidden_size": "embed_dim dim", "dim": "embed_dim",
-    "embed_dim": "dim", "num_layers": "depth", "num_hidden_layers": "depth", "nhead": "num_heads",
-    "num_attention_heads": "num_heads", "mlp_dim": "mlp_ratio hidden_features", "num_labels": "num_classes",
-    "intermediate_size": "mlp_ratio hidden_features", "num_channels": "in_chans", "attention_dropout": "attn_drop_rate",
+    "softmax_scale": "scale", "bias": "attn_mask", "key_padding_mask": "attn_mask", "alibi_slopes": "attn_mask",
+    "max_seqlen_q": "max_seqlen", "dropout": "dropout_p drop_rate proj_drop drop",
+    "hidden_size": "embed_dim dim", "dim": "embed_dim", "embed_dim": "dim", "num_layers": "depth",
+    "num_hidden_layers": "depth", "mlp_dim": "mlp_ratio hidden_features",
+    "intermediate_size": "mlp_ratio hidden_features",
 }  # fmt: skip
 _SENTENCES = {
     "pretrained": "use create_model(name, weights=True), with timm's tag in the name",
     "checkpoint_path": "use create_model(name, weights=...)",
-    "features_only": "use the model's forward_intermediates",
-    "out_indices": "use the model's forward_intermediates",
+    **dict.fromkeys(("features_only", "out_indices"), "use the model's forward_intermediates"),
     "window_size": "use attn_mask, or attention_windows for windows of a grid",
     "enable_gqa": "k and v may have fewer heads without it",
     "deterministic": "every call is",
-    **dict.fromkeys(
-        ("return_attn_probs", "need_weights", "output_attentions"), "fastvit.study.attention_maps returns the weights"
-    ),
+    **dict.fromkeys(("return_attn_probs", "need_weights"), "fastvit.study.attention_maps returns the weights"),
 }
 
 
 def check_known(given: Iterable[str], known: Sequence[str], what: str) -> None:
-    """Check the names of keyword arguments of `what`. The error names the argument to use instead, or the nearest."""
+    """Check the names of keyword arguments of `what`. The error names the argument that was meant."""
     for name in given:
         if name not in known:
-            instead = [new for new in _ELSEWHERE.get(name, "").split() if new in known]
-            near = instead or difflib.get_close_matches(name, known)
-            nearest = difflib.get_close_matches(name, known, 1, cutoff=0.0)[0]
-            advice = f"use {' or '.join(near)}" if near else f"the nearest is {nearest}"
-            raise TypeError(f"{name} is not an argument of {what}: {_SENTENCES.get(name, advice)}")
+            meant = [new for new in _ELSEWHERE.get(name, "").split() if new in known]
+            meant += difflib.get_close_matches(name, known, 1, cutoff=0.0)
+            advice = _SENTENCES.get(name, f"did you mean {meant[0]}?")
+            raise TypeError(f"{name} is not an argument of {what}: {advice}")
 
 
 def check_no_others(others: Mapping[str, Any], function: Callable[..., Any]) -> None:
