@@ -151,8 +151,7 @@ def _compare(args: argparse.Namespace) -> int:
     if args.json is not None:
         terminal.write(args.json, json.dumps({"heads": compare.HEADS, "rows": rows, "notes": notes}, indent=1) + "\n")
     if args.plot is not None:
-        for theme in compare.THEMES:
-            path = args.plot.with_stem(f"{args.plot.stem}_{theme}")
+        for theme, path in (("light", args.plot), ("dark", args.plot.with_stem(f"{args.plot.stem}_dark"))):
             terminal.write_figure(path, compare.draw(curves, theme), theme)
     return 0
 
@@ -193,7 +192,7 @@ def main(arguments: list[str] | None = None) -> int:
     resume.add_argument("--workers", type=int, help="processes that prepare images; default: the run's")
     compare = verbs.add_parser("compare", help="compare runs in a table and a picture")
     compare.add_argument("runs", type=Path, nargs="+", help="folders of runs")
-    compare.add_argument("--plot", type=Path, help="writes NAME_light.svg and NAME_dark.svg; .png too")
+    compare.add_argument("--plot", type=Path, help="writes NAME.svg, and NAME_dark.svg for dark pages; .png too")
     compare.add_argument("--json", type=Path, help="file for the table")
     args = parser.parse_args(arguments)
     return {"run": _begin, "resume": _resume, "compare": _compare}[args.verb](args)

@@ -47,11 +47,11 @@ def read(paths: Sequence[Path]) -> tuple[list[Record], Ceilings, list[str]]:
     return records, ceilings, where
 
 
-def picture(folder: str, name: str = "memory", alt: str = ALT) -> str:
-    """Return HTML that shows name_light.svg or name_dark.svg, as the reader's page is. alt: the picture in words."""
+def picture(folder: str, files: dict[str, str] = FILES, alt: str = ALT) -> str:
+    """Return HTML that shows the light or the dark file, as the reader's page is. alt: the picture in words."""
     return (
-        f'<picture><source media="(prefers-color-scheme: dark)" srcset="{folder}/{name}_dark.svg">'
-        f'<img alt="{alt}" src="{folder}/{name}_light.svg"></picture>\n'
+        f'<picture><source media="(prefers-color-scheme: dark)" srcset="{folder}/{files["dark"]}">'
+        f'<img alt="{alt}" src="{folder}/{files["light"]}"></picture>\n'
     )
 
 

@@ -88,7 +88,8 @@ def _folder(folder: Path, every: bool) -> Iterator[str]:
         if path.exists():
             yield f"## {folder.name}, {name}\n\n{fenced(lines(path))}"
             if name == "training":
-                yield plot.picture(folder.name, name, "Accuracy and loss of a ViT and a ResNet")
+                files = {"light": "training.svg", "dark": "training_dark.svg"}  # of `train.py compare --plot`
+                yield plot.picture(folder.name, files, "Accuracy and loss of a ViT and a ResNet")
 
 
 # ---- the table of the main README: op, its case in the result file, what is fused, what is saved ----

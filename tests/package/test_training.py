@@ -138,7 +138,12 @@ def test_fused_and_plain_models_have_the_same_losses_and_are_compared(tmp_path, 
     capsys.readouterr()
     assert train("compare", tmp_path / "fused", tmp_path / "plain", "--plot", tmp_path / "both.svg") == 0
     assert "fused and plain: training losses of 7 steps differ by at most" in capsys.readouterr().out
-    assert "</svg>" in (tmp_path / "both_dark.svg").read_text()
+    assert all("</svg>" in (tmp_path / name).read_text() for name in ("both.svg", "both_dark.svg"))
+    compare = example("training.compare")
+    accuracy, _, loss, _ = compare.draw([compare.read(tmp_path / "fused")], "light").axes
+    assert loss.lines[0].get_ydata().tolist() == fused, "a point for each logged step"
+    assert len(accuracy.lines[0].get_xdata()) == 1
+    assert accuracy.lines[0].get_marker() == "o", "a line of one point shows nothing"
 
 
 def test_mistakes_are_one_line(tmp_path, capsys):

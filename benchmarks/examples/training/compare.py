@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from fastvit.study.memory.plot import COLOURS, style
 
 from .state import Record, Run
 
 HEADS = ["run", "model", "params", "GFLOPs", "accuracy", "best", "loss", "images/s", "minutes"]
-THEMES = ("light", "dark")
 _LINES = ("fastvit", "sdpa", "compile", "eager")  # colours of the memory study, in the order of the runs
 
 
@@ -66,7 +67,7 @@ def notes(curves: list[Curve]) -> list[str]:
 
 
 def draw(curves: list[Curve], theme: str) -> Any:
-    """Draw accuracy and loss against epochs and against time: a matplotlib figure."""
+    """Draw the accuracy after each epoch and the loss of each record, against epochs and time: a matplotlib figure."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -74,16 +75,18 @@ def draw(curves: list[Curve], theme: str) -> Any:
     ink = colours["ink"]
     with rc_context({"font.family": "DejaVu Sans", "font.size": 10, "text.color": ink, "axes.labelcolor": ink}):
         figure = Figure(figsize=(9, 6.4), layout="constrained")
-        panels = figure.subplots(2, 2)
+        panels = figure.subplots(2, 2, sharex="col")
         for column, axis_name in enumerate(("epochs", "minutes of training")):
-            for line, (what, title) in enumerate((("accuracy", "test accuracy, %"), ("train_loss", "training loss"))):
+            for line, title in enumerate(("test accuracy, %", "training loss")):
                 panel = panels[line][column]
                 for i, curve in enumerate(curves):
-                    x = [r["epoch"] + 1 if column == 0 else r["seconds"] / 60 for r in curve.epochs]
-                    y = [r[what] * (100 if what == "accuracy" else 1) for r in curve.epochs]
-                    panel.plot(x, y, color=colours[_LINES[i % 4]], linewidth=2, label=curve.name,
-                               linestyle="-" if i < 4 else "--")  # fmt: skip
+                    y = curve.losses if line else {r["step"]: 100 * r["accuracy"] for r in curve.epochs}
+                    ends = [r["seconds"] / 60 if column else r["epoch"] + 1 for r in curve.epochs]
+                    x = np.interp([*y], [0, *(r["step"] for r in curve.epochs)], [0, *ends])
+                    panel.plot(x, [*y.values()], color=colours[_LINES[i % 4]], linewidth=2, label=curve.name,
+                               linestyle="-" if i < 4 else "--", marker="o" if len(y) < 20 else "")  # fmt: skip
                 style(panel, colours, title)
                 panel.set_xlabel(axis_name if line else "")
-        panels[0][0].legend(frameon=False, labelcolor=ink, loc="lower right")
+                panel.set_xlim(left=0)
+        figure.legend(handles=panels[0][0].lines, loc="outside upper left", ncols=4, frameon=False, labelcolor=ink)
         return figure
