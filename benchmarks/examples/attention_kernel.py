@@ -13,6 +13,7 @@ minus infinity. Matmuls accumulate in float32. Prints the largest difference fro
 
 # mypy: disable-error-code="no-untyped-def"
 
+import signal
 import sys
 
 import torch
@@ -79,4 +80,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end quietly where `| head` has read enough
     sys.exit(main())

@@ -23,15 +23,23 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
+import functools
 import json
 import os
 import sys
 from pathlib import Path
 from typing import Any
 
-from fastvit.cli import options, terminal
+from training import check_installed
+
+try:
+    from fastvit.cli import options, terminal
+except ImportError as error:  # a clone that was never installed
+    sys.exit(f'train.py: {error}: run pip install ".[train]" in the clone')
 
 _EXAMPLES = "benchmarks/examples/README.md has commands for CIFAR, fine-tuning, distillation and several GPUs."
+_FIRST = os.environ.get("RANK", "0") == "0"  # of the processes of torchrun, the one that prints and writes
 
 
 def _run_options(parser: argparse.ArgumentParser) -> None:
@@ -70,15 +78,16 @@ def _run_options(parser: argparse.ArgumentParser) -> None:
     add("--amp", action="store_true", help="bfloat16 autocast")
     add("--compile", nargs="?", const="inductor", metavar="BACKEND", help="torch.compile the model")
     add("--parallel", choices=("ddp", "fsdp"), help="under torchrun; default: ddp")
-    add("--workers", type=int, default=_workers(), help="processes that prepare images, for each that trains")
-    add("--seed", type=int, default=0, help="of initial values, order, augmentation and dropout")
+    add("--workers", type=options.index, default=_workers(), help="processes that prepare images, for each that trains")
+    add("--seed", type=options.index, default=0, help="of initial values, order, augmentation and dropout")
     add("--log-every", type=options.count, default=10, metavar="STEPS", help="steps of a line in log.jsonl")
     add("--save-every", type=options.count, metavar="STEPS", help="steps between checkpoints; default: an epoch")
 
 
-def _begin(args: argparse.Namespace) -> int:
-    args.set = dict(args.set)
-    return _train(args, new=True)
+def _say(text: str) -> None:
+    """Print what happens next: each of these takes seconds."""
+    if _FIRST:
+        print(f"train.py: {text}", file=sys.stderr, flush=True)
 
 
 def _resume(args: argparse.Namespace) -> int:
@@ -90,7 +99,7 @@ def _resume(args: argparse.Namespace) -> int:
     return _train(argparse.Namespace(**{**settings, "out": args.run}), new=False)
 
 
-def _train(args: argparse.Namespace, new: bool) -> int:
+def _train(args: argparse.Namespace, new: bool = True) -> int:
     import torch
     import torch._dynamo
     import torch.distributed as dist
@@ -100,6 +109,8 @@ def _train(args: argparse.Namespace, new: bool) -> int:
     from training.state import Run
 
     world = int(os.environ.get("WORLD_SIZE", "1"))
+    if new and args.parallel and world == 1:
+        raise ValueError("--parallel is for the processes of torchrun: torchrun --nproc-per-node 8 train.py run ...")
     args.parallel = (args.parallel or "ddp") if world > 1 else None
     if args.batch % (2 * world):
         raise ValueError(f"--batch must give each process an even number of images, got {args.batch} for {world}")
@@ -109,12 +120,13 @@ def _train(args: argparse.Namespace, new: bool) -> int:
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
-    run = Run(args.out, writes=os.environ.get("RANK", "0") == "0")
+    run = Run(args.out, writes=_FIRST)
     if world > 1:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     try:
         if new:
             run.check_new()
+        _say(f"reading {args.data}" + ", which torchvision downloads the first time" * (args.data in DOWNLOADED))
         if world > 1:
             if run.writes and args.data in DOWNLOADED:
                 read(args.data)  # downloads what the others then read
@@ -124,11 +136,16 @@ def _train(args: argparse.Namespace, new: bool) -> int:
             models.settle(args, data)
         elif data.classes != args.classes:
             raise ValueError(f"{args.data} has other classes than when the run began")
+        _say(f"making {args.name}")
         trainer = Trainer(args, data, run, device)
         if new and run.writes:
             run.begin(args)
+        _say(f"training until step {trainer.total}" + ", after compiling the model" * bool(args.compile))
         last = trainer.fit(resume=not new and run.checkpoint.exists())
         del trainer  # before the group: DDP's reducer, if it frees the group, waits for a thread that needs the GIL
+    except KeyboardInterrupt:
+        _say(f"interrupted: {run.kept()}")
+        return 130
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -172,14 +189,13 @@ def _workers() -> int:
 
 
 def _amount(text: str, limit: float = float("inf")) -> float:
-    value = float(text)
-    if not 0.0 <= value < limit:
-        raise argparse.ArgumentTypeError(f"must be in [0, {limit:g}), got {text!r}")
-    return value
+    with contextlib.suppress(ValueError):
+        if 0.0 <= (value := float(text)) < limit:
+            return value
+    raise argparse.ArgumentTypeError(f"must be a number in [0, {limit:g}), got {text!r}")
 
 
-def _share(text: str) -> float:
-    return _amount(text, 1.0)
+_share = functools.partial(_amount, limit=1.0)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -189,13 +205,15 @@ def main(arguments: list[str] | None = None) -> int:
     _run_options(train)
     resume = verbs.add_parser("resume", help="continue a run from its last checkpoint")
     resume.add_argument("run", type=Path, help="folder of a run")
-    resume.add_argument("--workers", type=int, help="processes that prepare images; default: the run's")
+    resume.add_argument("--workers", type=options.index, help="processes that prepare images; default: the run's")
     compare = verbs.add_parser("compare", help="compare runs in a table and a picture")
     compare.add_argument("runs", type=Path, nargs="+", help="folders of runs")
     compare.add_argument("--plot", type=Path, help="writes NAME.svg, and NAME_dark.svg for dark pages; .png too")
     compare.add_argument("--json", type=Path, help="file for the table")
     args = parser.parse_args(arguments)
-    return {"run": _begin, "resume": _resume, "compare": _compare}[args.verb](args)
+    _say("loading torch and timm")
+    check_installed("torch", "timm", "torchvision", "rich", "matplotlib", "PIL", "safetensors", "sklearn")
+    return {"run": _train, "resume": _resume, "compare": _compare}[args.verb](args)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ Prints computed and expected numbers next to each other, rounded to 4 digits, an
 in float64. The exit status is 1 if a difference is larger than 1e-6.
 """
 
-import argparse
 import json
 import sys
 from pathlib import Path
@@ -27,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastvit import ops
+from fastvit.cli import terminal
 
 EXAMPLE: dict[str, Any] = json.loads(Path(__file__).with_suffix(".json").read_text())
 PATCHES = list("ABCDEFGHI")
@@ -95,7 +95,7 @@ def compute(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def main() -> int:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    terminal.Parser("worked_example.py", __doc__ or "").parse_args()
     computed, expected = compute(tensors("inputs")), tensors("expected")
     wrong = []
     for number, (name, (title, rows)) in enumerate(STEPS.items(), 1):
@@ -112,4 +112,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(terminal.guarded(main))

@@ -32,6 +32,19 @@ def test_serve() -> None:
     assert all(0 < float(median) <= float(p99) for _, median, p99 in rows)
 
 
+@pytest.mark.parametrize("command", [["train.py", "run", "--help"], ["worked_example.py"], ["attention_kernel.py"]])
+def test_a_reader_that_has_read_enough_ends_them_quietly(command: list[str]) -> None:
+    pytest.importorskip("triton")
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"} | {"TRITON_INTERPRET": "1"}
+    arguments = [sys.executable, "-W", "ignore", str(EXAMPLES / command[0]), *command[1:]]
+    with subprocess.Popen(
+        arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT, env=environment | {"PYTHONPATH": str(ROOT)}
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.close()
+        assert process.communicate()[1] == b""
+
+
 def test_attention_kernel() -> None:
     pytest.importorskip("triton")
     text = run("attention_kernel.py", interpret=True)  # its exit status tells whether all are right

@@ -147,12 +147,46 @@ def test_fused_and_plain_models_have_the_same_losses_and_are_compared(tmp_path, 
 
 
 def test_mistakes_are_one_line(tmp_path, capsys):
-    """A loss that is not finite ends the run, and a run is not mixed with another."""
+    """A loss that is not finite ends the run; a run is not mixed with another. Earlier lines name what takes time."""
     out, settings = tmp_path / "run", [*SMALL, "--steps", "2", "--lr", "1e30", "--warm-up", "0", "--clip", "0"]
-    for message in ("the loss is", f"has a run already: `train.py resume {out}` continues it"):
+    for message in ("the loss is", f"has a run: `train.py resume {out}` continues it"):
         assert train("run", *settings, "--out", out) == 2
-        (line,) = capsys.readouterr().err.splitlines()
+        *stages, line = capsys.readouterr().err.splitlines()
         assert message in line
+        assert all(stage.startswith("train.py: ") for stage in stages)
+
+
+def test_what_is_missing_is_named_with_what_to_do(tmp_path, capsys, monkeypatch):
+    datasets, pictures = pytest.importorskip("torchvision.datasets"), image_folder(tmp_path / "data", count=0)
+
+    def offline(*_: object, **__: object) -> None:
+        raise OSError("no network")
+
+    monkeypatch.setattr(datasets.FashionMNIST, "download", offline)
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
+    named = {
+        "fashion-mnist": [
+            "train-images-idx3-ubyte.gz, ",
+            "t10k-labels",
+            str(tmp_path / "torch/datasets/FashionMNIST/raw"),
+        ],
+        pictures: ["no valid file for the classes", f"{pictures / 'train'}/CLASS/"],
+    }
+    for data, words in named.items():
+        assert train("run", "--data", data, "--out", tmp_path / "run") == 2
+        line = capsys.readouterr().err.splitlines()[-1]
+        assert [word for word in words if word not in line] == []
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert train("run", "--out", tmp_path / "run") == 2
+    assert capsys.readouterr().err.endswith('not installed: matplotlib. Run pip install ".[train]" in the clone\n')
+
+
+def test_an_interrupted_run_says_what_is_saved(tmp_path, capsys, monkeypatch):
+    trainer, out = example("training.loop").Trainer, tmp_path / "run"
+    monkeypatch.setattr(trainer, "_epoch", lambda self, step: signal.raise_signal(signal.SIGINT))
+    assert train("run", *SMALL, "--steps", "7", "--save-every", "3", "--out", out) == 130
+    kept = f"interrupted: {out} has the run up to step 6; `train.py resume {out}` goes on from there"
+    assert capsys.readouterr().err.endswith(f"train.py: {kept}\n")
 
 
 def test_learning_from_scratch_from_weights_and_from_a_teacher(tmp_path):

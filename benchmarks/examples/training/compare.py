@@ -33,7 +33,7 @@ def read(folder: Path) -> Curve:
     about = next((r for r in records if r["kind"] == "run"), None)
     epochs = [r for r in records if r["kind"] == "epoch"]
     if about is None or not epochs:
-        raise ValueError(f"{folder} has no epoch that has ended")
+        raise ValueError(f"{folder} has no epoch that has ended: `train.py resume {folder}` continues it")
     losses = {r["step"]: r["loss"] for r in records if r["kind"] == "train"}
     return Curve(folder.resolve().name, settings, about, losses, epochs)
 

@@ -134,8 +134,11 @@ def _downloaded(name: str) -> Data:
     try:
         train, test = (kind(folder, train=train, download=True) for train in (True, False))
     except Exception as error:  # a failing download and a damaged archive raise many kinds of errors
-        source = getattr(kind, "url", "") or f"the files of {kind.mirrors[0]}"
-        raise ValueError(f"{name} cannot be downloaded into {folder}; put {source} there by hand: {error}") from None
+        files = (
+            kind.url if name != "fashion-mnist" else f"{', '.join(f for f, _ in kind.resources)} of {kind.mirrors[0]}"
+        )
+        place = folder / "FashionMNIST/raw" if name == "fashion-mnist" else folder
+        raise ValueError(f"{name} cannot be downloaded: put {files} into {place} yourself. {error}") from None
     arrays = [Images(np.asarray(each.data), np.asarray(each.targets)) for each in (train, test)]
     return _of_arrays(name, arrays[0], arrays[1], [str(name) for name in train.classes])
 
@@ -162,7 +165,10 @@ def _files(path: Path) -> tuple[Images, list[str]]:
     """Return the images of a folder and its classes, the names of the folders in it."""
     from torchvision.datasets import ImageFolder
 
-    folder = ImageFolder(path)
+    try:
+        folder = ImageFolder(path)
+    except FileNotFoundError as error:
+        raise ValueError(f"{error} (images go into {path}/CLASS/)") from None
     paths, labels = zip(*folder.samples, strict=True)
     return Images(paths, np.array(labels)), folder.classes
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,8 +59,8 @@ def settle(args: argparse.Namespace, data: Data) -> None:
     args.crop = data.crop
     args.rand_augment = data.rand_augment if args.rand_augment is None else args.rand_augment
     args.classes, args.mirrored = data.classes, data.mirrored
-    args.set = (data.options if args.model == "vit" else {}) | args.set
-    for name, option in {"num_classes": "--data", "img_size": "--image-size", "device": "--device"}.items():
+    args.set = (data.options if args.model == "vit" else {}) | dict(args.set)
+    for name, option in {"num_classes": "--data", "img_size": "--image-size", "device": "CUDA_VISIBLE_DEVICES"}.items():
         if name in args.set:
             raise ValueError(f"--set {name}: {option} says it")
     ours = args.name in zoo.CONFIGS
@@ -112,7 +113,8 @@ def build(args: argparse.Namespace, device: torch.device, weights: str | None = 
 
 def _of_timm(args: argparse.Namespace, device: torch.device) -> Model:
     if not timm.is_model(args.name):
-        raise ValueError(f"--model must be vit, resnet, or a model of fastvit or timm, got {args.name}")
+        near = ", ".join(difflib.get_close_matches(args.name, {*zoo.CONFIGS, *timm.list_models()})) or "none"
+        raise ValueError(f"--model takes vit, resnet, a model of fastvit or of timm, got {args.name}; nearest: {near}")
     options: dict[str, Any] = {"num_classes": len(args.classes), "drop_rate": args.dropout or 0.0}
     if (known := timm.get_pretrained_cfg(args.name)) is not None and known.fixed_input_size:
         options["img_size"] = args.image_size
@@ -144,6 +146,8 @@ def teacher(args: argparse.Namespace, device: torch.device) -> Model | None:
     settings = argparse.Namespace(**run.settings())
     if settings.classes != args.classes:
         raise ValueError(f"--teacher {args.teacher} has learnt other classes than those of the data")
+    if not run.weights.exists():
+        raise ValueError(f"--teacher {args.teacher} has not ended: `train.py resume {args.teacher}` continues it")
     model = build(settings, device)
     model.module.load_state_dict(load_file(run.weights))
     return Model(model.module.eval().requires_grad_(False), model.mean, model.std)
@@ -151,10 +155,12 @@ def teacher(args: argparse.Namespace, device: torch.device) -> Model | None:
 
 def flops(model: Model, size: int, device: torch.device) -> int:
     """Return the floating-point operations of one image forward; a multiply-add counts as two."""
-    was = model.module.training
-    with FlopCounterMode(display=False) as counter:
-        model.module.eval()(model.prepared(torch.zeros(1, 3, size, size, dtype=torch.uint8, device=device)))
-    model.module.train(was)
+    images = torch.zeros(1, 3, size, size, dtype=torch.uint8, device=device)
+    try:
+        with FlopCounterMode(display=False) as counter:
+            model.module.eval()(model.prepared(images))
+    except (RuntimeError, AttributeError) as error:  # of timm's models, which check little
+        raise ValueError(f"the model does not run at {size} px, see --set and --image-size: {error}") from None
     return counter.get_total_flops()
 
 

@@ -43,7 +43,7 @@ class Run:
     def check_new(self) -> None:
         """Raise ValueError if the folder has a run already, or if it cannot be written."""
         if self._settings.exists():
-            raise ValueError(f"{self.out} has a run already: `train.py resume {self.out}` continues it")
+            raise ValueError(f"{self.out} has a run: `train.py resume {self.out}` continues it; or take another --out")
         if reason := not_writable(self.out):
             raise ValueError(f"--out: {reason}")
 
@@ -52,6 +52,13 @@ class Run:
         self.out.mkdir(parents=True, exist_ok=True)
         found = {name: value for name, value in vars(args).items() if name not in ("out", "verb")}
         write_file(self._settings, json.dumps(found, indent=1) + "\n")
+
+    def kept(self) -> str:
+        """Say what is left of an interrupted run, and how to go on."""
+        if not self._settings.exists():
+            return "nothing was saved"
+        done = torch.load(self.checkpoint, mmap=True)["at"]["step"] if self.checkpoint.exists() else 0
+        return f"{self.out} has the run up to step {done}; `train.py resume {self.out}` goes on from there"
 
     def settings(self) -> Record:
         """Return the settings of the run. Raises ValueError if there are none."""
