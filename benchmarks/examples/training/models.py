@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -113,7 +112,7 @@ def build(args: argparse.Namespace, device: torch.device, weights: str | None = 
 
 def _of_timm(args: argparse.Namespace, device: torch.device) -> Model:
     if not timm.is_model(args.name):
-        near = ", ".join(difflib.get_close_matches(args.name, {*zoo.CONFIGS, *timm.list_models()})) or "none"
+        near = ", ".join(zoo.nearest(args.name, {**zoo.CONFIGS, **dict.fromkeys(timm.list_models())})) or "none"
         raise ValueError(f"--model takes vit, resnet, a model of fastvit or of timm, got {args.name}; nearest: {near}")
     options: dict[str, Any] = {"num_classes": len(args.classes), "drop_rate": args.dropout or 0.0}
     if (known := timm.get_pretrained_cfg(args.name)) is not None and known.fixed_input_size:
