@@ -70,13 +70,13 @@ training: $(INSTALLED)  ## on digits: a ViT against a ResNet, and against itself
 traffic: $(INSTALLED)  ## bytes that every kernel moves against the least possible, counted in the interpreter
 	$(BIN)/python -m benchmarks.codegen.traffic $(ARGS)
 
-# Pages of their own, in addition to the modules that these export
-PAGES := fastvit fastvit.checkpoints fastvit.eva fastvit.layers fastvit.modules.features fastvit.graph \
-	fastvit.graphed fastvit.integrations fastvit.integrations.transformers
+# The pages after that of fastvit, in their order at the side of each
+PAGES := fastvit.ops fastvit.integrations fastvit.graph fastvit.graphed fastvit.layers fastvit.modules.features \
+	fastvit.checkpoints fastvit.study fastvit.export fastvit.integrations.transformers fastvit.reference
 
 docs: $(INSTALLED)  ## the API reference, from the docstrings: out/docs/index.html
-	$(BIN)/pdoc --docformat google --template-directory .pdoc --no-include-undocumented \
-		--output-directory out/docs $(PAGES) '!fastvit\.(ops|reference|study)\..*'
+	$(BIN)/python -m pdoc --docformat google --template-directory .pdoc --no-include-undocumented \
+		--output-directory out/docs fastvit '!fastvit[.]' $(PAGES) '!fastvit[.](ops|reference|study)[.]'
 
 cuda:  ## CUDA's half of the package without a GPU, on a pretended device, in out/cuda; ARGS="-k graphs"
 	$(PYTHON) tests/pretended_cuda/run.py -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal \

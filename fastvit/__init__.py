@@ -1,9 +1,37 @@
-"""Fused Triton kernels for Vision Transformers: as torch ops (`fastvit.ops`), as nn.Modules, and inside the models of
-other libraries, by class (`accelerate`) or by graph (`compile`). `fit` makes a training step fit into a memory budget.
-`fastvit.checkpoints` reads weights of other libraries; `fastvit.study` shows what a ViT costs; `fastvit.reference` is
-plain PyTorch.
+"""Fused Triton kernels for Vision Transformers, forward and backward. `import fastvit` by itself imports nothing, not
+even torch: every name is imported on first use. The lines below can be pasted one after another.
 
-`import fastvit` by itself imports nothing, not even torch: every name is imported on first use."""
+`accelerate` puts fused ops into a model that you have, by the classes of its modules. See `fastvit.integrations`.
+
+    import fastvit, timm, torch
+    model = timm.create_model("vit_small_patch16_224")
+    print(fastvit.accelerate(model))  # in place; fastvit.restore(model) undoes it
+
+`graphs` replays calls on a GPU as CUDA graphs, so that small batches do not wait for Python. See `fastvit.graphed`.
+
+    report = fastvit.graphs(model)  # the third call of a kind is captured
+    print(model(torch.randn(1, 3, 224, 224)).shape, report)
+
+`compile` finds what can be fused in any model, by its graph, and compiles the rest. See `fastvit.graph`.
+
+    compiled = fastvit.compile(timm.create_model("vit_small_patch16_224"), report=True)
+    compiled(torch.randn(1, 3, 224, 224))  # compiles, and prints the report
+
+`create_model` makes a ViT of `list_models()`, out of `fastvit.layers`. `fastvit.checkpoints` says which weights fit.
+
+    vit = fastvit.create_model("vit_small_patch16_224", num_classes=10, img_size=64)
+    print(vit(torch.randn(8, 3, 64, 64)).shape)
+
+`fastvit.ops` has the fused ops as functions.
+
+    qkv = torch.randn(2, 197, 3, 12, 64, requires_grad=True)
+    fastvit.ops.attention_qkvpacked(qkv).sum().backward()
+
+`fastvit.study` shows what a ViT costs, also without a GPU, and what it attends to. `fit` lowers the memory of training.
+
+    study = fastvit.study.memory("vit_base_patch16_224", image_sizes=(224, 512))
+    print([point.planned.peak for point in study.of("fastvit")])
+"""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

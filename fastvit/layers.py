@@ -1,5 +1,5 @@
 """The modules of a Vision Transformer: timm's names, arguments and state_dict keys, with fused ops inside, of
-EVA, DINOv3 and the Perception Encoder, too.
+EVA, DINOv3 and the Perception Encoder, too. `SwiGLUPacked` is `GluMlp` with silu and the gate first.
 
 A fused op replaces the calls of several submodules, which remain ordinary modules: they hold the parameters, and hooks
 may be registered on them. If a submodule in a fused group has a hook, another `forward` or another class (for instance

@@ -193,7 +193,7 @@ class VisionTransformer(Head):
 
     @torch.no_grad()
     def init_weights(self, mode: str = "", needs_reset: bool = True) -> None:
-        """Initialise the parameters again, all of them by default, for instance after `to_empty`.
+        """Initialise the parameters again, all of them by default, for instance after `nn.Module.to_empty`.
 
         Args:
             mode: "" for timm's values (trunc-normal 0.02, zero biases) and those that `patch_init` chooses; "skip", or

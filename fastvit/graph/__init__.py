@@ -1,6 +1,6 @@
 """Fused ops in any model by its graph: torch.compile, with fastvit's ops instead of the patterns that they compute.
 
-    model = torch.compile(model, backend="fastvit")        # or, with a report of what was found:
+    model = torch.compile(model, backend="fastvit")  # or, with a report of what was found:
     model = fastvit.compile(model, report=True)
 
 Dynamo records which functions of torch a model calls. In that graph, before autograd, ops of fastvit replace attention,

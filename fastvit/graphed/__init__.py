@@ -42,7 +42,8 @@ class Graph:
 class GraphsReport(NotTheModel):
     """A list of what `graphs` has captured, and of why calls ran as without graphs, as of now. Printed, it is a table.
 
-    parts: of the model's instance, what stands for its methods.
+    Args:
+        parts: of the model's instance, what stands for its methods.
     """
 
     def __init__(self, parts: Sequence[Graphed]) -> None:

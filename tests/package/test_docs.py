@@ -9,6 +9,8 @@ import shlex
 import shutil
 import subprocess
 import sys
+import textwrap
+from contextlib import nullcontext
 from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
@@ -24,9 +26,7 @@ from fastvit.cli import terminal
 ROOT = Path(__file__).parents[2]
 MAKEFILE = (ROOT / "Makefile").read_text().replace("\\\n", "")
 (PAGES,) = re.findall(r"^PAGES := (.+)$", MAKEFILE, re.MULTILINE)
-MODULES = {page: importlib.import_module(page) for page in PAGES.split()}
-MODULES |= {f"fastvit.{name}": getattr(fastvit, name) for name in fastvit.__all__}
-MODULES = {name: value for name, value in MODULES.items() if inspect.ismodule(value)}
+MODULES = {page: importlib.import_module(page) for page in ("fastvit", *PAGES.split())}
 # The classes of the reference take the arguments of those that they mirror, and do not repeat their documentation.
 DOCUMENTED = {page: module for page, module in MODULES.items() if page != "fastvit.reference"}
 EXPORTED = [(page, name) for page, module in DOCUMENTED.items() for name in getattr(module, "__all__", [])]
@@ -36,7 +36,7 @@ EXPORTED = [(page, name) for page, module in DOCUMENTED.items() for name in geta
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Render the pages with the recipe of `make docs` into a temporary folder."""
     pytest.importorskip("pdoc", reason="pdoc is not installed")
-    (recipe,) = re.findall(r"^\t\$\(BIN\)/pdoc (.+)$", MAKEFILE, re.MULTILINE)
+    (recipe,) = re.findall(r"^\t\$\(BIN\)/python -m pdoc (.+)$", MAKEFILE, re.MULTILINE)
     arguments = shlex.split(recipe.replace("$(PAGES)", PAGES))
     folder = tmp_path_factory.mktemp("docs")
     command = [sys.executable, "-m", "pdoc", *arguments, "--output-directory", str(folder)]
@@ -53,6 +53,7 @@ def test_pages(folder: Path) -> None:
         page = path.read_text()
         assert "<p>Args:" not in page, f"{path}: a section that is not Google's"
         assert "performed at every call" not in page, f"{path}: torch's docstrings"
+        assert "Alias for field number" not in page, f"{path}: Python's docstrings"
     for module, name in EXPORTED:
         if isinstance(
             getattr(MODULES[module], name), functools.partial
@@ -60,6 +61,26 @@ def test_pages(folder: Path) -> None:
             continue
         page = (folder / module.replace(".", "/")).with_suffix(".html").read_text()
         assert f"{module}.{name}" in MODULES or name == "__version__" or f'<section id="{name}">' in page
+
+
+def test_side_links_and_order(folder: Path) -> None:
+    """Each page lists all pages and its own names, once each and functions first; links lead to something."""
+    pages = {path: path.read_text() for path in folder.rglob("*.html") if path.name != "index.html"}
+    pages = {path: page[: page.index("</main>")] for path, page in pages.items()}
+    anchors = {path: set(re.findall(r'\bid="([^"]+)"', page)) for path, page in pages.items()}
+    for path, page in pages.items():
+        side = page[page.index("<h2>Pages</h2>") : page.index("</nav>")]
+        listed, names = side.split("<h2>On this page</h2>")
+        texts = re.findall(r"<li><a[^>]*>(?:<strong>)?([\w.]+)", listed)
+        assert texts == list(MODULES)
+        kinds = re.findall(r'<a class="(class|function)" href="#\w+"', names)
+        assert kinds == sorted(kinds, reverse=True)
+        entries = re.findall(r'<a class="\w+" href="([^"]+)"', names)
+        assert len(entries) == len({entry.removesuffix(".__init__") for entry in entries})
+        for file, anchor in re.findall(r'<a [^>]*href="(?!http|data:)([^"#]*)#?([^"]*)"', page):
+            target = (path.parent / file).resolve() if file else path
+            assert target in pages, f"{path}: {file}"
+            assert not anchor or anchor in anchors[target], f"{path}: {file}#{anchor}"
 
 
 def arguments_to_document(value: Any) -> list[str]:
@@ -130,6 +151,30 @@ def test_blocks_of_the_readme(
     assert accelerated == report
     assert re.fullmatch(r"\d\.\d+ torch.Size\(\[2, 197, 768\]\)\n", started)
     assert features == "torch.Size([1, 257, 384]) torch.Size([2, 384])\n"
+
+
+def test_snippets_of_the_first_page(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """They run as pasted, one after another; only compiled by aot_eager, which is quick."""
+    import_timm()
+    monkeypatch.setattr(fastvit, "compile", functools.partial(fastvit.compile, inner="aot_eager"))
+    for name in ("vit_small_patch16_224", "vit_base_patch16_224"):
+        monkeypatch.setitem(zoo.CONFIGS, name, zoo.CONFIGS[name] | {"depth": DEPTH})
+    assert fastvit.__doc__ is not None
+    snippets = re.findall(r"((?:^ {4}.+\n)+)", fastvit.__doc__, re.MULTILINE)
+    names: dict[str, Any] = {}
+    printed = {}
+    for snippet in snippets:
+        used = re.findall(r"fastvit\.(\w+)", snippet)[0]
+        with pytest.warns(UserWarning, match="a tensor is on the cpu") if used == "graphs" else nullcontext():
+            exec(textwrap.dedent(snippet), names)
+        printed[used] = capsys.readouterr().out
+    assert list(printed) == ["accelerate", "graphs", "compile", "create_model", "ops", "study"]
+    assert "fused: attention in 12 of 12, MLP in 12 of 12" in printed["accelerate"]
+    assert printed["graphs"].startswith("torch.Size([1, 1000]) ")
+    assert "fused: attention 12 of 12, MLP 12 of 12" in printed["compile"]
+    assert printed["create_model"] == "torch.Size([8, 10])\n"
+    assert names["qkv"].grad.shape == names["qkv"].shape
+    assert re.fullmatch(r"\[\d+, \d+\]\n", printed["study"])
 
 
 @pytest.mark.parametrize("command", re.findall(r"^    fastvit (.+?)(?:  #.*)?$", TEXT, re.MULTILINE))

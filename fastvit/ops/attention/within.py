@@ -14,10 +14,11 @@ class Relative(NamedTuple):
     """Decomposed relative positions (Li et al. 2022, arXiv:2112.01526) of keys on a grid of kh rows and kw columns, one
     row after another: the score of a key in row r and column c gets rows[..., r] + columns[..., c].
 
-    rows, columns: (B, M, H, kh) and (B, M, H, kw) for M queries, read by stride. kh * kw is the number of keys. In
-    `attention_windows` they are (B, gh, gw, H, wh) and (B, gh, gw, H, ww): the queries are the tokens of the grid, the
-    keys those of the query's window. In SAM and ViTDet they are products of the queries and two learnt tables, so both
-    get gradients.
+    Attributes:
+        rows, columns: (B, M, H, kh) and (B, M, H, kw) for M queries, read by stride. kh * kw is the number of keys. In
+            `attention_windows` they are (B, gh, gw, H, wh) and (B, gh, gw, H, ww): the queries are the tokens of the
+            grid, the keys those of the query's window. In SAM and ViTDet they are products of the queries and two
+            learnt tables, so both get gradients.
     """
 
     rows: Tensor

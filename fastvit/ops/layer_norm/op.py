@@ -20,10 +20,11 @@ from fastvit.ops.runtime.run import Prepared, run
 class Norm(NamedTuple):
     """A norm over the last dimension, as other ops take it.
 
-    weight, bias: (D,); the bias may be None.
-    eps: added to the variance, or to the mean square.
-    kind: "layer" for LayerNorm (Ba et al. 2016), "rms" for RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467), which
-        has no bias.
+    Attributes:
+        weight, bias: (D,); the bias may be None.
+        eps: added to the variance, or to the mean square.
+        kind: "layer" for LayerNorm (Ba et al. 2016), "rms" for RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467),
+            which has no bias.
     """
 
     weight: Tensor

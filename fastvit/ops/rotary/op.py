@@ -19,10 +19,11 @@ from fastvit.ops.runtime.run import Prepared, run
 class Rotary(NamedTuple):
     """Rotary positions (Su et al. 2021, arXiv:2104.09864): a head x of a patch becomes x * cos + turned(x) * sin.
 
-    sin, cos: (N - P, d), or broadcastable to (B, H, N - P, d), for tables of a sample or a head; any float dtype.
-    num_prefix_tokens: P, the first tokens, which stay as they are.
-    interleaved: True as in EVA and Perception Encoder: turned(x) is (-x1, x0, -x3, x2, ...). False as in DINOv3:
-        turned(x) is (-second half, first half).
+    Attributes:
+        sin, cos: (N - P, d), or broadcastable to (B, H, N - P, d), for tables of a sample or a head; any float dtype.
+        num_prefix_tokens: P, the first tokens, which stay as they are.
+        interleaved: True as in EVA and Perception Encoder: turned(x) is (-x1, x0, -x3, x2, ...). False as in DINOv3:
+            turned(x) is (-second half, first half).
     """
 
     sin: Tensor
