@@ -1,5 +1,6 @@
 """The fused ops as functions, each with its gradient. `use_backend` chooses what runs them. The two halves of a block
-are `layer_norm_attention` and `layer_norm_mlp`; the other ops are what these consist of, and `patch_embed`."""
+are `layer_norm_attention` and `layer_norm_mlp`. The other ops are parts of these, other forms of them, and
+`patch_embed`."""
 
 from fastvit.ops.attention.functions import (
     attention,
