@@ -196,7 +196,10 @@ def test_hooks() -> None:
         runs_plainly(model, lambda: model(IMAGE), "hooks on modules in it")
         assert len(seen) == 5
         handle.remove()
-        with nn.modules.module.register_module_forward_hook(lambda *_: None):
+        with (
+            nn.modules.module.register_module_forward_hook(lambda *_: None),
+            pytest.warns(UserWarning, match="hooks on all modules"),
+        ):
             model(IMAGE)
         for _ in range(3):
             model(IMAGE)

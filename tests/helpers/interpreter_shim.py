@@ -41,7 +41,8 @@ def _install_dot() -> None:
         if not acc.dtype.scalar.is_floating():
             return plain(self, a, b, acc, precision, *rest)
         tf32 = precision.name == "TF32"
-        total = np.matmul(widen(a, tf32), widen(b, tf32)) + acc.data
+        with np.errstate(invalid="ignore"):  # 0 * infinity, which a GPU computes without a word
+            total = np.matmul(widen(a, tf32), widen(b, tf32)) + acc.data
         return interpreter.TensorHandle(total.astype(acc.data.dtype), acc.dtype.scalar)
 
     create_dot.widens_bfloat16 = True

@@ -5,6 +5,7 @@ import copy
 import functools
 import pickle
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -81,7 +82,9 @@ def test_shallow_copies_run_their_own_parts(how: str, put_on: str, vit: nn.Modul
     assert not close(expected, want)
     call = torch.compile(copied, backend="eager", fullgraph=True) if put_on == "compiled" else copied
     assert close(call(x), expected)
-    assert close(block(x), want)
+    warns = put_on == "graphs" and not x.is_cuda
+    with pytest.warns(UserWarning, match="a tensor is on the cpu") if warns else nullcontext():
+        assert close(block(x), want)
 
 
 class Copied(nn.LayerNorm):
@@ -139,7 +142,8 @@ def test_the_input_by_name(name: str, vit: nn.Module, image: Tensor) -> None:
     module, x = vit.get_submodule(name), torch.randn(2, 5, 64, device=image.device)
     argument = {"input": image} if "proj" in name else {"input" if name == "pre_norm" else "x": x}
     accelerate_as_it_was(module, partial(module, **argument))
-    with pytest.raises(TypeError, match="argument"):
+    warns = nullcontext() if "proj" in name else pytest.warns(UserWarning, match="runs its own forward")
+    with warns, pytest.raises(TypeError, match="argument"):
         module()
 
 

@@ -195,6 +195,7 @@ def test_what_a_gpu_is_to_time_is_right(name, on_hopper, monkeypatch, tmp_path):
     hopper._kernel.cache_clear()
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, under pytest.warns, which loses the module
 def test_the_other_kernel_runs_where_one_does_not_compile(on_hopper):
     def refusing(kernel, *rest):
         if hasattr(kernel, "boxes"):

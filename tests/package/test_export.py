@@ -73,6 +73,7 @@ def gradients(outputs, inputs):
     return [*outputs, *torch.autograd.grad(sum(out.sin().sum() for out in outputs), inputs)]
 
 
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")  # of each shape that is checked, which a trace fixes
 @pytest.mark.parametrize("name", [name for name in ROWS if "dropout" not in name and "uint8" not in name])
 def test_jit_trace(name, device):
     """With gradients on, as TensorBoard traces models: the trace consists of PyTorch's own functions."""
