@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import os
-import shutil
+import signal
 from collections.abc import Generator
 from dataclasses import asdict
 from pathlib import Path
@@ -25,13 +25,16 @@ from pytest_benchmark.fixture import BenchmarkFixture
 from benchmarks.gpu.results_file import DONE, MODES, ResultsFile, device_name, words
 from benchmarks.harness import conditions, table
 from benchmarks.harness.clock import Clock
+from benchmarks.harness.columns import terminal_width, wrapped
 from benchmarks.harness.measure import Measure, Replay, Session
 from benchmarks.harness.measure import measure as measure_one
+from benchmarks.harness.progress import Progress
 from benchmarks.harness.providers import PROVIDERS
 from benchmarks.harness.record import environment
 from benchmarks.harness.sdpa_backend import BY_NAME
 from benchmarks.harness.workloads import INSTALLED, workloads
 from fastvit.cli.options import words_of
+from fastvit.cli.terminal import check_folder, described
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 CASE_SECONDS = {"quick": 0.02, "cpu": 0.5, "headline": 0.8, "gpu": 1.5}  # of timed rounds
@@ -57,6 +60,12 @@ def pytest_configure(config: pytest.Config) -> None:
     if os.environ.get("TRITON_INTERPRET") == "1":
         raise pytest.UsageError("TRITON_INTERPRET=1: Triton's interpreter is for tests; its time means nothing")
     options = config.option
+    try:
+        if isinstance(options.benchmark_json, Path):  # pytest-benchmark opens it only at the end
+            check_folder("--benchmark-json", options.benchmark_json)
+        results = options.results and ResultsFile(options.results, device_name(rehearse=options.quick))
+    except (OSError, ValueError) as error:
+        raise pytest.UsageError(described(error)) from None
     gpu = torch.cuda.is_available()
     device = torch.device("cuda" if gpu else "cpu")
     grid = "quick" if options.quick else "cpu" if not gpu else "headline" if options.results else "gpu"
@@ -72,12 +81,20 @@ def pytest_configure(config: pytest.Config) -> None:
         replay=Replay(),
         seconds=options.bench_seconds or CASE_SECONDS[grid],
     )
-    if options.results:
-        config.stash[RESULTS] = ResultsFile(options.results, device_name(rehearse=options.quick))
+    if results:
+        config.stash[RESULTS] = results
     asked = ("columns", "compare", "histogram", "cprofile")
     if not any(getattr(options, f"benchmark_{name}") for name in asked):
         options.benchmark_quiet = True  # the plugin's table: fastvit alone, in more columns than fit
     options.benchmark_columns = options.benchmark_columns or ["median", "iqr", "min", "rounds"]
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    config = session.config
+    if config.pluginmanager.hasplugin("terminalreporter") and not config.option.collectonly:
+        config.pluginmanager.register(Progress(config, config.stash[SESSION]))
+    if hasattr(signal, "SIGPIPE"):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # after `| head`, instead of a traceback
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -160,8 +177,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         ceilings = conditions.best([session.conditions.start, session.conditions.end])
         where = table.header(environment(session.device, session.dtype), ceilings)
         where += conditions.lines(session.conditions, session.records, ceilings)
-        write("\n".join([*where, "", table.LEGEND]))
-        for title, lines in table.render(session.records, ceilings, shutil.get_terminal_size().columns):
+        width = terminal_width()
+        write("\n".join([*wrapped(where, width, indent=8), "", *table.legend(width)]))
+        for title, lines in table.render(session.records, ceilings, width):
             terminalreporter.section(title, sep="-")
             write("\n".join(lines))
     if not INSTALLED:

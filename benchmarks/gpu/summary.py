@@ -94,7 +94,7 @@ def markdown(records: list[Record]) -> str:
     rows = [r for r in records if r["kind"] == "row" and r["status"] == "passed"]
     if rows:
         limits = conditions.best([Ceilings(**r["ceilings"]) for r in rows])
-        parts.append(columns.fenced([*table.header(rows[0]["environment"], limits), "", table.LEGEND]))
+        parts.append(columns.fenced([*table.header(rows[0]["environment"], limits), "", *table.legend()]))
         for title, lines in table.render([record.Record.read(r) for r in rows], limits):
             parts.append(f"## {title}\n\n{columns.fenced(lines)}")
     if models := [r for r in records if r["kind"] == "compiled"]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from benchmarks.harness.columns import WIDTH, make
+from benchmarks.harness.columns import WIDTH, make, wrapped
 from benchmarks.harness.providers import OPS, PROVIDERS
 from benchmarks.harness.record import Provider, Record
 from benchmarks.harness.timing import Ceilings
@@ -17,32 +16,32 @@ from fastvit.study.memory.peak import LONG, growth_exponent
 
 ONE = "the most important case of each op"
 MODE = {"inference": "fwd", "training": "fwd+bwd"}
-LEGEND = """\
-case      B batch, N tokens, D width, H heads, d head dimension, px image,
-          patch; features out
-step      fwd: forward without gradients; fwd+bwd: forward and the gradients of
-          all that has one
-eager     plain PyTorch in its fastest spelling, with N x N scores: q is scaled,
-          not the scores; a product and a sum are one addcmul; patches are
-          embedded by a linear layer, in models by a convolution
-sdpa      the same with torch's scaled_dot_product_attention
-compile   the latter, or where an op has no attention the former, under
-          torch.compile
-graph     the same under fastvit.compile, with fastvit's ops in the graph
-fastvit   this package
-graphs    its modules and models after fastvit.graphs; "ms called" only, because
-          the GPU alone runs the same kernels
-ms        median of interleaved rounds, at least seven, their order random
-MB        the most that one step allocates at a time: activations, temporaries,
-          results, gradients; those of parameters do not grow with N
-/ fastvit that provider's figure in the row over fastvit's: above 1 where
-          fastvit is faster or smaller; ~ where the rounds do not tell the two
-          apart: the interval of the median ratio of a round holds 1 at 95 %
-          (by order statistics, for noise of any distribution)
-ceiling   share that fastvit reaches of what the measured limits allow;
-          what moves less than 134 MB is held against a copy in the cache
-error     fastvit's against float64, over eager's + one ulp: at most 2 forward,
-          3 for gradients"""
+_LEGEND = {
+    "case": "B batch, N tokens, D width, H heads, d head dimension, px image, patch; features out",
+    "step": "fwd: forward without gradients; fwd+bwd: forward and the gradients of all that has one",
+    "eager": """plain PyTorch in its fastest spelling, with N x N scores: q is scaled, not the scores; a product and a
+        sum are one addcmul; patches are embedded by a linear layer, in models by a convolution""",
+    "sdpa": "the same with torch's scaled_dot_product_attention",
+    "compile": "the latter, or where an op has no attention the former, under torch.compile",
+    "graph": "the same under fastvit.compile, with fastvit's ops in the graph",
+    "fastvit": "this package",
+    "graphs": """its modules and models after fastvit.graphs; "ms called" only, because the GPU alone runs the same
+        kernels""",
+    "ms": "median of interleaved rounds, at least seven, their order random",
+    "MB": """the most that one step allocates at a time: activations, temporaries, results, gradients; those of
+        parameters do not grow with N""",
+    "/ fastvit": """that provider's figure in the row over fastvit's: above 1 where fastvit is faster or smaller; ~
+        where the rounds do not tell the two apart: the interval of the median ratio of a round holds 1 at 95 % (by
+        order statistics, for noise of any distribution)""",
+    "ceiling": """share that fastvit reaches of what the measured limits allow; what moves less than 134 MB is held
+        against a copy in the cache""",
+    "error": "fastvit's against float64, over eager's + one ulp: at most 2 forward, 3 for gradients",
+}
+
+
+def legend(width: int = 80) -> list[str]:
+    lines = [f"{term:<9} {' '.join(text.split())}" for term, text in _LEGEND.items()]
+    return wrapped(lines, min(width, 80), indent=10)
 
 
 def header(environment: dict[str, Any], ceilings: Ceilings) -> list[str]:
@@ -67,8 +66,8 @@ def render(records: Sequence[Record], ceilings: Ceilings, width: int = WIDTH) ->
         times = [] if op.startswith("memory") else [*_table(mine, alone, "ms", ceilings, width), ""]
         if any(p.called for r in mine for p in r.providers.values()):
             times += [*_table([_as_called(r) for r in mine], names, "ms called", ceilings, width), ""]
-        yield op, [*times, *_table(mine, alone, "MB", ceilings, width), *_remarks(mine)]
-    if notes := [*_notes(records)]:
+        yield op, [*times, *_table(mine, alone, "MB", ceilings, width), *_remarks(mine, width)]
+    if notes := wrapped(_notes(records), width):
         yield "notes", notes
 
 
@@ -83,7 +82,7 @@ def most_important(records: Sequence[Record], ceilings: Ceilings) -> Iterator[tu
         if title == ONE:
             yield title, [*lines, *_verdicts(others)]
     yield from (part for part in render(memory, ceilings) if part[0] != "notes")
-    if notes := [*_notes(records)]:
+    if notes := wrapped(_notes(records)):
         yield "notes", notes
 
 
@@ -137,6 +136,22 @@ def _as_called(r: Record) -> Record:
     return replace(r, providers=called)
 
 
+def in_a_line(r: Record) -> str:
+    """Return fastvit's time, and the ratio to the fastest other; in the memory study peaks."""
+    own = r.providers.get("fastvit", Provider())
+    if r.op.startswith("memory"):
+        ratios, figure = r.memory_ratios(), f"{_digits(own.peak_bytes, 1e-6):>7} MB"
+    else:
+        r = r if own.time else _as_called(r)
+        time = r.providers.get("fastvit", Provider()).time
+        ratios, figure = r.time_ratios(), f"{_digits(time.median if time else None, 1e3):>7} ms"
+    if not ratios:
+        return figure
+    best = min(ratios, key=lambda name: ratios[name])
+    shown = ratio(ratios[best]) if r.op.startswith("memory") else time_ratio(r, best)
+    return f"{figure} {shown:>7} {best}"
+
+
 def _digits(value: float | None, factor: float) -> str:
     """Format value * factor by three significant digits, and all before the decimal point."""
     if value is None:
@@ -156,14 +171,12 @@ def ratio(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}x"
 
 
-def _remarks(records: Sequence[Record]) -> Iterator[str]:
-    """Yield the remarks below a table: what was skipped and why, and exponents of growth."""
+def _remarks(records: Sequence[Record], width: int) -> list[str]:
+    """Return the remarks below a table: what was skipped and why, and exponents of growth."""
     each = [(f"{r.case} {MODE[r.mode]}, {name}", p) for r in records for name, p in r.providers.items()]
     lines = [f"skipped: {name}: {p.skipped}" for name, p in each if p.skipped]
     lines += [f"{name}: {p.remark}" for name, p in each if p.remark]
-    for line in lines:
-        yield from textwrap.wrap(line, WIDTH, subsequent_indent="  ")
-    yield from growth_lines(records)
+    return wrapped([*lines, *growth_lines(records)], width)
 
 
 def _notes(records: Sequence[Record]) -> Iterator[str]:
@@ -174,7 +187,7 @@ def _notes(records: Sequence[Record]) -> Iterator[str]:
             if note:
                 ops.setdefault(note, {})[r.op] = None
     for note, holders in ops.items():
-        yield from textwrap.wrap(f"{'; '.join(holders)}: {note}", WIDTH, subsequent_indent="  ")
+        yield f"{'; '.join(holders)}: {note}"
 
 
 def growth(records: Sequence[Record]) -> dict[str, dict[str, tuple[list[int], list[int]]]]:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-import textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.columns import WIDTH, make
+from benchmarks.harness.columns import make, wrapped
 
 Row = dict[str, Any]
 # Columns, and the kinds of sites in them
@@ -66,7 +65,7 @@ def render(path: Path) -> list[str]:
     lines += [_LEGEND, "", *_reasons(rows), *_exceptions(rows)]
     lines.append(f"{where['device']}, float32, {where['threads']} threads, torch {where['torch']}, ")
     lines[-1] += ", ".join(f"{name} {version}" for name, version in where["libraries"].items())
-    return [line for text in lines for line in (textwrap.wrap(text, WIDTH, subsequent_indent="  ") if text else [""])]
+    return wrapped(lines)
 
 
 def _by(rows: Iterable[Row], key: str) -> dict[str, list[Row]]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -33,10 +32,7 @@ _INTRODUCTION = f"""\
 `python -m benchmarks.report.results benchmarks/results/cpu --to out/results.md` makes every table of a folder. On a CPU
 the same ops run PyTorch's fused ATen functions: the figures say nothing about the Triton kernels' speed.
 
-```text
-{table.LEGEND}
-```
-"""
+{fenced(table.legend())}"""
 
 
 def render(paths: Sequence[Path], every: bool = True) -> str:
@@ -49,8 +45,7 @@ def render(paths: Sequence[Path], every: bool = True) -> str:
 def training(path: Path) -> list[str]:
     """Return the table of training runs of `train.py compare --json`, and what is below it."""
     runs = json.loads(path.read_text())
-    notes = [line for note in runs["notes"] for line in textwrap.wrap(note, columns.WIDTH)]
-    return [*columns.make(runs["heads"], runs["rows"], left=2), "", *notes]
+    return [*columns.make(runs["heads"], runs["rows"], left=2), "", *columns.wrapped(runs["notes"], indent=0)]
 
 
 _TABLES = {  # by the name of the file

@@ -53,6 +53,28 @@ def test_a_table_has_times_peaks_and_remarks():
     assert row(table_lines(record), "ms")[-4:] == ["-", "-", "-", "-"], "nothing without fastvit's figure"
 
 
+@pytest.mark.parametrize("width", [30, 60])
+def test_a_narrow_table_breaks_no_word_and_leaves_no_figure_out(width):
+    record = dataclasses.replace(a_record(), case="vit_small_patch16_224 B1 px224 of a library")
+    ((_, wide),) = table.render([record], LIMITS, 1 << 16)
+    ((_, narrow),) = table.render([record], LIMITS, width)
+    assert max(map(len, wide)) > max(map(len, narrow)) <= width
+    words = " ".join(narrow).split()
+    cells = {word for line in wide for word in line.split() if set(word) != {"-"}}
+    assert cells - {"case"} <= {*words}, "the names are lines of their own, without a head"
+    assert words.index("vit_small_patch16_224") < words.index("12.3") < words.index("24%")
+
+
+def test_a_finished_case_is_a_line():
+    assert table.in_a_line(a_record()).split() == ["4.10", "ms", "3.00x", "eager"]
+    assert table.in_a_line(a_record("memory, block")).split() == ["2.00", "MB", "4.00x", "eager"]
+    record = a_record()
+    record.providers["sdpa"] = Provider(Quantiles.of([0.005, 0.0051, 0.0052]), over_fastvit=(0.9, 1.3))
+    assert table.in_a_line(record).split() == ["4.10", "ms", "~1.24x", "sdpa"], "the fastest other"
+    del record.providers["fastvit"]
+    assert table.in_a_line(record).split() == ["-", "ms"]
+
+
 def test_graphs_have_a_time_as_called_only():
     record = a_record()
     assert "graphs" not in "".join(table_lines(record))
