@@ -65,7 +65,7 @@ def pytest_configure(config: pytest.Config) -> None:
             check_folder("--benchmark-json", options.benchmark_json)
         results = options.results and ResultsFile(options.results, device_name(rehearse=options.quick))
     except (OSError, ValueError) as error:
-        raise pytest.UsageError(described(error)) from None
+        raise pytest.UsageError("--results: " * isinstance(error, OSError) + described(error)) from None
     gpu = torch.cuda.is_available()
     device = torch.device("cuda" if gpu else "cpu")
     grid = "quick" if options.quick else "cpu" if not gpu else "headline" if options.results else "gpu"

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -229,6 +230,10 @@ def test_a_run_prints_its_tables(tmp_path):
     assert run.returncode == 0, run.stdout
     assert "accelerate: neither timm, torchvision nor transformers is installed" in run.stdout
     assert "fastvit against PyTorch" in run.stdout
+    assert "measuring the machine's limits\n" in run.stdout
+    lines = re.findall(r"^\[(\d)/2\] layer_norm B1 N50 D192 (fwd\S*) +[\d.]+ ms +~?[\d.]+x eager$", run.stdout, re.M)
+    assert lines == [("1", "fwd"), ("2", "fwd+bwd")], run.stdout
+    assert "%]" not in run.stdout, "pytest's own progress"
     records, *_ = plot.read([tmp_path / "float32.json"])
     assert [(r.op, r.mode, [*r.providers]) for r in records] == [
         ("layer_norm", mode, ["eager", "fastvit"]) for mode in ("inference", "training")
