@@ -70,6 +70,9 @@ def _panel(panel: Any, title: str, curves: Curves, colours: dict[str, str]) -> N
     labelled = (tokens[0], tokens[len(tokens) // 2], tokens[-1])
     style(panel, colours, title)
     panel.set_xticks(tokens, [str(n) if n in labelled else "" for n in tokens])
+    bottom, top = panel.get_ylim()
+    if top < 100 * bottom:  # there may be one power of ten in it, or none
+        panel.yaxis.get_major_locator().set_params(subs=(1, 2, 5))
     panel.yaxis.set_major_formatter(lambda value, _: _size(value))
     panel.minorticks_off()
 
