@@ -72,7 +72,8 @@ def run(args: argparse.Namespace) -> int:
     size, _ = source.sizes(args.image_size)
     mean, std = source.normalization
     pictures = [study.read_picture(image, size, args.mean or mean, args.std or std) for image in args.images]
-    model = source.with_weights(args.weights, args.image_size)
+    with terminal.progress(None, f"weights of {args.model}"):
+        model = source.with_weights(args.weights, args.image_size)
     random = args.weights is None and source.origin != "function"
     if args.by_layer:
         _run_by_layer(args, model, size, [picture.pixels for picture in pictures])
@@ -90,10 +91,11 @@ def _run_maps(
     from fastvit import study
 
     queries = None if args.query is None else [args.query]
-    maps = study.attention_maps(model, picture.pixels, args.layer, args.head, queries)
-    rows = {f"head {head}": row[0] for head, row in zip(maps.heads, maps.rows[0], strict=True)}
-    if args.rollout:
-        rows["rollout"] = study.attention_rollout(model, picture.pixels, queries).rows[0]
+    with terminal.progress(None, "attention maps"):
+        maps = study.attention_maps(model, picture.pixels, args.layer, args.head, queries)
+        rows = {f"head {head}": row[0] for head, row in zip(maps.heads, maps.rows[0], strict=True)}
+        if args.rollout:
+            rows["rollout"] = study.attention_rollout(model, picture.pixels, queries).rows[0]
     if args.out is not None:
         terminal.write(args.out, _drawn(picture, maps, rows, note))
     if args.json:
@@ -146,7 +148,8 @@ def _run_by_layer(args: argparse.Namespace, model: nn.Module, size: tuple[int, i
     """Compute and print figures by layer. images: (3, H, W) each"""
     from fastvit import study
 
-    distance, evolution = study.attention_distance(model, images), study.cls_evolution(model, images)
+    with terminal.progress(None, f"{len(images)} images by layer"):
+        distance, evolution = study.attention_distance(model, images), study.cls_evolution(model, images)
     if not args.json:
         _show_by_layer(args.model, images, distance, evolution)
         return

@@ -88,7 +88,9 @@ def _draw_block(args: argparse.Namespace) -> int:
     from fastvit.study.memory.block import draw_blocks
 
     size, patch = ((sizes or [None])[0] for sizes in (args.image_size, args.patch_size))
-    terminal.write_figure(args.block, draw_blocks(args.models[0], args.theme, size, patch), args.theme)
+    with terminal.progress(None, f"the block of {args.models[0]}"):
+        figure = draw_blocks(args.models[0], args.theme, size, patch)
+    terminal.write_figure(args.block, figure, args.theme)
     return 0
 
 

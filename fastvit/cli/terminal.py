@@ -10,6 +10,8 @@ import io
 import itertools
 import os
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +21,10 @@ from fastvit._base.output import not_writable, printable, write_file
 if TYPE_CHECKING:
     from rich.console import Console
 
+INTERVAL = 5.0  # seconds between lines of progress
 _LONGEST = 600  # characters of an error
+_reported = 0.0  # when progress was last reported, or a verb began
+_saved = ""  # the last file that was written
 
 
 class _Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
@@ -56,13 +61,18 @@ class Parser(argparse.ArgumentParser):
         self.error(f"{word!r} is one argument too many")
 
 
-def guarded(run: Callable[[], int], traceback: bool = False) -> int:
-    """Run a verb and return its status. An error of the user's becomes one line and status 2, an interruption 130."""
+def guarded(run: Callable[[], int | None], traceback: bool = False, name: str = "fastvit") -> int:
+    """Run a verb or program and return its status. An error of the user's becomes one line and status 2, an
+    interruption one line and 130. A KeyboardInterrupt that `run` raises may say what is saved."""
+    global _reported
+    _reported = time.monotonic()
     try:
-        status = run()
-        sys.stdout.flush()
-        return status
-    except KeyboardInterrupt:
+        try:
+            return run() or 0
+        finally:  # also after --help, which raises SystemExit
+            sys.stdout.flush()
+    except KeyboardInterrupt as interrupt:
+        print(f"{name}: interrupted; {str(interrupt) or _saved or 'nothing was written'}", file=sys.stderr)
         return 130
     except BrokenPipeError:  # for example `| head` has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -71,7 +81,7 @@ def guarded(run: Callable[[], int], traceback: bool = False) -> int:
         expected = isinstance(error, ValueError | OSError | ImportError) or type(error).__name__ == "OutOfMemoryError"
         if traceback or not expected:
             raise
-        print(f"fastvit: {described(error)}", file=sys.stderr)
+        print(f"{name}: {described(error)}", file=sys.stderr)
         return 2
 
 
@@ -138,34 +148,47 @@ def wanted(module: str, package: str) -> Any:
 
 @contextlib.contextmanager
 def progress(total: int | None, what: str) -> Iterator[Callable[[str], None]]:
-    """Show a bar on standard error, if that is a terminal. Yields a function to call with what begins next. total: None
-    if it is not known."""
-    if not sys.stderr.isatty() or total in (0, 1):
-        yield lambda now: None
+    """Show on standard error what runs: on a terminal a bar; else a line every five seconds if there is news, so that
+    what is quick says nothing. Yields a function to call with what begins next. total: None if it is not known."""
+    now, begun, ended, bar = what, 0, threading.Event(), None
+
+    def step(text: str) -> None:
+        nonlocal now, begun
+        now, begun = f"{what}: {text}", begun + 1
+        if bar is not None:
+            bar.update(task, description=now, completed=begun - 1)
+
+    def report() -> None:
+        global _reported
+        last = ""
+        while not ended.wait(max(_reported + INTERVAL - time.monotonic(), 0.1)):
+            line = now + f" ({begun} of {total})" * bool(total and begun)
+            if line != last:
+                with contextlib.suppress(OSError):  # a closed pipe
+                    print(line, file=sys.stderr, flush=True)
+            last, _reported = line, time.monotonic()
+
+    if sys.stderr.isatty():
+        bars, rich = wanted("rich.progress", "rich"), wanted("rich.console", "rich")
+        columns = bars.TextColumn("{task.description}"), bars.BarColumn(), bars.MofNCompleteColumn()
+        shown = {"console": rich.Console(stderr=True), "transient": True, "redirect_stdout": sys.stdout.isatty()}
+        with bars.Progress(*columns, bars.TimeRemainingColumn(), **shown) as bar:
+            task = bar.add_task(what, total=total)
+            yield step
         return
-    bars, rich = wanted("rich.progress", "rich"), wanted("rich.console", "rich")
-    columns = (
-        bars.TextColumn("{task.description}"),
-        bars.BarColumn(),
-        bars.MofNCompleteColumn(),
-        bars.TimeRemainingColumn(),
-    )
-    with bars.Progress(*columns, console=rich.Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(what, total=total)
-        started = False
-
-        def step(now: str) -> None:
-            nonlocal started
-            bar.update(task, description=f"{what}: {now}", advance=int(started))
-            started = True
-
+    threading.Thread(target=report, daemon=True).start()
+    try:
         yield step
+    finally:
+        ended.set()
 
 
 def write(path: str | Path, content: str | bytes) -> None:
     """Write a file by `write_file`, and report it."""
+    global _saved
     write_file(path, content)
-    print(f"wrote {path}", file=sys.stderr)
+    _saved = f"wrote {path}"
+    print(_saved, file=sys.stderr)
 
 
 def check_folder(option: str, path: Path) -> None:

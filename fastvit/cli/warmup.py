@@ -73,9 +73,11 @@ def run(args: argparse.Namespace) -> int:
     dtype = "fp32" if args.dtype == "tf32" else args.dtype
     modes = ("infer", "train") if args.mode == "both" else (args.mode,)
     recorder = warmup.Recorder(target)
-    for batch, mode in itertools.product(args.batch, modes):
-        spec = StepSpec(source, size, batch, Setting(mode, dtype, "none"), gpu=True)
-        warmup.record_step(recorder, spec, multiprocessors)
+    with terminal.progress(len(modes) * len(args.batch), "finding kernels") as progress:
+        for batch, mode in itertools.product(args.batch, modes):
+            progress(f"{mode}, batch {batch}")
+            spec = StepSpec(source, size, batch, Setting(mode, dtype, "none"), gpu=True)
+            warmup.record_step(recorder, spec, multiprocessors)
     step = f"{source.name}, batch {', '.join(map(str, args.batch))}, {pixels(size)} px, {args.dtype}"
     launches = list(recorder.launches.values())
     if not launches:

@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
+import time
 import types
 
 import pytest
@@ -107,6 +108,38 @@ def test_errors_in_words():
     assert len(described(ValueError("key " * 1000))) < 700
     assert described(ValueError("key \x1b[2J\u202eß")) == r"key \x1b[2J\u202eß"
     assert described(FileNotFoundError(2, "No such file", "\x1b[2J")) == r"No such file: \x1b[2J"
+
+
+def test_progress_in_a_pipe_is_a_line_for_what_lasts(monkeypatch, capsys):
+    monkeypatch.setattr(terminal, "INTERVAL", 0.0)
+    lines = ""
+    with terminal.progress(3, "planning") as step:
+        for text in ("eager", "sdpa"):
+            step(text)
+            for _ in range(1000):
+                time.sleep(0.01)
+                lines += capsys.readouterr().err
+                if text in lines:
+                    break
+    assert lines == "planning: eager (1 of 3)\nplanning: sdpa (2 of 3)\n", "each once"
+
+
+def test_an_interruption_says_what_is_saved(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(terminal, "_saved", "")
+
+    def interrupted(*said: str) -> int:
+        raise KeyboardInterrupt(*said)
+
+    assert terminal.guarded(interrupted) == 130
+    assert terminal.guarded(lambda: interrupted("3 models are in a.json"), name="benchmarks.coverage") == 130
+    terminal.write(tmp_path / "a.txt", "a")
+    assert terminal.guarded(interrupted) == 130
+    assert capsys.readouterr().err.splitlines() == [
+        "fastvit: interrupted; nothing was written",
+        "benchmarks.coverage: interrupted; 3 models are in a.json",
+        f"wrote {tmp_path / 'a.txt'}",
+        f"fastvit: interrupted; wrote {tmp_path / 'a.txt'}",
+    ]
 
 
 def test_no_number_of_a_table_is_cut(monkeypatch, capsys):

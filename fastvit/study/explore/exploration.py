@@ -116,9 +116,10 @@ def explore(
     source = find(model)
     size, patch = source.sizes(image_size)
     pixels, shown = _picture(image, size, *source.normalization)
-    built = _built(source, size, weights)
-    facts = _facts(built, models(model, image_size=size)[0])
-    positions = _positions(built, facts["grid"])
+    with progress(1, f"building {source.name}"):
+        built = _built(source, size, weights)
+        facts = _facts(built, models(model, image_size=size)[0])
+        positions = _positions(built, facts["grid"])
     data: dict[str, Any] = {
         "model": facts,
         "version": fastvit.__version__,
