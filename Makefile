@@ -48,9 +48,16 @@ targets: $(INSTALLED)  ## compile every kernel for every target, by tier, withou
 report: $(INSTALLED)  ## registers, shared memory and instruction counts of every kernel
 	$(BIN)/python -m benchmarks.codegen.report $(ARGS)
 
-results: $(INSTALLED)  ## the results page, the README's tables and the pictures, from the result files
+PLANNED := vit_large_patch16_224 --image-size 224,384,512,768,1024,1536,2048 --batch 8 --device cuda
+
+# Not attention_dinov2.png, which needs trained weights: the README has its command.
+results: $(INSTALLED)  ## the results page, the README's tables and the pictures, from the result files and the code
 	$(BIN)/python -m benchmarks.report.plot benchmarks/results/cpu/float32.json benchmarks/results/cpu
 	$(BIN)/python -m benchmarks.report.speed benchmarks/results/nvidia_h200/results.jsonl benchmarks/results
+	for theme in light dark; do \
+		$(BIN)/fastvit models vit_base_patch16_224 --block benchmarks/results/block_$$theme.svg --theme $$theme && \
+		$(BIN)/fastvit memory $(PLANNED) --plot benchmarks/results/memory_$$theme.svg --theme $$theme >/dev/null || exit 1; \
+	done
 	$(BIN)/python -m benchmarks.report.results
 
 TRAIN := $(BIN)/python -m benchmarks.harness.libraries benchmarks/examples/train.py

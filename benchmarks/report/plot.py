@@ -13,9 +13,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.harness import conditions, table
+from benchmarks.harness.program import parser
 from benchmarks.harness.record import Record
 from benchmarks.harness.timing import Ceilings
-from fastvit.cli.terminal import write_figure
+from fastvit.cli.terminal import check_picture, guarded, write_figure
 from fastvit.study.memory.peak import growth_exponent
 from fastvit.study.memory.plot import Curves, draw
 
@@ -29,10 +30,14 @@ def read(paths: Sequence[Path]) -> tuple[list[Record], Ceilings, list[str]]:
     Raises:
         ValueError: no benchmark in the files, or several devices or dtypes.
     """
-    runs = [json.loads(path.read_text()) for path in paths]
-    info = [b["extra_info"] for run in runs for b in run["benchmarks"]]
+    try:
+        runs = [json.loads(path.read_text()) for path in paths]
+        info = [b["extra_info"] for run in runs for b in run["benchmarks"]]
+    except (ValueError, KeyError, TypeError):  # no JSON, or another
+        info = []
     if not info:
-        raise ValueError(f"{', '.join(map(str, paths)) or 'no file'}: no benchmark in it")
+        files = ", ".join(map(str, paths))
+        raise ValueError(f"no benchmark in {files}: pytest benchmarks --benchmark-json FILE writes such files")
     devices = {(i["environment"]["device"], i["environment"]["dtype"]) for i in info}
     if len(devices) > 1:
         raise ValueError(f"one table of several devices or dtypes: {sorted(devices)}")
@@ -60,6 +65,8 @@ def save(records: Sequence[Record], where: str, folder: Path) -> list[Path]:
     studies = table.growth(records)
     if not studies:
         raise ValueError("the memory study did not run: no picture")
+    if any(len(tokens) < 2 for curves in studies.values() for tokens, _ in curves.values()):
+        raise ValueError("no picture: the memory study ran at one number of tokens (with --quick it does)")
     shape = next(r.shape for r in records if r.op in studies)
     panels = {op.removeprefix("memory, "): curves for op, curves in studies.items()}
     caption = f"{where}; batch {shape['B']}, {shape['H']} heads" + _fitted(studies)
@@ -75,6 +82,22 @@ def _fitted(studies: dict[str, Curves]) -> str:
     return f"; exponents: from N = {', '.join(sorted(ranges))}" * bool(ranges)
 
 
+def main() -> None:
+    result, folder = paths("benchmarks.report.plot", __doc__)
+    records, _, where = read([result])
+    save(records, where[0], folder)
+
+
+def paths(program: str, about: str | None) -> tuple[Path, Path]:
+    """Read the two arguments of a program that draws a picture: a result file and a folder, which has to be there."""
+    options = parser(program, about)
+    options.add_argument("result", type=Path, help="a result file")
+    options.add_argument("folder", type=Path, help="where the picture goes, for light and for dark pages")
+    chosen = options.parse_args()
+    for name in ("light.svg", "dark.svg"):
+        check_picture("folder", chosen.folder / name)
+    return chosen.result, chosen.folder
+
+
 if __name__ == "__main__":
-    measured, _, where = read([Path(sys.argv[1])])
-    print(*save(measured, where[0], Path(sys.argv[2])), sep="\n")
+    sys.exit(guarded(main, name="benchmarks.report.plot"))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,9 @@ from benchmarks.harness.provenance import ROOT
 from benchmarks.harness.record import Provider, Record, environment
 from benchmarks.harness.timing import Ceilings
 from benchmarks.report import plot, results, speed
+from fastvit.study.memory.block import block
+from fastvit.study.memory.plot import NAMES
+from fastvit.study.sources.model_source import PROVIDERS
 
 CPU, LIMITS = torch.device("cpu"), Ceilings(bytes_per_second=1e10, flops_per_second=1e12)
 
@@ -146,3 +150,17 @@ def test_pages_and_pictures_are_those_of_the_result_files():
     assert "training, batch 32, as called: SDPA (flash) 1,524," in words, "32 images in 21.0 ms"
     for file in speed.FILES.values():
         assert f"<dc:description>{words}</dc:description>" in (results.RESULTS / file).read_text()
+
+
+def test_the_picture_of_a_block_has_the_ops_that_run():
+    """`make results` draws it."""
+    pytest.importorskip("triton")
+    costs = [block("vit_base_patch16_224", provider=provider) for provider in PROVIDERS]
+    names = [NAMES[provider] for provider in PROVIDERS]
+    words = [*names, *(op.name for cost in costs for op in cost.ops)]
+    for theme in ("light", "dark"):
+        picture = (results.RESULTS / f"block_{theme}.svg").read_text()
+        assert sorted(re.findall(r"<!-- (\w+) -->", picture)) == sorted(words)
+        assert all(f"<!-- {len(cost.ops)} ops, keep {cost.kept:.1f} -->" in picture for cost in costs)
+    counts = ", ".join(f"{name} {len(cost.ops)}" for name, cost in zip(names, costs, strict=True))
+    assert f"The ops of a block of ViT-B/16: {counts}" in (ROOT / "README.md").read_text()
