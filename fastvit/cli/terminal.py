@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import difflib
 import errno
+import importlib.util
 import io
 import itertools
 import os
@@ -136,8 +137,6 @@ def print_table(
 
 def wanted(module: str, package: str) -> Any:
     """Import a module of the extra `study`, or raise an ImportError that says how to install it."""
-    import importlib
-
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -168,7 +167,7 @@ def progress(total: int | None, what: str) -> Iterator[Callable[[str], None]]:
                     print(line, file=sys.stderr, flush=True)
             last, _reported = line, time.monotonic()
 
-    if sys.stderr.isatty():
+    if sys.stderr.isatty() and importlib.util.find_spec("rich"):
         bars, rich = wanted("rich.progress", "rich"), wanted("rich.console", "rich")
         columns = bars.TextColumn("{task.description}"), bars.BarColumn(), bars.MofNCompleteColumn()
         shown = {"console": rich.Console(stderr=True), "transient": True, "redirect_stdout": sys.stdout.isatty()}
