@@ -11,7 +11,6 @@ instructions.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import sys
@@ -21,9 +20,11 @@ from unittest import mock
 
 from benchmarks.codegen.aot import TARGETS, Compiled
 from benchmarks.codegen.launches import DTYPES, Launch, record, representatives
-from benchmarks.harness.columns import make
+from benchmarks.harness.columns import WIDTH, make, terminal_width, wrapped
+from benchmarks.harness.program import parser
 from benchmarks.harness.workloads import workloads
-from fastvit._base.output import not_writable, write_file
+from fastvit._base.output import not_writable
+from fastvit.cli import terminal
 from fastvit.ops.runtime import backend
 from fastvit.warmup import in_processes
 
@@ -106,12 +107,12 @@ its epilogue)"""
 _COLUMNS = ("workload", "dtype", "tile", "w/s", "regs", "spill", "KB", "progs", "slots", "loads", "per", "unit")
 
 
-def table(rows: list[dict[str, Any]]) -> str:
+def table(rows: list[dict[str, Any]], width: int = WIDTH) -> str:
     """Format the rows by kernel and target, then the list of problems."""
-    lines = [LEGEND]
+    lines = wrapped([" ".join(LEGEND.split())], width)
     for kernel, target in dict.fromkeys((row["kernel"], row["target"]) for row in rows):
         mine = [row for row in rows if (row["kernel"], row["target"]) == (kernel, target)]
-        lines += ["", f"{kernel}  {target}", *make(_COLUMNS, map(_cells, mine), left=3)]
+        lines += ["", f"{kernel}  {target}", *make(_COLUMNS, map(_cells, mine), left=3, width=width)]
     broken = [row for row in rows if row["problems"]]
     lines += ["", f"{len(rows)} kernels, {len(broken)} with problems"]
     for row in broken:
@@ -132,34 +133,40 @@ def _cells(row: dict[str, Any]) -> list[str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--target", action="append", choices=[*TARGETS, "all"], help="default: sm_90")
-    parser.add_argument("--dtype", action="append", choices=[*DTYPES, "all"], help="default: bf16")
-    parser.add_argument("--kernel", default="", help="only kernels whose name contains this")
-    parser.add_argument("--op", action="append", default=[], help="only the workloads of this op")
-    parser.add_argument("--use", choices=("compile", "second", "kernels"), default="compile", help="which workloads")
-    parser.add_argument("--few", action="store_true", help="of each kernel only the launch with most options in use")
-    parser.add_argument("--json", type=Path, help="also write the rows to this file")
-    chosen = parser.parse_args(arguments)
+    options = parser("benchmarks.codegen.report", __doc__)
+    options.add_argument("--target", action="append", choices=[*TARGETS, "all"], help="default: sm_90")
+    options.add_argument("--dtype", action="append", choices=[*DTYPES, "all"], help="default: bf16")
+    options.add_argument("--kernel", default="", help="only kernels whose name contains this (default: all)")
+    options.add_argument("--op", action="append", default=[], help="only the workloads of this op (default: all)")
+    options.add_argument("--use", choices=("compile", "second", "kernels"), default="compile", help="which workloads")
+    options.add_argument("--few", action="store_true", help="of each kernel only the launch with most options in use")
+    options.add_argument("--json", type=Path, help="also write the rows to this file")
+    chosen = options.parse_args(arguments)
     if chosen.json and (reason := not_writable(chosen.json.parent)):
-        parser.error(f"--json: {reason}")
+        options.error(f"--json: {reason}")
     targets = list(TARGETS) if "all" in (chosen.target or ()) else chosen.target or ["sm_90"]
     dtypes = list(DTYPES) if "all" in (chosen.dtype or ()) else chosen.dtype or ["bf16"]
     selected = workloads(chosen.use, ops=tuple(chosen.op))
-    with mock.patch.object(backend, "GLUON", False):
-        launches = [launch for target in targets for launch in record(selected, target, dtypes)]
-    if "sm_90" in targets:  # and kernels in Gluon, which run instead of some
-        with mock.patch.object(backend, "GLUON", True):
-            launches += [launch for launch in record(selected, "sm_90", dtypes) if launch.kernel.is_gluon()]
-    launches = [launch for launch in launches if chosen.kernel in launch.name]
+    with terminal.progress(None, "finding kernels"):
+        with mock.patch.object(backend, "GLUON", False):
+            launches = [launch for target in targets for launch in record(selected, target, dtypes)]
+        if "sm_90" in targets:  # and kernels in Gluon, which run instead of some
+            with mock.patch.object(backend, "GLUON", True):
+                launches += [launch for launch in record(selected, "sm_90", dtypes) if launch.kernel.is_gluon()]
+    if not (launches := [launch for launch in launches if chosen.kernel in launch.name]):
+        raise ValueError(f"no kernel of these workloads has {chosen.kernel!r} in its name; --use kernels has all")
     if chosen.few:
         launches = representatives(launches)
-    rows = [facts(*pair) for pair in in_processes(Launch.compile, launches)]
+    rows = []
+    with terminal.progress(len(launches), "compiled") as step:
+        for launch, compiled in in_processes(Launch.compile, launches):
+            step(f"{launch.name}, {launch.workload}, {launch.target}")
+            rows.append(facts(launch, compiled))
     if chosen.json:
-        write_file(chosen.json, json.dumps(rows, indent=1))
-    print(table(rows))
+        terminal.write(chosen.json, json.dumps(rows, indent=1))
+    print(table(rows, terminal_width()))
     return int(any(row["problems"] for row in rows))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(terminal.guarded(main, name="benchmarks.codegen.report"))

@@ -14,9 +14,9 @@ of the rows runs on the same part of a GPU, so that a persistent program has its
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
+import sys
 from collections.abc import Iterator
 from unittest import mock
 
@@ -27,9 +27,11 @@ import torch
 
 from benchmarks.codegen.traffic_counter import CountedLaunch, Traffic, count
 from benchmarks.gpu.tuner import using
-from benchmarks.harness.columns import make
+from benchmarks.harness.columns import make, terminal_width
 from benchmarks.harness.draw import Draw
+from benchmarks.harness.program import parser
 from benchmarks.harness.workloads import Workload, workloads
+from fastvit.cli import terminal
 from fastvit.kernels import _configs
 from fastvit.ops.runtime import backend as backends
 from fastvit.ops.runtime import device as devices
@@ -81,13 +83,16 @@ def _row(kernel: str, launches: list[CountedLaunch], least: int) -> tuple[str, .
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--op", action="append", default=[], help="only the workloads of this op")
-    chosen = parser.parse_args(arguments)
-    for workload in workloads("traffic", ops=tuple(chosen.op)):
-        columns = ("", "kernel", "moved\nKB", "moved\n/ least", "moved\n/ tiled")
-        print("", *make(columns, rows(workload), left=2), sep="\n", flush=True)
+    options = parser("benchmarks.codegen.traffic", __doc__)
+    options.add_argument("--op", action="append", default=[], help="only the workloads of this op (default: all)")
+    chosen = options.parse_args(arguments)
+    selected = workloads("traffic", ops=tuple(chosen.op))
+    columns = ("", "kernel", "moved\nKB", "moved\n/ least", "moved\n/ tiled")
+    with terminal.progress(len(selected), "counting") as step:
+        for workload in selected:
+            step(f"{workload.op} {workload}")
+            print("", *make(columns, rows(workload), left=2, width=terminal_width()), sep="\n", flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(terminal.guarded(main, name="benchmarks.codegen.traffic"))

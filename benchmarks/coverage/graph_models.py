@@ -9,9 +9,9 @@ table of them.
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
+import sys
 import time
 import traceback
 import warnings
@@ -28,8 +28,10 @@ import fastvit
 from benchmarks.coverage import small_timm, small_transformers
 from benchmarks.coverage.graph_checks import Model, infer
 from benchmarks.harness.libraries import load, randomize
+from benchmarks.harness.program import parser
 from benchmarks.harness.provenance import write_text
 from benchmarks.harness.record import environment
+from fastvit.cli import terminal
 
 LIBRARIES = ("transformers", "timm", "torchvision")
 Made = tuple[nn.Module, dict[str, Tensor]]
@@ -163,13 +165,15 @@ def _short(error: Exception) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("path", type=Path, help="result file, new or to continue")
-    parser.add_argument("--only", help="only models with this in their name, even if they have results")
-    chosen = parser.parse_args(arguments)
+    options = parser("benchmarks.coverage.graph_models", __doc__)
+    options.add_argument("path", type=Path, help="result file, new or to continue")
+    options.add_argument("--only", help="only models with this in their name, even if they have results")
+    chosen = options.parse_args(arguments)
     warnings.filterwarnings("ignore")
     logging.getLogger("torch._dynamo").setLevel(logging.CRITICAL)  # it logs every graph break
+    terminal.check_folder("path", chosen.path)
     rows: dict[str, Any] = json.loads(chosen.path.read_text())["rows"] if chosen.path.exists() else {}
+    found = False
     for library in LIBRARIES:
         if library == "transformers":
             load("transformers").logging.set_verbosity_error()
@@ -177,11 +181,20 @@ def main(arguments: list[str] | None = None) -> None:
             name = str(candidate)
             if chosen.only not in candidate.name if chosen.only else name in rows:
                 continue
+            found = True
             rows[name] = asdict(Row(library, candidate.name, candidate.family))
             save(chosen.path, rows)
-            rows[name] = asdict(run(candidate))
+            try:
+                with terminal.progress(None, name):
+                    rows[name] = asdict(run(candidate))
+            except KeyboardInterrupt:
+                del rows[name]
+                save(chosen.path, rows)
+                raise KeyboardInterrupt(f"{len(rows)} models are in {chosen.path}; a second call continues") from None
             print(f"{name}: {rows[name]['status']} {rows[name]['detail']}", flush=True)
             save(chosen.path, rows)
+    if chosen.only and not found:
+        raise ValueError(f"--only: no model has {chosen.only!r} in its name")
 
 
 def save(path: Path, rows: Mapping[str, Any]) -> None:
@@ -191,4 +204,4 @@ def save(path: Path, rows: Mapping[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(terminal.guarded(main, name="benchmarks.coverage.graph_models"))

@@ -33,6 +33,7 @@ from benchmarks.gpu.runner import Command, Runner
 from benchmarks.harness.provenance import commit, write_text
 from benchmarks.harness.record import environment
 from fastvit._base.output import not_writable, write_file
+from fastvit.cli import terminal
 from fastvit.kernels import _tuned
 from fastvit.study.machine import why_no_gpu
 
@@ -76,8 +77,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         return run(results, every, seconds)
     except KeyboardInterrupt:
-        print(f"stopped; what was found is in {folder}, and the next call continues with the rest", file=sys.stderr)
-        return 130
+        raise KeyboardInterrupt(f"results are in {folder}, and the same command continues") from None
 
 
 def complaint(*, rehearse: bool) -> str:
@@ -116,4 +116,4 @@ def run(results: ResultsFile, every: Sequence[Command], seconds: float) -> int:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the commands, too
-    sys.exit(main())
+    sys.exit(terminal.guarded(main, name="benchmarks.gpu"))

@@ -65,9 +65,11 @@ def read(path: Path) -> list[Record]:
     records = []
     for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
         try:
-            records.append(json.loads(line))
+            record = json.loads(line)
         except ValueError:  # the process was killed as it wrote
             continue
+        if isinstance(record, dict) and "kind" in record:  # else the file is another one
+            records.append(record)
     return records
 
 

@@ -108,6 +108,7 @@ class Runner:
         start, limit = time.time(), min(command.limit, self.seconds - self.elapsed)
         if limit < 1 or self._stopped:
             return self._record(command, "cut", start, ["no time was left"])
+        self.say(f"{command.name} ...")
         environment = {name: value for name, value in os.environ.items() if not name.startswith(_OURS)} | VARIABLES
         if command.kind != "tests":
             environment |= STRICT

@@ -5,6 +5,7 @@ each."""
 from __future__ import annotations
 
 import ast
+import difflib
 import functools
 import importlib.util
 import itertools
@@ -110,8 +111,9 @@ def _words(sizes: dict[str, Any]) -> Iterator[str]:
 
 def workloads(*uses: str, ops: tuple[str, ...] = ()) -> list[Workload]:
     """Return the workloads of any of the uses and, if given, of these ops, in the order of the list."""
-    if unknown := {*ops} - {*OPS}:
-        raise ValueError(f"no op {sorted(unknown)}, the ops are {sorted(OPS)}")
+    if unknown := [op for op in ops if op not in OPS]:
+        near = difflib.get_close_matches(unknown[0], OPS, 4, 0.3) or sorted(OPS)
+        raise ValueError(f"no op {unknown[0]!r}; did you mean {', '.join(near)}?")
     return [w for w in _all() if w.uses & {*uses} and (not ops or w.op in ops)]
 
 

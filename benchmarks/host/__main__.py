@@ -25,11 +25,12 @@ import torch
 import triton
 
 import fastvit
-from benchmarks.harness.columns import make
+from benchmarks.harness.columns import make, terminal_width
 from benchmarks.harness.draw import Draw
 from benchmarks.harness.provenance import commit
 from benchmarks.harness.timing import Steps, orders
 from benchmarks.harness.workloads import Workload
+from fastvit.cli import terminal
 from fastvit.graphed import forward
 from fastvit.ops.runtime.launch import launch, launching
 from fastvit.study.machine import cpu_name
@@ -146,16 +147,23 @@ def main() -> int:
     torch.set_num_threads(1)
     if is_pretended():  # autograd's thread would wait for another core to wake: 40 us of a virtual machine
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-    every = [*rows(), *rows_of_replays()]
+    with terminal.progress(3, "measuring") as step:
+        step("first calls")
+        every = [*rows(), *rows_of_replays()]
+        step("ops, a block and models")
+        measured = measure(every)
+        step("launches")
+        by_launch = [*launches()]
     columns = "us of the host", "", "eager", "SDPA", "fastvit", "fastvit\n/ eager", "fastvit\n/ SDPA"
-    print(*make(columns, map(cells, every, measure(every)), left=2), "", sep="\n")
-    print(*make(("us of a launch", "arguments", "Triton's way", "fastvit's"), launches()), "", sep="\n")
-    versions = f"torch {torch.__version__}, triton {triton.__version__}, commit {commit()[:10]}"
-    print(f"{torch.cuda.get_device_name()}, {cpu_name()}, one core, bfloat16, {versions}")
+    width = terminal_width()
+    print(*make(columns, map(cells, every, measured), left=2, width=width), "", sep="\n")
+    print(*make(("us of a launch", "arguments", "Triton's way", "fastvit's"), by_launch, width=width), "", sep="\n")
+    print(f"torch {torch.__version__}, triton {triton.__version__}, commit {commit()[:10]}")
+    print(f"{torch.cuda.get_device_name()}, {cpu_name()}, one core, bfloat16")
     if is_pretended():
         print("The device is pretended: launches do nothing, and cuBLAS chooses no algorithm")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(terminal.guarded(main, name="benchmarks.host"))

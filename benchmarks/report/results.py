@@ -6,22 +6,24 @@ what most readers look for; with folders, it has every table of these.
     python -m benchmarks.report.results benchmarks/results/cpu --to out/results.md
 
 In each folder: `results.jsonl` of benchmarks/gpu; files of the benchmarks (all of one dtype are one table, with the
-best limits that any measured); the files named in _TABLES; and pictures.
+best limits that any measured); graphs.json and training.json; and pictures.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.gpu import results_file, summary
 from benchmarks.harness import columns, conditions, table
 from benchmarks.harness.columns import fenced
-from benchmarks.harness.provenance import ROOT, write_text
+from benchmarks.harness.program import parser
+from benchmarks.harness.provenance import ROOT
 from benchmarks.report import graph_tables, plot
 from benchmarks.report.plot import read
+from fastvit.cli.terminal import guarded, write
 
 RESULTS = ROOT / "benchmarks" / "results"
 GPU = RESULTS / "nvidia_h200" / "results.jsonl"
@@ -58,7 +60,10 @@ def page(folders: Sequence[Path] = ()) -> str:
     """Return the page, or all tables of the folders."""
     parts = [_INTRODUCTION]
     for folder in folders or sorted(path for path in RESULTS.iterdir() if path.is_dir()):
-        parts += _folder(folder, every=bool(folders))
+        own = [*_folder(folder, every=bool(folders))]
+        if folders and not own:
+            raise ValueError(f"no results in {folder}: pytest benchmarks --benchmark-json {folder}/float32.json")
+        parts += own
     return "\n".join(parts)
 
 
@@ -170,15 +175,16 @@ def with_ops(readme: str) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("folders", nargs="*", type=Path, help="of result files; default: all in benchmarks/results")
-    parser.add_argument("--to", type=Path, default=RESULTS / "README.md", help="the page")
-    chosen = parser.parse_args(arguments)
-    write_text(chosen.to, page(chosen.folders))
+    options = parser("benchmarks.report.results", __doc__)
+    options.add_argument("folders", nargs="*", type=Path, help="of result files; default: all in benchmarks/results")
+    options.add_argument("--to", type=Path, default=RESULTS / "README.md", help="the page")
+    chosen = options.parse_args(arguments)
+    chosen.to.parent.mkdir(parents=True, exist_ok=True)
+    write(chosen.to, page(chosen.folders))
     if not chosen.folders:
         readme = ROOT / "README.md"
-        write_text(readme, with_ops(readme.read_text()))
+        write(readme, with_ops(readme.read_text()))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(guarded(main, name="benchmarks.report.results"))

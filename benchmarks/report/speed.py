@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu import results_file
 from benchmarks.gpu.results_file import MODES, Record
-from fastvit.cli.terminal import write_figure
+from benchmarks.report.plot import paths
+from fastvit.cli.terminal import guarded, write_figure
 from fastvit.study.memory.plot import COLOURS
 
 FILES = {"light": "speed_light.svg", "dark": "speed_dark.svg"}
@@ -108,11 +108,14 @@ def _panel(panel: Any, title: str, groups: Groups, colours: dict[str, str], name
     panel.spines[:].set_visible(False)
 
 
-def main(path: Path, folder: Path) -> None:
-    records = results_file.last(results_file.read(path))
+def main() -> None:
+    path, folder = paths("benchmarks.report.speed", __doc__)
+    if not (records := results_file.last(results_file.read(path))):
+        raise ValueError(f"no result in {path}: make gpu writes results.jsonl")
+    description = describe(records)
     for theme, name in FILES.items():
-        write_figure(folder / name, draw(records, theme), description=describe(records))
+        write_figure(folder / name, draw(records, theme), description=description)
 
 
 if __name__ == "__main__":
-    main(*map(Path, sys.argv[1:]))
+    sys.exit(guarded(main, name="benchmarks.report.speed"))

@@ -14,6 +14,7 @@ from benchmarks.harness.clock import Quantiles
 from benchmarks.harness.provenance import ROOT
 from benchmarks.harness.record import Provider, Record, environment
 from benchmarks.harness.timing import Ceilings
+from benchmarks.harness.workloads import workloads
 from benchmarks.report import plot, results, speed
 from fastvit.study.memory.block import block
 from fastvit.study.memory.plot import NAMES
@@ -135,6 +136,19 @@ def test_files_of_one_run_are_one_table(tmp_path):
     assert Record.read(json.loads(first.read_text())["benchmarks"][0]["extra_info"]) == a_record(N=17)
     with pytest.raises(ValueError, match="several devices"):
         results.render([first, saved(tmp_path / "c.json", (197,), LIMITS, device="another")])
+
+
+def test_files_of_another_kind_are_refused(tmp_path):
+    (tmp_path / "graphs.txt").write_text('{"rows": {}}\n1.5\n')
+    assert results_file.read(tmp_path / "graphs.txt") == []
+    with pytest.raises(ValueError, match=r"no benchmark in .*graphs\.txt: pytest benchmarks --benchmark-json"):
+        plot.read([tmp_path / "graphs.txt"])
+    with pytest.raises(ValueError, match=f"no results in {tmp_path}"):
+        results.page([tmp_path])
+    with pytest.raises(ValueError, match="at one number of tokens"):
+        plot.save([a_record("memory, attention")], "a CPU", tmp_path)
+    with pytest.raises(ValueError, match=r"no op 'atention'; did you mean attention"):
+        workloads("traffic", ops=("atention",))
 
 
 def test_pages_and_pictures_are_those_of_the_result_files():
