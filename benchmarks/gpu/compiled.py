@@ -24,6 +24,7 @@ from benchmarks.harness.draw import Draw
 from benchmarks.harness.providers import compiled
 from benchmarks.harness.timing import measured, per_call
 from benchmarks.harness.workloads import Step, Workload
+from fastvit.cli.terminal import guarded
 
 MODELS = ("vit_small_patch16_224", "vit_base_patch16_224")
 RUNS = [*((model, provider) for model in MODELS for provider in ("sdpa", "fastvit")), (MODELS[1], "graph")]
@@ -49,6 +50,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--provider", choices=("sdpa", "fastvit", "graph"), required=True)
     parser.add_argument("--rehearse", action="store_true", help="one image of CIFAR on a CPU, compiled by no backend")
     chosen = parser.parse_args(arguments)
+    if not chosen.rehearse and not torch.cuda.is_available():
+        parser.error("no GPU; --rehearse runs the steps without one")
     if chosen.rehearse:
         torch.set_num_threads(1)
     device = torch.device("cpu" if chosen.rehearse else "cuda")
@@ -79,4 +82,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(guarded(main, name="benchmarks.gpu.compiled"))

@@ -20,6 +20,7 @@ import torch
 from benchmarks.codegen.launches import DTYPES, Launch, record, recording
 from benchmarks.gpu.runner import SKIPPED
 from benchmarks.harness.workloads import workloads
+from fastvit.cli.terminal import guarded
 from fastvit.kernels import _tuned
 from fastvit.ops.runtime.backend import KernelUnsupported
 from fastvit.study.accuracy import cases
@@ -77,4 +78,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(guarded(main, name="benchmarks.gpu.precompile"))

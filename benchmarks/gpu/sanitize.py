@@ -28,6 +28,7 @@ from benchmarks.gpu.runner import SKIPPED
 from benchmarks.harness.draw import Draw
 from benchmarks.harness.provenance import ROOT
 from benchmarks.harness.workloads import workloads
+from fastvit.cli.terminal import guarded
 from fastvit.kernels._tuned import FOLDER
 from fastvit.ops.runtime import backend as backends
 
@@ -86,6 +87,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--op", action="append", choices=(*ops(), GRAPHS), help="default: all ops")
     parser.add_argument("--rehearse", action="store_true", help="in the interpreter, without the tool")
     chosen = parser.parse_args(arguments)
+    if not chosen.rehearse and not torch.cuda.is_available():
+        parser.error("no GPU; --rehearse runs the steps without one")
     names = chosen.op or ops()
     torch.manual_seed(0)
     if chosen.tool is None:
@@ -115,4 +118,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(guarded(main, name="benchmarks.gpu.sanitize"))

@@ -31,6 +31,7 @@ from benchmarks.harness.clock import Clock
 from benchmarks.harness.columns import make
 from benchmarks.harness.timing import orders, paired_interval
 from fastvit import ops
+from fastvit.cli.terminal import guarded
 from fastvit.ops.runtime import call
 
 Changes = Sequence[tuple[str, str]]  # text, and what stands in its place
@@ -105,6 +106,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="variants whose name has this")
     parser.add_argument("--rounds", type=int, default=60)
     chosen = parser.parse_args(arguments)
+    if not torch.cuda.is_available():
+        parser.error("no GPU")
     clock, wrong = Clock(torch.device("cuda")), 0
     with tempfile.TemporaryDirectory() as folder:
         for module in dict.fromkeys(module for module, _ in VARIANTS.values()):
@@ -155,4 +158,4 @@ def _measured(
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(guarded(main, name="benchmarks.gpu.variants"))
