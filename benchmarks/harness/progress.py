@@ -104,9 +104,11 @@ class Progress:
 
 
 def _name(item: Any, width: int) -> str:
-    """Return op and sizes of a case; without room for all, without the first sizes."""
+    """Return op and sizes of a case; without room for all, without the first sizes, but with the name of a model."""
     workload = item.callspec.params["workload"]
-    name, sizes = f"{workload.op} {workload}", str(workload).split()
+    name = f"{workload.op} {workload}"
+    head, *sizes = (str(workload) if workload.op == "model" and len(name) > width else name).split()
+    name = " ".join([head, *sizes])
     while len(name) > width and sizes:
-        name = " ".join([workload.op, "..", *(sizes := sizes[1:])])
+        name = " ".join([head, "..", *(sizes := sizes[1:])])
     return name
