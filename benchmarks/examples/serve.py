@@ -72,4 +72,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(terminal.guarded(main))
+    sys.exit(terminal.guarded(main, name="serve.py"))

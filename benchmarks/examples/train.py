@@ -217,4 +217,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(terminal.guarded(main))
+    sys.exit(terminal.guarded(main, name="train.py"))

@@ -112,4 +112,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(terminal.guarded(main))
+    sys.exit(terminal.guarded(main, name="worked_example.py"))

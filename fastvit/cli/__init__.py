@@ -47,7 +47,5 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not argv:
         parser.print_help()
         return 0
-    args, unknown = parser.parse_known_args(argv)
-    if unknown:
-        verbs.choices[args.verb].refuse(unknown[0], argv)
+    args = parser.parse_args(argv)
     return terminal.guarded(lambda: importlib.import_module(f"fastvit.cli.{args.verb}").run(args), args.traceback)

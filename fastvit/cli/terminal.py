@@ -47,11 +47,22 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> Any:
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        argv = list(sys.argv[1:] if args is None else args)
+        parsed, unknown = self.parse_known_args(argv, namespace)
+        if unknown:
+            verbs = [a for a in self._actions if isinstance(a, argparse._SubParsersAction)]
+            parser = verbs[0].choices[getattr(parsed, verbs[0].dest)] if verbs else self
+            parser.refuse(unknown[0], argv)
+        return parsed
+
     def refuse(self, word: str, argv: Sequence[str]) -> Any:
         """Exit with an error for a word of the command line that is no option, value or argument."""
         options = {name: action for action in self._actions for name in action.option_strings}
         if word.startswith("-"):
-            near = difflib.get_close_matches(word.partition("=")[0].replace("_", "-"), options, 1)
+            name = word.partition("=")[0].replace("_", "-")
+            near = [option for option in options if name.startswith(f"{option}-")]  # --batch of --batch-size
+            near += difflib.get_close_matches(name, options, 1)
             self.error(f"there is no option {word}" + (f"; did you mean {near[0]}?" if near else ""))
         before = itertools.takewhile(lambda w: not w.startswith("-"), reversed(argv[: argv.index(word)]))
         values = [*reversed([*before])]

@@ -65,6 +65,7 @@ WRONG_ARGUMENTS = [
     (["fit", SMALL, "--budget", "24GiB", "--batch", "8,16"], "must be an integer from 1 to 1048576, got '8,16'"),
     ([*MEMORY, "--providers", "fastvt"], "must be of eager, sdpa, fastvit, got 'fastvt'; did you mean fast"),
     (["verify", "--dtype", "int8"], "must be of fp32, bf16, fp16, got 'int8'"),
+    ([*MEMORY, "--batch-size", "8"], "there is no option --batch-size; did you mean --batch?"),
     ([*MEMORY, "--image_size=224"], "there is no option --image_size=224; did you mean --image-size? (see fastvit mem"),
     ([*MEMORY, "--image-size", "224", "512", "768"], "takes its values without spaces: --image-size 224,512"),
     (["fit", SMALL, "--image-size", "224", "512", *FIT[2:]], "--image-size 224x512"),
