@@ -49,7 +49,8 @@ def locate(weights: str | os.PathLike[str]) -> Path:
     """
     if not isinstance(weights, str | os.PathLike):
         raise TypeError(
-            f"weights must be a path, a repository of the Hugging Face Hub or a state_dict, got {weights!r:.200}"
+            "weights must be a path, a repository of the Hugging Face Hub or a state_dict, "
+            f"got {repr(weights).partition(chr(10))[0]:.200}"
         )
     path = Path(weights)
     if path.is_dir():

@@ -29,7 +29,7 @@ def config(name: str) -> Config:
         ValueError: an unknown name; the message has the nearest ones.
     """
     if not isinstance(name, str):
-        raise TypeError(f"name must be the name of a model, got {name!r}")
+        raise TypeError(f"name must be the name of a model, got {repr(name).partition(chr(10))[0]}")
     if name not in CONFIGS:
         near = nearest(name.rpartition("/")[2], CONFIGS)
         hint = f"; nearest: {', '.join(near)}" if near else "; list_models() has them all"

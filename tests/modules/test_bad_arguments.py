@@ -91,6 +91,7 @@ MESSAGES: list[tuple[Callable[..., nn.Module], type[Exception], str, dict[str, A
     (create, TypeError, "weights must be a path, a repository of the Hugging Face Hub or a state_dict", {"weights": 5}),
     (create, TypeError, "pretrained is not an argument of create_model('vit_base_patch16_224'): use create_model(name, "
      "weights=True)", {"pretrained": True}),
+    (fastvit.RMSNorm, TypeError, "offset is not an argument of RMSNorm: it takes ", {"channels": 8, "offset": 1}),
     (Block, TypeError, "dropout is not an argument of Block: did you mean proj_drop?", {"dropout": 0.1}),
     (create, ValueError, "drop_head=True needs weights", {"drop_head": True}),
     (fastvit.create_model, TypeError, "name must be the name of a model, got 16", {"name": 16}),

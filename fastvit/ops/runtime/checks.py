@@ -18,7 +18,7 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 # A function takes at most one of the names that stand for one.
 _ELSEWHERE = {
     "softmax_scale": "scale", "bias": "attn_mask", "key_padding_mask": "attn_mask", "alibi_slopes": "attn_mask",
-    "max_seqlen_q": "max_seqlen", "dropout": "dropout_p drop_rate proj_drop drop",
+    "max_seqlen_q": "max_seqlen", "p": "dropout_p", "dropout": "dropout_p drop_rate proj_drop drop",
     "hidden_size": "embed_dim dim", "dim": "embed_dim", "embed_dim": "dim", "num_layers": "depth",
     "num_hidden_layers": "depth", "mlp_dim": "mlp_ratio hidden_features",
     "intermediate_size": "mlp_ratio hidden_features",
@@ -39,8 +39,9 @@ def check_known(given: Iterable[str], known: Sequence[str], what: str) -> None:
     for name in given:
         if name not in known:
             meant = [new for new in _ELSEWHERE.get(name, "").split() if new in known]
-            meant += difflib.get_close_matches(name, known, 1, cutoff=0.0)
-            advice = _SENTENCES.get(name, f"did you mean {meant[0]}?")
+            meant += difflib.get_close_matches(name, known, 1, cutoff=0.5)
+            near = f"did you mean {meant[0]}?" if meant else f"it takes {', '.join(known)}"
+            advice = _SENTENCES.get(name, near)
             raise TypeError(f"{name} is not an argument of {what}: {advice}")
 
 
