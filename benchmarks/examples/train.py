@@ -70,7 +70,7 @@ def _run_options(parser: argparse.ArgumentParser) -> None:
     add("--dropout", type=_share, help="of tokens, attention and MLP; default: the model's own, 0.1 for CIFAR's")
     add("--drop-path", type=_share, help="stochastic depth; default: 0.1")
     add("--teacher", metavar="RUN", help="distil the model of this run, from the same images")
-    add("--distill", choices=("hard", "soft"), default="hard", help="learn its choice, or its probabilities")
+    add("--distill", choices=("hard", "soft"), help="learn its choice, or its probabilities; default: hard")
     add("--temperature", type=_amount, default=1.0, help="of soft distillation")
 
     group = parser.add_argument_group("machine")
@@ -111,6 +111,8 @@ def _train(args: argparse.Namespace, new: bool = True) -> int:
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if new and args.parallel and world == 1:
         raise ValueError("--parallel is for the processes of torchrun: torchrun --nproc-per-node 8 train.py run ...")
+    if new and args.distill and not args.teacher:
+        raise ValueError("--distill needs --teacher RUN, whose model it learns from")
     args.parallel = (args.parallel or "ddp") if world > 1 else None
     if args.batch % (2 * world):
         raise ValueError(f"--batch must give each process an even number of images, got {args.batch} for {world}")

@@ -154,6 +154,8 @@ def test_mistakes_are_one_line(tmp_path, capsys):
         *stages, line = capsys.readouterr().err.splitlines()
         assert message in line
         assert all(stage.startswith("train.py: ") for stage in stages)
+    assert train("run", *SMALL, "--distill", "hard", "--out", tmp_path / "taught") == 2
+    assert "--distill needs --teacher RUN" in capsys.readouterr().err
 
 
 def test_what_is_missing_is_named_with_what_to_do(tmp_path, capsys, monkeypatch):

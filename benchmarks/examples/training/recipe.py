@@ -67,7 +67,7 @@ def loss_of(args: argparse.Namespace, outputs: Any, targets: Tensor, taught: Ten
     loss = F.cross_entropy(logits.float(), targets)
     if taught is None:
         return loss
-    if args.distill == "hard":
+    if args.distill != "soft":
         return (loss + F.cross_entropy(distilled.float(), taught.argmax(-1))) / 2
     T = args.temperature
     student, teacher = (F.log_softmax(x.float() / T, dim=-1) for x in (distilled, taught))
