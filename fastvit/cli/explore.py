@@ -30,6 +30,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if not args.out.lower().endswith((".html", ".htm")):
+        raise ValueError(f"--out writes .html, got {args.out}")
     terminal.check_folder("--out", Path(args.out))
     from fastvit import study
 

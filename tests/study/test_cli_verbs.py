@@ -35,6 +35,7 @@ MISTAKES = [
     (["verify", "--device", "cuda:99"], "device cuda:99 is not there"),
     (["verify", "mlp"], "mlp is an op, not a model: fastvit verify --ops mlp"),
     (["verify", "study_models:one_size", "--depth", "1"], "study_models:one_size takes no depth"),
+    (["explore", SMALL, "--out", "page.pdf"], "--out writes .html, got page.pdf"),
     (["explore", SMALL, "--layers", "12"], "layers must be in 0..1, got 12"),
     (["attention", SMALL, "text.png"], "text.png is no picture that Pillow reads: cannot identify"),
     ([*ATTENTION, "--image-size", "65536"], "sides of at most 8192 pixels, got 65536 x 65536"),
