@@ -84,6 +84,7 @@ PAGES := fastvit.ops fastvit.integrations fastvit.graph fastvit.graphed fastvit.
 docs: $(INSTALLED)  ## the API reference, from the docstrings: out/docs/index.html
 	$(BIN)/python -m pdoc --docformat google --template-directory .pdoc --no-include-undocumented \
 		--output-directory out/docs fastvit '!fastvit[.]' $(PAGES) '!fastvit[.](ops|reference|study)[.]'
+	@echo "wrote out/docs/index.html"
 
 cuda:  ## CUDA's half of the package without a GPU, on a pretended device, in out/cuda; ARGS="-k graphs"
 	$(PYTHON) tests/pretended_cuda/run.py -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal \
