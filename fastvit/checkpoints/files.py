@@ -162,7 +162,7 @@ def _read_pickle(path: Path) -> Any:
         named = re.search(r"GLOBAL (\S+)", str(error))
         what = f"asks for {printable(named[1])}" if named else "is damaged, or holds more than tensors"
         harmless = named and named[1].startswith(("numpy.", "pathlib."))  # a score or a path next to the weights
-        advice = ". If you trust it, pass weights=torch.load(path, map_location='cpu', weights_only=False)"
+        advice = ". If you trust it, pass, in Python, weights=torch.load(path, map_location='cpu', weights_only=False)"
         raise CheckpointError(
             f"{path} {what}; only tensors are read, and no code is run{advice if harmless else ''}"
         ) from None

@@ -36,6 +36,7 @@ MISTAKES = [
     (["verify", "mlp"], "mlp is an op, not a model: fastvit verify --ops mlp"),
     (["verify", "study_models:one_size", "--depth", "1"], "study_models:one_size takes no depth"),
     (["explore", SMALL, "--out", "page.pdf"], "--out writes .html, got page.pdf"),
+    (["attention", "picture.png", SMALL], "'picture.png' is not a known model but a file: the model goes first"),
     (["explore", SMALL, "--layers", "12"], "layers must be in 0..1, got 12"),
     (["attention", SMALL, "text.png"], "text.png is no picture that Pillow reads: cannot identify"),
     ([*ATTENTION, "--image-size", "65536"], "sides of at most 8192 pixels, got 65536 x 65536"),
@@ -51,6 +52,7 @@ def test_mistakes_are_one_line(words, message, tmp_path, monkeypatch, capsys):
     pytest.importorskip("PIL.Image").new("RGB", (8, 8)).save(tmp_path / "picture.png")
     (tmp_path / "text.png").write_text("text")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(terminal, "INTERVAL", 3600.0)  # no line of progress before the error
     assert main(words) == 2
     out, err = capsys.readouterr()
     assert not out

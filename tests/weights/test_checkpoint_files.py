@@ -96,7 +96,9 @@ def test_no_code_runs(raw: bool, tmp_path: Path) -> None:
     refused(path, "no code is run" if raw else r"asks for \S*mkdir; only tensors are read, and no code is run")
     assert not made.exists()
     torch.save({"state_dict": state_dict(), "folder": tmp_path}, path)
-    refused(path, r"asks for pathlib.*If you trust it, pass weights=torch.load\(path, .*weights_only=False\)")
+    refused(
+        path, r"asks for pathlib.*If you trust it, pass, in Python, weights=torch.load\(path, .*weights_only=False\)"
+    )
     pickle.loads(pickle.dumps(Command(made)))  # the test's own teeth: unpickled carelessly, it does run
     assert made.exists()
 

@@ -40,7 +40,8 @@ def check_known(given: Iterable[str], known: Sequence[str], what: str) -> None:
         if name not in known:
             meant = [new for new in _ELSEWHERE.get(name, "").split() if new in known]
             meant += difflib.get_close_matches(name, known, 1, cutoff=0.5)
-            near = f"did you mean {meant[0]}?" if meant else f"it takes {', '.join(known)}"
+            more = f" and {len(known) - 9} more" if len(known) > 9 else ""
+            near = f"did you mean {meant[0]}?" if meant else f"it takes {', '.join(known[:9])}{more}"
             advice = _SENTENCES.get(name, near)
             raise TypeError(f"{name} is not an argument of {what}: {advice}")
 

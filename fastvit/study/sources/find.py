@@ -65,6 +65,8 @@ def _find(name: str) -> ModelSource:
             names += timm.list_models()
     near = zoo.nearest(name, dict.fromkeys(names))
     hint = f"; nearest: {', '.join(near)}" if near else "; `fastvit models` lists them"
+    if Path(name).is_file():
+        hint = " but a file: the model goes first"
     raise ValueError(f"{name!r} is not a known model{hint}{note}")
 
 
