@@ -301,28 +301,6 @@ def test_outputs_that_are_leaves(always: bool) -> None:
     assert replays(report) == [4]
 
 
-def test_an_optimizer_in_hooks_of_gradients() -> None:
-    """It has changed parameters when the part of an output that was not expected computes again."""
-    models = pair(TwoHeads())[:2]
-
-    def step(p: Tensor) -> None:
-        p.data.sub_(p.grad, alpha=0.01)
-        with torch.no_grad():
-            p.add_(0)  # which counts as a change
-        p.grad = None
-
-    for model in models:
-        model.norm = nn.Identity()
-        for p in model.parameters():
-            p.register_post_accumulate_grad_hook(step)
-    for i in range(6):
-        for model in models:
-            out = model(image(i))
-            (out["logits"].sum() + (out["unread"].sum() if i > 3 else 0)).backward()
-        for name, t in models[0].state_dict().items():
-            torch.testing.assert_close(models[1].state_dict()[name], t)
-
-
 class Tied(nn.Module):
     """Uses its weight and its input twice."""
 
