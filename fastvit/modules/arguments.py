@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from fastvit.ops.runtime.checks import FLOATS, check_head_dim, check_is_there, check_known, check_statistics
+from fastvit._base.keywords import check_known
+from fastvit.ops.runtime.checks import FLOATS, check_head_dim, check_is_there, check_statistics
 from fastvit.ops.runtime.torch_private import len_torch_dispatch_stack
 
 Pair = int | tuple[int, int]
@@ -79,7 +80,7 @@ def check_factory(device: Any = None, dtype: Any = None) -> None:
             where = torch.device(device)
         except (RuntimeError, TypeError) as error:
             raise ValueError(f"device must be None, a torch.device or the name of one, got {device!r}") from error
-        if not len_torch_dispatch_stack():  # fake tensors may be on any device
+        if len_torch_dispatch_stack is not None and not len_torch_dispatch_stack():  # fake tensors may be on any device
             check_is_there(where)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from fastvit.modules.parts import check_takes
 from fastvit.modules.patch_embed import PatchEmbed
 from fastvit.modules.positions import remembered
-from fastvit.ops.runtime.checks import check_is_no_array, check_tensor
+from fastvit.ops.runtime.checks import check_tensor
 
 Images = list[Tensor] | tuple[Tensor, ...]
 
@@ -95,8 +95,7 @@ def _checked(model: Any, images: Images) -> tuple[list[Tensor], list[tuple[int, 
         raise ValueError("images must not be an empty list")
     batches, grids = [], []
     for i, image in enumerate(images):
-        check_is_no_array(f"images[{i}]", image)
-        check_tensor(f"images[{i}]", image)
+        check_tensor(f"images[{i}]", image, is_image=True)
         if image.dim() not in (3, 4) or image.shape[0] == 0:
             raise ValueError(f"images[{i}] must have shape (C, H, W) or (B, C, H, W), B > 0, got {tuple(image.shape)}")
         if image.dtype is not images[0].dtype or image.device != images[0].device:

@@ -230,7 +230,8 @@ def test_what_is_hidden_changes_nothing(backend, device):
 def test_one_key(backend, device):
     """Softmax over one key is constant, and no gradient reaches q and k but rounding; unless that key is hidden."""
     q, k, v = draw_qkv(2, 1, 2, 16, device=device).values()
-    o = ops.attention(q, k, v, attn_mask=torch.tensor([True, False], device=device).view(2, 1, 1, 1))
+    mask = torch.tensor([True, False], device=device).view(2, 1, 1, 1)
+    o = ops.attention(q, k, v, attn_mask=mask, layout="bnhd")
     assert torch.equal(o, torch.stack([v[0], torch.zeros_like(v[0])]))
     dq, dk, dv = torch.autograd.grad(o, (q, k, v), torch.ones_like(o))
     assert torch.equal(dv, torch.stack([torch.ones_like(v[0]), torch.zeros_like(v[0])]))

@@ -19,7 +19,7 @@ def results():
     from fastvit import Block, ops
 
     torch.manual_seed(0)
-    block = Block(32, 2).requires_grad_(True)
+    block = Block(32, 2, device="cpu").requires_grad_(True)
     x = torch.randn(2, 18, 32, requires_grad=True)
     y = ops.linear(block(x), torch.ones(8, 32), activation="gelu_tanh")
     y.square().sum().backward()

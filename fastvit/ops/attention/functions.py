@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
+from fastvit._base.keywords import check_no_others
 from fastvit.ops.attention.aten_samples import as_added
 from fastvit.ops.attention.checks import (
     check_keys,
@@ -27,7 +28,7 @@ from fastvit.ops.attention.op import Attention, Options
 from fastvit.ops.attention.within import Relative, Windows, is_added
 from fastvit.ops.dropout.op import draw_seeds
 from fastvit.ops.runtime.autograd import needs_autograd
-from fastvit.ops.runtime.checks import check_dimensions, check_no_others
+from fastvit.ops.runtime.checks import check_dimensions
 from fastvit.ops.runtime.dtypes import autocast_dtype
 from fastvit.ops.runtime.run import Prepared, run
 
@@ -58,7 +59,7 @@ def attention(
             it is not stored but drawn again in the backward pass. The Triton and the ATen path draw different masks.
         layout: "bnhd" for the shapes above, or "bhnd" for q (B, H, M, d), k, v (B, H, N, d) and a result like q, read
             and written by stride; attn_mask and relative stay as they are. None is "bnhd", with one warning in a
-            process where the shapes look like "bhnd": dimension 1 at most 32, dimension 2 at least twice as large.
+            process if q and k look like "bhnd": dimension 1 is at most 32, and dimension 2 at least twice as large.
         others: none. Names of other libraries, such as causal, are answered with the name here.
 
     Returns:
@@ -217,7 +218,7 @@ def _heads_first(layout: str, *tensors: Tensor) -> list[Tensor]:
 def _look_heads_first(*tensors: Tensor) -> bool:
     """Return whether all of them may be (B, H, N, d). Not asked while sizes are symbols, which would add guards."""
     return not is_dynamo_compiling() and all(
-        isinstance(few, int) and isinstance(many, int) and few <= 32 and many >= 2 * max(few, 1)
+        isinstance(few, int) and isinstance(many, int) and 1 <= few <= 32 and many >= 2 * few
         for few, many in (t.shape[1:3] for t in tensors)
     )
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
-import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,43 +11,6 @@ from torch import Tensor
 from torch.fx import Proxy
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-
-# Arguments of timm, transformers, flash-attention and PyTorch whose names here are not the most similar ones.
-# A function takes at most one of the names that stand for one.
-_ELSEWHERE = {
-    "softmax_scale": "scale", "bias": "attn_mask", "key_padding_mask": "attn_mask", "alibi_slopes": "attn_mask",
-    "max_seqlen_q": "max_seqlen", "p": "dropout_p", "dropout": "dropout_p drop_rate proj_drop drop",
-    "hidden_size": "embed_dim dim", "dim": "embed_dim", "embed_dim": "dim", "num_layers": "depth",
-    "num_hidden_layers": "depth", "mlp_dim": "mlp_ratio hidden_features",
-    "intermediate_size": "mlp_ratio hidden_features",
-}  # fmt: skip
-_SENTENCES = {
-    "pretrained": "use create_model(name, weights=True), with timm's tag in the name",
-    "checkpoint_path": "use create_model(name, weights=...)",
-    **dict.fromkeys(("features_only", "out_indices"), "use the model's forward_intermediates"),
-    "window_size": "use attn_mask, or attention_windows for windows of a grid",
-    "enable_gqa": "k and v may have fewer heads without it",
-    "deterministic": "every call is",
-    **dict.fromkeys(("return_attn_probs", "need_weights"), "fastvit.study.attention_maps returns the weights"),
-}
-
-
-def check_known(given: Iterable[str], known: Sequence[str], what: str) -> None:
-    """Check the names of keyword arguments of `what`. The error names the argument that was meant."""
-    for name in given:
-        if name not in known:
-            meant = [new for new in _ELSEWHERE.get(name, "").split() if new in known]
-            meant += difflib.get_close_matches(name, known, 1, cutoff=0.5)
-            more = f" and {len(known) - 9} more" if len(known) > 9 else ""
-            near = f"did you mean {meant[0]}?" if meant else f"it takes {', '.join(known[:9])}{more}"
-            advice = _SENTENCES.get(name, near)
-            raise TypeError(f"{name} is not an argument of {what}: {advice}")
-
-
-def check_no_others(others: Mapping[str, Any], function: Callable[..., Any]) -> None:
-    """Raise TypeError for keyword arguments that a function does not take."""
-    known = inspect.signature(function).parameters.values()
-    check_known(others, [p.name for p in known if p.kind is not p.VAR_KEYWORD], function.__name__)
 
 
 def check_is_there(device: torch.device) -> None:
@@ -60,9 +21,16 @@ def check_is_there(device: torch.device) -> None:
         )
 
 
-def check_tensor(name: str, x: Any) -> None:
+def check_tensor(name: str, x: Any, *, is_image: bool = False) -> None:
+    """Check that x is a dense tensor. is_image: the error has the line that converts an image of numpy or PIL."""
     if not isinstance(x, Tensor):
-        what = f"{name} must be a tensor, got {type(x).__name__}"
+        kind = type(x)
+        what = f"{name} must be a tensor, got {kind.__name__}"
+        if is_image and (hasattr(kind, "__array__") or hasattr(kind, "__array_interface__")):
+            array = name if hasattr(kind, "ndim") else f"numpy.array({name})"
+            what += (
+                f"; one of 8 bits (H, W, C) becomes a batch by torch.from_numpy({array}).permute(2, 0, 1)[None] / 255"
+            )
         if isinstance(x, Proxy):
             what += (
                 ": torch.fx cannot trace fused ops; use the model's forward_intermediates for features, or torch.export"
@@ -78,21 +46,9 @@ def check_float(name: str, x: Tensor) -> None:
         raise TypeError(f"{name} must be float32, float16, bfloat16 or float64, got {x.dtype}")
 
 
-def check_is_no_array(name: str, image: Any) -> None:
-    """Raise TypeError for an image of numpy or PIL. The error has the line that converts it."""
-    kind = type(image)
-    if not issubclass(kind, Tensor) and (hasattr(kind, "__array__") or hasattr(kind, "__array_interface__")):
-        array = name if hasattr(image, "ndim") else f"numpy.array({name})"
-        raise TypeError(
-            f"{name} must be a tensor, got {kind.__name__}; one of 8 bits (H, W, C) becomes a batch by "
-            f"torch.from_numpy({array}).permute(2, 0, 1)[None] / 255"
-        )
-
-
 def check_image(image: Tensor, channels: int, *, video: bool = False) -> None:
     """Check that image is (B, C, H, W), or a video (B, C, T, H, W), of any size."""
-    check_is_no_array("image", image)
-    check_tensor("image", image)
+    check_tensor("image", image, is_image=True)
     if image.dtype is not torch.uint8 and image.dtype not in FLOATS:
         raise TypeError(f"image must be uint8, float32, float16, bfloat16 or float64, got {image.dtype}")
     if image.dim() != 4 + video or image.shape[1] != channels:

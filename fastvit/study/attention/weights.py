@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from fastvit.ops.runtime.checks import check_tensor
 from fastvit.study.attention import recording
 from fastvit.study.attention.recording import AttentionCall, Patches
 
@@ -165,8 +166,7 @@ def wide(q: Tensor) -> torch.dtype:
 
 def one_image(image: Tensor, name: str = "image") -> Tensor:
     """Return an image (C, H, W) or (1, C, H, W) as (1, C, H, W)."""
-    if not isinstance(image, Tensor):
-        raise TypeError(f"{name} must be a tensor, got {type(image).__name__}")
+    check_tensor(name, image, is_image=True)
     if image.dim() not in (3, 4) or (image.dim() == 4 and image.shape[0] != 1):
         raise ValueError(f"{name} must have shape (C, H, W) or (1, C, H, W), got {tuple(image.shape)}")
     return image if image.dim() == 4 else image[None]
