@@ -184,8 +184,7 @@ def _packages() -> Iterator[Finding]:
     for name, use in _PACKAGES.items():
         version = version_of(name)
         if version is None:
-            if name != "torchvision":
-                yield Finding("packages", name, f"not installed; for {use}")
+            yield Finding("packages", name, f"not installed; for {use}")
             continue
         try:
             importlib.import_module("PIL" if name == "Pillow" else name.replace("-", "_"))
