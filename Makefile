@@ -77,7 +77,7 @@ training: $(INSTALLED)  ## on digits: a ViT against a ResNet, and against itself
 traffic: $(INSTALLED)  ## bytes that every kernel moves against the least possible, counted in the interpreter
 	$(BIN)/python -m benchmarks.codegen.traffic $(ARGS)
 
-# The pages after that of fastvit, in their order at the side of each
+# The pages after that of fastvit, in the order of the sidebar
 PAGES := fastvit.ops fastvit.integrations fastvit.graph fastvit.graphed fastvit.layers fastvit.modules.features \
 	fastvit.checkpoints fastvit.study fastvit.export fastvit.integrations.transformers fastvit.reference
 
