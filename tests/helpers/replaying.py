@@ -13,6 +13,7 @@ from fastvit.ops.runtime import call as runtime_call
 from fastvit.ops.runtime import run as runtime_run
 
 B, N, D = 2, 16, 16
+CALLS = 6  # one that runs in Python, one that is recorded, and others that are replayed
 NODES = [name for name in ROWS if name.startswith(("layer_norm_attention", "mlp", "layer_norm_mlp"))]
 
 
