@@ -34,7 +34,7 @@ versions: $(INSTALLED)  ## accelerated models of other versions of transformers,
 	done
 
 models: $(INSTALLED)  ## every vision model of transformers, timm and torchvision through fastvit.compile: an hour of a core
-	FASTVIT_MODELS=all $(PYTEST) tests/graph/test_graph_models.py $(ARGS)
+	FASTVIT_MODELS=all $(PYTEST) tests/compiler/test_compile_models.py $(ARGS)
 
 peers: $(INSTALLED)  ## timm's and transformers' own tests on accelerated models; ARGS="--suite timm -k fx"
 	$(BIN)/python -m benchmarks.peers $(ARGS)
@@ -78,7 +78,7 @@ traffic: $(INSTALLED)  ## bytes that every kernel moves against the least possib
 	$(BIN)/python -m benchmarks.codegen.traffic $(ARGS)
 
 # The pages after that of fastvit, in the order of the sidebar
-PAGES := fastvit.ops fastvit.integrations fastvit.graph fastvit.graphed fastvit.layers fastvit.modules.features \
+PAGES := fastvit.ops fastvit.integrations fastvit.compiler fastvit.cuda_graphs fastvit.layers fastvit.modules.features \
 	fastvit.checkpoints fastvit.study fastvit.export fastvit.integrations.transformers fastvit.reference
 
 docs: $(INSTALLED)  ## the API reference, from the docstrings: out/docs/index.html

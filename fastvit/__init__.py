@@ -7,12 +7,12 @@ even torch: every name is imported on first use. The lines below can be pasted o
     model = timm.create_model("vit_small_patch16_224")
     print(fastvit.accelerate(model))  # in place; fastvit.restore(model) undoes it
 
-`graphs` replays calls on a GPU as CUDA graphs, so that small batches do not wait for Python. See `fastvit.graphed`.
+`graphs` replays calls on a GPU as CUDA graphs, so that small batches do not wait for Python. See `fastvit.cuda_graphs`.
 
     report = fastvit.graphs(model)  # the third call of a kind is captured
     print(model(torch.randn(1, 3, 224, 224)).shape, report)
 
-`compile` finds what can be fused in any model, by its graph, and compiles the rest. See `fastvit.graph`.
+`compile` finds what can be fused in any model, by its graph, and compiles the rest. See `fastvit.compiler`.
 
     compiled = fastvit.compile(timm.create_model("vit_small_patch16_224"), report=True)
     compiled(torch.randn(1, 3, 224, 224))  # compiles, and prints the report
@@ -38,10 +38,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fastvit import export, ops, reference, study
+    from fastvit.compiler import compile
+    from fastvit.cuda_graphs import graphs
     from fastvit.distilled import VisionTransformerDistilled
     from fastvit.eva import Eva
-    from fastvit.graph import compile
-    from fastvit.graphed import graphs
     from fastvit.integrations import accelerate, accelerated, restore
     from fastvit.layers import DropPath, LayerNorm, LayerScale, PatchEmbed, RMSNorm
     from fastvit.modules.attention import Attention
@@ -85,8 +85,8 @@ _MODULE_NAMES = {
     "fastvit.distilled": ("VisionTransformerDistilled",),
     "fastvit.eva": ("Eva",),
     "fastvit.study.fitting.fit": ("fit", "unfit"),
-    "fastvit.graph": ("compile",),
-    "fastvit.graphed": ("graphs",),
+    "fastvit.compiler": ("compile",),
+    "fastvit.cuda_graphs": ("graphs",),
     "fastvit.integrations": ("accelerate", "accelerated", "restore"),
     "fastvit.layers": ("Attention", "Block", "DropPath", "LayerNorm", "LayerScale", "Mlp", "PatchEmbed", "RMSNorm"),
     "fastvit.vit": ("VisionTransformer",),

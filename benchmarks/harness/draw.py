@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.harness.photographs import photographs
-from fastvit.graphed import GraphsReport
+from fastvit.cuda_graphs import GraphsReport
 from fastvit.study.accuracy.cases import WITHOUT_GRADIENT, values
 
 

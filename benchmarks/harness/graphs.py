@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from fastvit.graphed.recorder import Recorder, Unfit
+from fastvit.cuda_graphs.recorder import Recorder, Unfit
 
 Work = Callable[[], object]
 

@@ -22,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks.harness.draw import Draw, Runner
 from benchmarks.harness.providers import COMPILED, OPS, VIT_B_16, compiled
 from benchmarks.harness.sdpa_backend import BY_NAME
-from fastvit.graphed import graphs
+from fastvit.cuda_graphs import graphs
 
 Step = Callable[[], tuple[Tensor, ...]]
 LIST = Path(__file__).with_name("workloads.txt")

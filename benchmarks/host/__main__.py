@@ -31,7 +31,7 @@ from benchmarks.harness.provenance import commit
 from benchmarks.harness.timing import Steps, orders
 from benchmarks.harness.workloads import Workload
 from fastvit.cli import terminal
-from fastvit.graphed import forward
+from fastvit.cuda_graphs import forward
 from fastvit.ops.runtime.launch import launch, launching
 from fastvit.study.machine import cpu_name
 

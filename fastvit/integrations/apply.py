@@ -11,7 +11,7 @@ from torch import nn
 
 from fastvit.blocks.recompute import is_fitted
 from fastvit.blocks.stand_in import put_on, take_off
-from fastvit.graphed import check_without_graphs, remove
+from fastvit.cuda_graphs import check_without_graphs, remove
 from fastvit.integrations import pixels
 from fastvit.integrations.decide import advice, decide, part
 from fastvit.integrations.forward import fused_forward

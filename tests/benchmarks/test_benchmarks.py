@@ -25,7 +25,7 @@ from benchmarks.harness.sdpa_backend import SdpaBackend
 from benchmarks.harness.workloads import Workload, on_the_page, workloads
 from benchmarks.report import plot
 from fastvit import reference
-from fastvit.graphed import recorder
+from fastvit.cuda_graphs import recorder
 from fastvit.study.sources.baselines import use_sdpa
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

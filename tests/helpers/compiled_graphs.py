@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import fastvit
 from benchmarks.coverage.graph_checks import Double
-from fastvit.graph import Report
+from fastvit.compiler import Report
 
 
 def run(model: Callable[..., Any], parameters: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from fastvit.graphed.recorder import Recorder, Replay, Unfit, line_of
+from fastvit.cuda_graphs.recorder import Recorder, Replay, Unfit, line_of
 
 
 class HostRecorder:

@@ -14,7 +14,7 @@ from library_imports import import_library
 from torch import Tensor, nn
 
 import fastvit
-from fastvit.graphed import captured, recorder
+from fastvit.cuda_graphs import captured, recorder
 from fastvit.study.fitting.choices import BLOCK, Choice, put_on
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this torch has no torch.distributed")

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from cuda_graphs_models import IMAGE, ours, replays
 from device_trace import counts, problems, recorded
-from graphed_models import IMAGE, ours, replays
 from torch import Tensor, nn
 
 import fastvit

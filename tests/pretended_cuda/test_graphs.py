@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from cuda_graphs_models import IMAGE, ours, replays
+from cuda_graphs_training import DROPOUT
 from device_trace import OPS, Event, canonical, pointers, problems, recorded, stubs
-from graphed_models import IMAGE, ours, replays
-from graphed_training import DROPOUT
 from torch import Tensor, nn
 
 import fastvit

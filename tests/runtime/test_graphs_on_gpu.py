@@ -1,6 +1,6 @@
 """`fastvit.graphs` on a GPU: results, gradients and random numbers are those of a copy without graphs, bit by bit.
 
-`tests/graphed` has more cases, on a CPU. These need CUDA: captures that fail, generators, streams, memory.
+`tests/cuda_graphs` has more cases, on a CPU. These need CUDA: captures that fail, generators, streams, memory.
 """
 
 import copy
@@ -11,13 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from graphed_models import assert_equal
+from cuda_graphs_models import assert_equal
 from models import randomised
 from torch import Tensor, nn
 
 import fastvit
+from fastvit.cuda_graphs import captured
 from fastvit.eva import Eva
-from fastvit.graphed import captured
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 SIZES: dict[str, Any] = {
