@@ -19,8 +19,8 @@ from benchmarks.harness.draw import Draw, Runner
 from benchmarks.harness.libraries import load
 from benchmarks.harness.photographs import MEAN, SOURCE, STD
 from fastvit import layers, ops, reference, zoo
+from fastvit.reference import ops as eager
 from fastvit.study.accuracy import cases
-from fastvit.study.accuracy import formulas as eager
 from fastvit.study.accuracy.cases import Shapes, sizes
 from fastvit.study.sources.baselines import plain_model, use_sdpa
 from fastvit.study.sources.model_source import output_of

@@ -19,6 +19,7 @@ from fastvit.ops.attention.aten import checked_ends
 from fastvit.ops.attention.checks import check_causal, check_lengths, check_unmasked, checked_mask
 from fastvit.ops.runtime.checks import check_float, takes_head_dim
 from fastvit.ops.runtime.device import is_fake
+from fastvit.reference import ops as plain
 
 ActLayer = Callable[[], nn.Module]
 LayerFactory = Callable[..., nn.Module]
@@ -30,7 +31,7 @@ class QuickGELU(nn.Module):
     __module__ = "fastvit.layers"
 
     def forward(self, x: Tensor) -> Tensor:
-        return x * torch.sigmoid(1.702 * x)
+        return plain.quick_gelu(x)
 
 
 ACT_LAYERS: dict[str, ActLayer] = {
@@ -189,8 +190,9 @@ def attend(
         B, M, H, _ = q.shape
         checked_mask(attn_mask, "x", q, (B, H, M, k.shape[1]), "B, H, M, N")
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    probabilities = _probabilities(q @ k.transpose(-2, -1) * attn.scale, attn_mask, is_causal)
-    return (attn.attn_drop(probabilities) @ v).transpose(1, 2)
+    scores = (q * attn.scale) @ k.transpose(-2, -1)
+    weights = plain.visible_softmax(scores, attn_mask, is_causal, empty_rows=attn_mask is not None)
+    return (attn.attn_drop(weights) @ v).transpose(1, 2)
 
 
 def _sequence_of_tokens(which: str, x: Tensor, cu_seqlens: Tensor, max_seqlen: int | None) -> Tensor:
@@ -199,18 +201,3 @@ def _sequence_of_tokens(which: str, x: Tensor, cu_seqlens: Tensor, max_seqlen: i
     if cu_seqlens.device.type == "cpu" and not (torch.compiler.is_compiling() or is_fake(cu_seqlens)):
         checked_ends(which, cu_seqlens, longest, x.shape[0])
     return run.sequence_of_tokens(x, cu_seqlens)
-
-
-def _probabilities(scores: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
-    """Return the softmax of scores (B, H, M, N) over the keys that each query sees: zeros where it sees none, as the op
-    has them."""
-    if is_causal:
-        scores = scores.masked_fill(scores.new_ones(scores.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)
-    if attn_mask is None:
-        return scores.softmax(dim=-1)
-    if attn_mask.dtype is torch.bool:
-        scores = scores.masked_fill(~attn_mask, -torch.inf)
-    else:
-        scores = scores + attn_mask.to(scores.dtype)
-    sees_none = (scores == -torch.inf).all(dim=-1, keepdim=True)
-    return scores.masked_fill(sees_none, 0.0).softmax(dim=-1).masked_fill(sees_none, 0.0)

@@ -13,12 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastvit.reference import ops
+
 LayerFactory = Callable[..., nn.Module]  # a class, or a partial of one
 
 
 class QuickGELU(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        return x * torch.sigmoid(1.702 * x)
+        return ops.quick_gelu(x)
 
 
 ACTIVATIONS: dict[str, LayerFactory] = {
@@ -39,9 +41,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(dim, **factory))
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
-        mean_square = wide.square().mean(dim=-1, keepdim=True)
-        return (wide * torch.rsqrt(mean_square + self.eps) * self.weight).to(x.dtype)
+        return ops.rms_norm(x, self.weight, self.eps)
 
 
 NORMS: dict[str, LayerFactory] = {"layernorm": partial(nn.LayerNorm, eps=1e-6), "rmsnorm": RMSNorm}
@@ -52,24 +52,6 @@ def make_norm(norm_layer: str | LayerFactory | None, dim: int, **factory: Any) -
     if norm_layer is None:
         return nn.Identity()
     return (NORMS[norm_layer] if isinstance(norm_layer, str) else norm_layer)(dim, **factory)
-
-
-def visible_softmax(scores: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
-    """Softmax over the keys that each query sees: (B, H, N, N). A query that sees none has weights of zero.
-
-    attn_mask: broadcastable, bool with True where a query sees a key, or a bias of the scores. is_causal: query i sees
-    keys 0 to i.
-    """
-    if is_causal:
-        scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
-    if attn_mask is None:
-        return scores.softmax(dim=-1)
-    if attn_mask.dtype is torch.bool:
-        scores = scores.masked_fill(~attn_mask, -torch.inf)
-    else:
-        scores = scores + attn_mask.to(scores.dtype)
-    sees_none = (scores == -torch.inf).all(dim=-1, keepdim=True)
-    return scores.masked_fill(sees_none, 0.0).softmax(dim=-1).masked_fill(sees_none, 0.0)
 
 
 class Attention(nn.Module):
@@ -94,9 +76,10 @@ class Attention(nn.Module):
         self.proj_drop = nn.Dropout(proj_drop)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
-        """(B, H, N, d) each -> (B, H, N, d)"""
+        """(B, H, N, d) each -> (B, H, N, d). A query that sees no key has weights of zero."""
         scores = (q * self.scale) @ k.transpose(-2, -1)  # (B, H, N, N)
-        return self.attn_drop(visible_softmax(scores, attn_mask, is_causal)) @ v
+        weights = ops.visible_softmax(scores, attn_mask, is_causal, empty_rows=attn_mask is not None)
+        return self.attn_drop(weights) @ v
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         B, N, D = x.shape

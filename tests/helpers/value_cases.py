@@ -15,7 +15,7 @@ import torch
 from op_cases import FORMULAS, RMS_NORM, ROWS, tensors_of
 from torch import Tensor
 
-from fastvit.study.accuracy import formulas
+from fastvit.reference import ops as formulas
 from fastvit.study.accuracy.cases import FC, HEAD, NORM, OF_TOKENS, QKV, SCALES, OpCase, Shapes, X, sizes
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16

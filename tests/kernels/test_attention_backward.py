@@ -9,7 +9,7 @@ from oracle import assert_op_as_accurate
 pytest.importorskip("triton")
 
 from fastvit import ops
-from fastvit.study.accuracy.formulas import attention
+from fastvit.reference.ops import attention
 
 pytestmark = [
     pytest.mark.usefixtures("triton_backend"),

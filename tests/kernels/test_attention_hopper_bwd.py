@@ -12,7 +12,7 @@ from benchmarks.gpu import variants
 from fastvit import ops
 from fastvit.kernels import _attention_hopper_configs as configs
 from fastvit.ops.runtime import device as devices
-from fastvit.study.accuracy.formulas import attention as eager
+from fastvit.reference.ops import attention as eager
 
 if importlib.util.find_spec("triton") is not None:
     import gluon_runs

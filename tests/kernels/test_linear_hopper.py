@@ -12,7 +12,7 @@ from benchmarks.gpu import sanitize, variants
 from fastvit import ops
 from fastvit.kernels import _configs
 from fastvit.ops.runtime import device as devices
-from fastvit.study.accuracy.formulas import ACTIVATIONS, linear
+from fastvit.reference.ops import ACTIVATIONS, linear
 
 if importlib.util.find_spec("triton") is not None:
     import gluon_runs

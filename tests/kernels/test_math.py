@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from fastvit.kernels._math import activate, activate_with_grad
-from fastvit.study.accuracy import formulas
+from fastvit.reference import ops as formulas
 
 # from numpy, in the interpreter
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered")

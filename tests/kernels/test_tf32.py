@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fastvit import ops
-from fastvit.study.accuracy.formulas import attention as eager_attention
+from fastvit.reference.ops import attention as eager_attention
 
 PRODUCT = 2.0**-9
 SUM = 2.0**-19  # error of a hundred float32 additions in any order, in units of |a| |b|^T

@@ -16,7 +16,7 @@ from oracle import assert_op_as_accurate, inputs
 from fastvit import ops
 from fastvit.ops.attention import aten_samples, functions
 from fastvit.ops.runtime import backend as backends
-from fastvit.study.accuracy.formulas import attention as eager
+from fastvit.reference.ops import attention as eager
 
 registered = torch.ops.fastvit
 

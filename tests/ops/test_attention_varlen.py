@@ -11,7 +11,7 @@ from attention_inputs import draw_qkv, seeded, with_identities
 from oracle import assert_op_as_accurate, inputs
 
 from fastvit import ops
-from fastvit.study.accuracy.formulas import attention_varlen as eager
+from fastvit.reference.ops import attention_varlen as eager
 
 
 def ends_of(*lengths, device=None):

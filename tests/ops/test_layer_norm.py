@@ -7,7 +7,7 @@ from oracle import assert_op_as_accurate
 
 from fastvit import ops
 from fastvit.ops.layer_norm import aten as aten_layer_norm
-from fastvit.study.accuracy import formulas
+from fastvit.reference import ops as formulas
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 

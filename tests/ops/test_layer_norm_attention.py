@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from value_cases import case, packed
 
 from fastvit import ops
-from fastvit.study.accuracy import formulas
+from fastvit.reference import ops as formulas
 from fastvit.study.accuracy.cases import FIXED_TABLES, NORM, QK_WEIGHTS
 
 B, N, H = 2, 17, 2

@@ -7,7 +7,7 @@ from oracle import assert_op_as_accurate
 
 from fastvit import ops
 from fastvit.ops.block.norm_linear import layer_norm_linears
-from fastvit.study.accuracy.formulas import layer_norm_linear as eager
+from fastvit.reference.ops import layer_norm_linear as eager
 
 
 def fused_apart(weight, bias, **tensors):

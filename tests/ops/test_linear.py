@@ -13,8 +13,8 @@ from oracle import assert_as_accurate, assert_op_as_accurate, assert_op_is_exact
 
 from fastvit import ops
 from fastvit.kernels import _configs, _tuned
-from fastvit.study.accuracy.formulas import ACTIVATIONS
-from fastvit.study.accuracy.formulas import linear as eager
+from fastvit.reference.ops import ACTIVATIONS
+from fastvit.reference.ops import linear as eager
 
 registered = torch.ops.fastvit
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16

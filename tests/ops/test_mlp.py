@@ -8,7 +8,7 @@ from oracle import GRADIENT, assert_as_accurate, assert_op_as_accurate, inputs
 
 from fastvit import ops
 from fastvit.ops.dropout.op import draw_seeds, dropout_op
-from fastvit.study.accuracy import formulas
+from fastvit.reference import ops as formulas
 from fastvit.study.accuracy.cases import arguments
 
 

@@ -12,8 +12,8 @@ from value_cases import case, patches
 
 from fastvit import ops
 from fastvit.ops.runtime import backend as backends
-from fastvit.study.accuracy import formulas
-from fastvit.study.accuracy.formulas import patch_embed as eager
+from fastvit.reference import ops as formulas
+from fastvit.reference.ops import patch_embed as eager
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 

@@ -6,7 +6,7 @@ from op_cases import tensors_of
 from oracle import assert_op_as_accurate, inputs
 
 from fastvit import ops
-from fastvit.study.accuracy import formulas
+from fastvit.reference import ops as formulas
 
 EPS = 1e-5
 

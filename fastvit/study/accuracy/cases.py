@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fastvit import ops
-from fastvit.study.accuracy import formulas
+from fastvit.reference import ops as formulas
 
 HEAD_DIMS = (32, 64, 72, 80, 96, 128)
 WIDTH, HEADS, TOKENS, LONG, PATCH, DROPPED = 192, 2, 197, 577, 16, 0.25

@@ -6,7 +6,7 @@ from op_cases import FORMULAS, ROWS, function, made, not_interpreted, outputs_of
 from oracle import GRADIENT, assert_as_accurate, inputs
 
 from fastvit import ops
-from fastvit.study.accuracy import formulas
+from fastvit.reference import ops as formulas
 
 
 @not_interpreted

@@ -6,7 +6,7 @@ from op_cases import FORMULAS, ROWS, function, made, outputs_of, saved_numel, wa
 from torch.utils.flop_counter import FlopCounterMode
 
 from fastvit import ops
-from fastvit.study.accuracy import formulas
+from fastvit.reference import ops as formulas
 from fastvit.study.memory.peak import saved_bytes
 
 B, N, D, H, d, HIDDEN, GATED = 2, 6, 16, 2, 16, 40, 20

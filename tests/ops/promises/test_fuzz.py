@@ -19,7 +19,7 @@ from value_cases import CASES
 from fastvit import ops
 from fastvit.ops.runtime import backend as backends
 from fastvit.ops.runtime.activations import ACTIVATIONS, GATED
-from fastvit.study.accuracy import formulas
+from fastvit.reference import ops as formulas
 
 EXAMPLES = int(os.environ.get("FASTVIT_FUZZ", "0"))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -4,7 +4,7 @@ import torch
 from op_cases import FORMULAS, ROWS, function, made, on_both, outputs_of
 
 from fastvit import ops
-from fastvit.study.accuracy import formulas
+from fastvit.reference import ops as formulas
 
 # the first tensor, and keys, which other queries see
 PLACES = [(name, next(iter(ROWS[name].tensors))) for name in FORMULAS if "pixels" not in ROWS[name].tensors]

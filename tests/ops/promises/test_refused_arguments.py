@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 
 from fastvit import ops
 from fastvit.ops.runtime import backend as backends
-from fastvit.study.accuracy import formulas
+from fastvit.reference import ops as formulas
 
 B, N, D = 2, 4, 16
 

@@ -5,7 +5,7 @@ from oracle import assert_op_as_accurate
 from value_cases import CASES
 
 from fastvit import ops
-from fastvit.study.accuracy import formulas
+from fastvit.reference import ops as formulas
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -1,5 +1,5 @@
-"""Every public op in plain PyTorch, under the op's name and argument names: the baseline of tests, benchmarks and
-`verify`.
+"""Every public op in plain PyTorch, under the op's name and argument names: what tests, benchmarks and `verify` hold the
+ops against, what modules run that cannot fuse, and what the ops are made of where they run without kernels.
 
 Of two spellings the one that was faster on a CPU was chosen: q is scaled and not the N x N scores, `addcmul` takes a
 product and a sum, and a linear layer of a matrix of patches embeds them instead of a convolution. Attention
@@ -18,12 +18,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastvit.ops import Norm, Relative, Rotary
+from fastvit.reference.windows import from_windows, mask_of_windows, to_windows
+
+Relative = tuple[Tensor, Tensor]  # rows and columns, as ops.Relative
+Rotary = tuple[Tensor, Tensor, int, bool]  # sin, cos, num_prefix_tokens and interleaved, as ops.Rotary
+Norm = tuple[Any, ...]  # weight, bias, eps and perhaps the kind, as ops.Norm
+
+
+def quick_gelu(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(1.702 * x)
+
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
-    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "quick_gelu": quick_gelu,
     "relu": F.relu,
     "silu": F.silu,
 }
@@ -36,31 +45,53 @@ def attention(
     empty_rows: bool = False, sdpa: bool = False,
 ) -> Tensor:  # fmt: skip
     """q (B, M, H, d), k and v (B, N, H, d) perhaps with fewer heads -> (B, M, H, d). factors: (B, H, M, N), what
-    dropout multiplies the weights by; not for SDPA. empty_rows: rows without a visible key are zero and not NaN, which
-    takes another pass over the scores."""
+    dropout multiplies the weights by; not for SDPA. empty_rows: see `visible_softmax`."""
     if relative is not None:
-        attn_mask = (relative.rows.unsqueeze(4) + relative.columns.unsqueeze(3)).flatten(3).transpose(1, 2)
+        attn_mask = relative_bias(*relative)
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     if sdpa:
         shared = k.shape[1] != q.shape[1]
         out = F.scaled_dot_product_attention(q, k, v, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=shared)
         return out.transpose(1, 2).contiguous()
-    if k.shape[1] != q.shape[1]:
-        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+    k, v = (shared_keys(t, q) for t in (k, v))
     scores = (q * (q.shape[-1] ** -0.5 if scale is None else scale)) @ k.transpose(-2, -1)
+    weights = visible_softmax(scores, attn_mask, is_causal, empty_rows=empty_rows)
+    weights = weights if factors is None else weights * factors.to(weights.dtype)
+    return (weights @ v).transpose(1, 2).contiguous()
+
+
+def shared_keys(k: Tensor, q: Tensor) -> Tensor:
+    """Repeat the heads of k (B, heads, N, d) for those of q (B, H, M, d): each serves H / heads neighbours."""
+    return k if k.shape[1] == q.shape[1] else k.repeat_interleave(q.shape[1] // k.shape[1], 1)
+
+
+def relative_bias(rows: Tensor, columns: Tensor) -> Tensor:
+    """(B, M, H, kh) and (B, M, H, kw) -> (B, H, M, kh * kw), what relative positions add to the scores."""
+    return (rows.unsqueeze(4) + columns.unsqueeze(3)).flatten(3).transpose(1, 2)
+
+
+def visible_scores(scores: Tensor, attn_mask: Tensor | None, is_causal: bool = False) -> Tensor:
+    """Add a mask to scores (B, H, M, N), or hide with minus infinity what is False in it; is_causal: query i sees keys 0
+    to i only."""
     if attn_mask is not None:
         hides = attn_mask.dtype is torch.bool
         scores = scores.masked_fill(~attn_mask, -torch.inf) if hides else scores + attn_mask.to(scores.dtype)
     if is_causal:
-        seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+        seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
         scores = scores.masked_fill(~seen, -torch.inf)
-    if empty_rows:
-        empty = (scores == -torch.inf).all(-1, keepdim=True)
-        weights = scores.masked_fill(empty, 0.0).softmax(dim=-1).masked_fill(empty, 0.0)
-    else:
-        weights = scores.softmax(dim=-1)
-    weights = weights if factors is None else weights * factors.to(weights.dtype)
-    return (weights @ v).transpose(1, 2).contiguous()
+    return scores
+
+
+def visible_softmax(
+    scores: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False, *, empty_rows: bool = False
+) -> Tensor:
+    """Compute the weights of attention from its scores, (B, H, M, N). empty_rows: the weights of a query that sees no
+    key are zero and not NaN, which takes another pass over the scores."""
+    scores = visible_scores(scores, attn_mask, is_causal)
+    if not empty_rows:
+        return scores.softmax(dim=-1)
+    empty = (scores == -torch.inf).all(-1, keepdim=True)
+    return scores.masked_fill(empty, 0.0).softmax(dim=-1).masked_fill(empty, 0.0)
 
 
 def attention_qkvpacked(qkv: Tensor, **options: Any) -> Tensor:
@@ -95,50 +126,25 @@ def attention_varlen_qkvpacked(qkv: Tensor, *lengths: Any, **options: Any) -> Te
 
 def attention_windows(
     qkv: Tensor, window: tuple[int, int], *, shift: tuple[int, int] = (0, 0), shift_bias: float = -math.inf,
-    attn_mask: Tensor | None = None, relative: Relative | None = None, factors: Tensor | None = None,
-    sdpa: bool = False, **options: Any,
+    attn_mask: Tensor | None = None, relative: Relative | None = None, **options: Any,
 ) -> Tensor:  # fmt: skip
     """(B, gh, gw, 3, H, d) -> (B, gh, gw, H, d), as Swin writes it: roll, cut into windows, add shift_bias to the
     scores of tokens that the roll has made neighbours, and back. Where the grid is no multiple of the window, what is
-    padded is hidden. attn_mask: (windows or 1, H or 1, n or 1, n). factors: (B * windows, H, n, n), what dropout
-    multiplies the weights by."""
+    padded is hidden. attn_mask: (windows or 1, H or 1, n or 1, n). The options of `attention`, of B * windows samples."""
     B, gh, gw = qkv.shape[:3]
-    (wh, ww), (sh, sw) = window, (by % size for by, size in zip(shift, (gh, gw), strict=True))
-    more = -gh % wh, -gw % ww
-    x = torch.roll(qkv, (-sh, -sw), (1, 2)) if sh or sw else qkv
-    if any(more):
-        x = F.pad(x, (0,) * 7 + (more[1], 0, more[0]))
-    q, k, v = _windows(x, wh, ww).flatten(0, 1).unbind(2)
+    grid, (sh, sw) = (gh, gw), shift
+    shift = sh % gh, sw % gw
+    q, k, v = to_windows(qkv, window, shift).unbind(2)
     if relative is not None:
-        relative = Relative(*[_windows(t, wh, ww).flatten(0, 1) for t in relative])
-    mask = attn_mask
-    if mask is not None:
-        mask = mask.expand(mask.shape[0] if mask.dim() == 4 else 1, qkv.shape[4], wh * ww, wh * ww)
-    if sh or sw or any(more):
-        part_of = torch.zeros(1, gh + more[0], gw + more[1], dtype=torch.long, device=qkv.device)
-        for axis, (size, by) in enumerate(((gh, sh), (gw, sw)), 1):
-            part_of.narrow(axis, size - by, by).add_(3**axis)
-            part_of.narrow(axis, size, part_of.shape[axis] - size).add_(2 * 3**axis)
-        part_of = _windows(part_of, wh, ww)[0]
-        apart = (part_of[:, :, None] != part_of[:, None])[:, None]
-        padded = _windows(F.pad(part_of.new_zeros(1, gh, gw), (0, more[1], 0, more[0]), value=1), wh, ww)[0] == 1
-        added = torch.zeros_like(apart, dtype=qkv.dtype).masked_fill(apart, shift_bias)
-        added = added.masked_fill(apart & padded[:, None, None], -torch.inf)
-        if mask is None:
-            mask = added
-        else:
-            mask = torch.where(mask, added, -torch.inf) if mask.dtype is torch.bool else mask + added
+        rows, columns = (to_windows(t, window, shift) for t in relative)
+        relative = rows, columns
+    if attn_mask is not None:
+        attn_mask = attn_mask[(None,) * (4 - attn_mask.dim())]
+    mask = mask_of_windows(attn_mask, grid, window, shift, shift_bias, qkv)
     if mask is not None and mask.shape[0] > 1:
         mask = mask.repeat(B, 1, 1, 1)
-    o = attention(q, k, v, attn_mask=mask, relative=relative, factors=factors, sdpa=sdpa, **options)
-    o = o.unflatten(1, (wh, ww)).unflatten(0, (B, (gh + more[0]) // wh, (gw + more[1]) // ww))
-    o = o.transpose(2, 3).flatten(3, 4).flatten(1, 2)[:, :gh, :gw]
-    return torch.roll(o, (sh, sw), (1, 2)).contiguous() if sh or sw else o.contiguous()
-
-
-def _windows(x: Tensor, wh: int, ww: int) -> Tensor:
-    """(B, rows, columns, ...) -> (B, windows, wh * ww, ...)"""
-    return x.unflatten(2, (-1, ww)).unflatten(1, (-1, wh)).transpose(2, 3).flatten(3, 4).flatten(1, 2)
+    o = attention(q, k, v, attn_mask=mask, relative=relative, **options)
+    return from_windows(o, grid, window, shift).contiguous()
 
 
 def rotary(x: Tensor, rotary: Rotary) -> Tensor:
@@ -146,12 +152,15 @@ def rotary(x: Tensor, rotary: Rotary) -> Tensor:
     sin, cos, P, interleaved = rotary
     sin, cos = (F.pad(t, (0, 0, P, 0), value=of_prefix) for t, of_prefix in ((sin, 0.0), (cos, 1.0)))
     sin, cos = (t.unsqueeze(-2) if t.dim() == 2 else t.transpose(-3, -2) for t in (sin, cos))  # next to (N, H, d)
+    return torch.addcmul(x * cos, turned(x, interleaved), sin).to(x.dtype)
+
+
+def turned(x: Tensor, interleaved: bool) -> Tensor:
+    """Turn every pair of channels by 90 degrees: (x1, x2) -> (-x2, x1). Pairs are neighbours, or in the two halves."""
     if interleaved:
-        turned = torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
-    else:
-        first, second = x.chunk(2, -1)
-        turned = torch.cat((-second, first), -1)
-    return torch.addcmul(x * cos, turned, sin).to(x.dtype)
+        return torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
+    first, second = x.chunk(2, -1)
+    return torch.cat((-second, first), -1)
 
 
 def rotary_qkvpacked(qkv: Tensor, rotary: Rotary) -> Tensor:
