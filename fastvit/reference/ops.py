@@ -67,7 +67,8 @@ def shared_keys(k: Tensor, q: Tensor) -> Tensor:
 
 def relative_bias(rows: Tensor, columns: Tensor) -> Tensor:
     """(B, M, H, kh) and (B, M, H, kw) -> (B, H, M, kh * kw), what relative positions add to the scores."""
-    return (rows.unsqueeze(4) + columns.unsqueeze(3)).flatten(3).transpose(1, 2)
+    rows, columns = (t.transpose(1, 2).contiguous() for t in (rows, columns))  # so that the large sum is contiguous
+    return (rows.unsqueeze(4) + columns.unsqueeze(3)).flatten(3)
 
 
 def visible_scores(scores: Tensor, attn_mask: Tensor | None, is_causal: bool = False) -> Tensor:
