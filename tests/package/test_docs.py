@@ -1,5 +1,6 @@
 """The API reference: `make docs` renders it without warnings, and everything in it is documented. The README's Python
-runs as pasted, each block by itself, and prints what the README says. Its commands exist."""
+runs as pasted, each block by itself, and prints what the README says. Its commands exist, and so do the files
+that pages name."""
 
 import functools
 import importlib
@@ -185,11 +186,24 @@ def test_commands_of_the_readme(command: str) -> None:
         parser.parse_args(words[1:])
 
 
-@pytest.mark.parametrize("page", ["README.md", "kernels/README.md", "benchmarks/examples/README.md"])
+PAGES_WITH_LINKS = "README.md", "kernels/README.md", "benchmarks/NOTES.md", "benchmarks/examples/README.md"
+
+
+@pytest.mark.parametrize("page", PAGES_WITH_LINKS)
 def test_links_to_files(page: str) -> None:
     links = re.findall(r"(?:\]\(|(?:src|srcset)=\")(?!http)([^)#\"]+)", (ROOT / page).read_text())
     assert len(links) > 5
     assert [link for link in links if not (ROOT / page).parent.joinpath(link).exists()] == []
+
+
+def test_notes_list_their_headings_and_name_files_that_exist() -> None:
+    text = (ROOT / "benchmarks/NOTES.md").read_text()
+    headings = re.findall(r"^## (.+)$", text, re.MULTILINE)
+    anchors = [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
+    assert re.findall(r"^- \[(.+)\]\(#(.+)\)$", text, re.MULTILINE) == list(zip(headings, anchors, strict=True))
+    files = {file for heading in headings for file in re.findall(r"`(.+)`", heading)}
+    files |= set(re.findall(r"`((?:kernels|fastvit|benchmarks|tests)/\S+\.\w+)`", text))
+    assert [file for file in sorted(files) if not (ROOT / file).exists()] == []
 
 
 def test_how_many_models_the_graph_route_fuses_is_what_the_results_say() -> None:
