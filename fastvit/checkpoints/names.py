@@ -1,11 +1,11 @@
 """The names in other libraries' checkpoints of Vision Transformers, and how those libraries interpolate positions.
 
-Each source maps its names to ours, which are timm's. Some of the names are intermediate, and `load.py` converts them:
+Each source maps its names to ours, which are timm's. Some of the names are intermediate, and loading.py converts them:
 q, k and v as separate layers (`attn.q`, `attn.k`, `attn.v`) or, in attention pooling, as one (`attn_pool.qkv`);
 DINOv3's `mlp.up`, which is fc1_x of a gated MLP and otherwise fc1; CLIP's projection (`head.projection`, or
 `head.projection_t` for its transpose); and DINOv2's `register_tokens`.
 
-Sources: timm 1.0.31, transformers (weights/names_hf.py), facebookresearch/dinov2, dinov3, mae and perception_models,
+Sources: timm 1.0.31, transformers (names_hf.py), facebookresearch/dinov2, dinov3, mae and perception_models,
 openai/CLIP and open_clip 3.
 """
 
