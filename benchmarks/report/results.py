@@ -35,6 +35,21 @@ _INTRODUCTION = f"""\
 the same ops run PyTorch's fused ATen functions: the figures say nothing about the Triton kernels' speed.
 
 {fenced(table.legend())}"""
+_ONCE = "programs that are not in this repository; [what they decided](../NOTES.md)"
+MADE_BY = {  # patterns of files in this folder, and what makes them
+    "cpu/float32.json, cpu/bfloat16.json": '`make bench ARGS="--dtype TYPE --benchmark-json FILE"`',
+    "cpu/graphs.json": "`python -m benchmarks.coverage.graph_models FILE`",
+    "cpu/host.txt": "`python tests/pretended_cuda/run.py -m benchmarks.host`",
+    "cpu/training.json, cpu/training*.svg": "`make training`",
+    "cpu/memory_*.svg, memory_*.svg, block_*.svg, speed_*.svg, README.md": "`make results`",
+    "attention_dinov2.png": "`fastvit attention`; the README has the command",
+    "nvidia_h200/results.jsonl, nvidia_h200/table.md": "`make gpu`",
+    "nvidia_h200/first_minutes.md": "`make gpu-first` on 28 November, its table.md",
+    "nvidia_h200/host.txt": "`python -m benchmarks.host`",
+    "nvidia_h200/memory.md": "`fastvit memory MODEL --measured --device cuda`",
+    "nvidia_h200/attention_*, nvidia_h200/matmul*.txt, nvidia_h200/fitting.json": _ONCE,
+    "nvidia_h200/tuned_*.json": _ONCE,
+}
 
 
 def render(paths: Sequence[Path], every: bool = True) -> str:
@@ -64,6 +79,9 @@ def page(folders: Sequence[Path] = ()) -> str:
         if folders and not own:
             raise ValueError(f"no results in {folder}: pytest benchmarks --benchmark-json {folder}/float32.json")
         parts += own
+    if not folders:
+        rows = [f"| {', '.join(f'`{file}`' for file in files.split(', '))} | {by} |" for files, by in MADE_BY.items()]
+        parts += ["## Where each file comes from\n", "| files | made by |", "|---|---|", *rows, ""]
     return "\n".join(parts)
 
 

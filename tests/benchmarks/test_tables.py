@@ -151,6 +151,16 @@ def test_files_of_another_kind_are_refused(tmp_path):
         workloads("traffic", ops=("atention",))
 
 
+def test_the_page_says_where_each_file_comes_from():
+    patterns = {pattern for several in results.MADE_BY for pattern in several.split(", ")}
+    matched = {
+        path: {pattern for pattern in patterns if path.match(f"results/{pattern}")}
+        for path in results.RESULTS.rglob("*.*")
+    }
+    assert [path for path, found in matched.items() if not found] == []
+    assert patterns == set().union(*matched.values())
+
+
 def test_pages_and_pictures_are_those_of_the_result_files():
     """`make results` writes them."""
     assert (results.RESULTS / "README.md").read_text() == results.page()
