@@ -1,4 +1,4 @@
-"""Capture functions as CUDA graphs, and replay them. No other module of `graphed` calls CUDA."""
+"""Capture functions as CUDA graphs, and replay them. No other module of `cuda_graphs` calls CUDA."""
 
 from __future__ import annotations
 
