@@ -1,5 +1,5 @@
-"""Every public op in plain PyTorch, under the op's name and argument names: what tests, benchmarks and `verify` hold the
-ops against, what modules run that cannot fuse, and what the ops are made of where they run without kernels.
+"""Every public op in plain PyTorch, under the op's name and argument names: what tests, benchmarks and `verify` hold
+the ops against, what modules run that cannot fuse, and what the ops are made of where they run without kernels.
 
 Of two spellings the one that was faster on a CPU was chosen: q is scaled and not the N x N scores, `addcmul` takes a
 product and a sum, and a linear layer of a matrix of patches embeds them instead of a convolution. Attention
@@ -42,27 +42,44 @@ GATED: dict[str, Callable[[Tensor], Tensor]] = {"swiglu": F.silu, "geglu": F.gel
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Tensor | None = None, is_causal: bool = False,
     relative: Relative | None = None, scale: float | None = None, factors: Tensor | None = None,
-    empty_rows: bool = False, sdpa: bool = False,
+    empty_rows: bool = False, sdpa: bool = False, dropout_p: float = 0.0,
 ) -> Tensor:  # fmt: skip
     """q (B, M, H, d), k and v (B, N, H, d) perhaps with fewer heads -> (B, M, H, d). factors: (B, H, M, N), what
-    dropout multiplies the weights by; not for SDPA. empty_rows: see `visible_softmax`."""
+    dropout multiplies the weights by; SDPA takes its probability, dropout_p. empty_rows: see `visible_softmax`."""
     if relative is not None:
         attn_mask = relative_bias(*relative)
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     if sdpa:
-        shared = k.shape[1] != q.shape[1]
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=shared)
+        if attn_mask is not None:
+            attn_mask, is_causal = _mask_of_sdpa(attn_mask, q, k, is_causal), False
+        shared = bool(k.shape[1] != q.shape[1])  # torch.jit.trace makes tensors of sizes
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=shared)
         return out.transpose(1, 2).contiguous()
-    k, v = (shared_keys(t, q) for t in (k, v))
+    if k.shape[1] != q.shape[1]:
+        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
     scores = (q * (q.shape[-1] ** -0.5 if scale is None else scale)) @ k.transpose(-2, -1)
     weights = visible_softmax(scores, attn_mask, is_causal, empty_rows=empty_rows)
     weights = weights if factors is None else weights * factors.to(weights.dtype)
     return (weights @ v).transpose(1, 2).contiguous()
 
 
-def shared_keys(k: Tensor, q: Tensor) -> Tensor:
-    """Repeat the heads of k (B, heads, N, d) for those of q (B, H, M, d): each serves H / heads neighbours."""
-    return k if k.shape[1] == q.shape[1] else k.repeat_interleave(q.shape[1] // k.shape[1], 1)
+def _mask_of_sdpa(mask: Tensor, q: Tensor, k: Tensor, is_causal: bool) -> Tensor:
+    """Cast a mask to the scores' dtype. Finite numbers stay finite, so that they hide no key. Put causal order into it,
+    next to which SDPA takes no mask."""
+    if is_causal:
+        seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
+        mask = visible(mask, seen)
+    if mask.dtype is torch.bool:
+        return mask
+    lowest = torch.finfo(q.dtype).min
+    if torch.finfo(mask.dtype).min < lowest:
+        mask = torch.where(mask == -torch.inf, mask, mask.clamp(min=lowest))
+    return mask.to(q.dtype)
+
+
+def visible(mask: Tensor, seen: Tensor) -> Tensor:
+    """Hide in a mask what is False in `seen`."""
+    return mask & seen if mask.dtype is torch.bool else torch.where(seen, mask, -torch.inf)
 
 
 def relative_bias(rows: Tensor, columns: Tensor) -> Tensor:
@@ -72,8 +89,8 @@ def relative_bias(rows: Tensor, columns: Tensor) -> Tensor:
 
 
 def visible_scores(scores: Tensor, attn_mask: Tensor | None, is_causal: bool = False) -> Tensor:
-    """Add a mask to scores (B, H, M, N), or hide with minus infinity what is False in it; is_causal: query i sees keys 0
-    to i only."""
+    """Add a mask to scores (B, H, M, N), or hide with minus infinity what is False in it. is_causal: query i sees keys
+    0 to i only."""
     if attn_mask is not None:
         hides = attn_mask.dtype is torch.bool
         scores = scores.masked_fill(~attn_mask, -torch.inf) if hides else scores + attn_mask.to(scores.dtype)
@@ -131,7 +148,8 @@ def attention_windows(
 ) -> Tensor:  # fmt: skip
     """(B, gh, gw, 3, H, d) -> (B, gh, gw, H, d), as Swin writes it: roll, cut into windows, add shift_bias to the
     scores of tokens that the roll has made neighbours, and back. Where the grid is no multiple of the window, what is
-    padded is hidden. attn_mask: (windows or 1, H or 1, n or 1, n). The options of `attention`, of B * windows samples."""
+    padded is hidden. attn_mask: (windows or 1, H or 1, n or 1, n). options: those of `attention`, whose samples are
+    the windows of all samples."""
     B, gh, gw = qkv.shape[:3]
     grid, (sh, sw) = (gh, gw), shift
     shift = sh % gh, sw % gw
@@ -153,15 +171,27 @@ def rotary(x: Tensor, rotary: Rotary) -> Tensor:
     sin, cos, P, interleaved = rotary
     sin, cos = (F.pad(t, (0, 0, P, 0), value=of_prefix) for t, of_prefix in ((sin, 0.0), (cos, 1.0)))
     sin, cos = (t.unsqueeze(-2) if t.dim() == 2 else t.transpose(-3, -2) for t in (sin, cos))  # next to (N, H, d)
-    return torch.addcmul(x * cos, turned(x, interleaved), sin).to(x.dtype)
+    return torch.addcmul(x * cos, swapped(x, interleaved), signed(sin, interleaved)).to(x.dtype)
 
 
-def turned(x: Tensor, interleaved: bool) -> Tensor:
-    """Turn every pair of channels by 90 degrees: (x1, x2) -> (-x2, x1). Pairs are neighbours, or in the two halves."""
-    if interleaved:
-        return torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
-    first, second = x.chunk(2, -1)
-    return torch.cat((-second, first), -1)
+def swapped(x: Tensor, interleaved: bool) -> Tensor:
+    """Swap the partners of the pairs that a rotation turns: neighbours, or elements of the two halves."""
+    first, second = _pairs(x, interleaved)
+    return _joined(second, first, interleaved)
+
+
+def signed(sin: Tensor, interleaved: bool) -> Tensor:
+    """Return the factors of `swapped`: a rotation turns (x1, x2) into (x1 cos - x2 sin, x2 cos + x1 sin)."""
+    first, second = _pairs(sin, interleaved)
+    return _joined(-first, second, interleaved)
+
+
+def _pairs(x: Tensor, interleaved: bool) -> tuple[Tensor, ...]:
+    return (x[..., ::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
+
+
+def _joined(first: Tensor, second: Tensor, interleaved: bool) -> Tensor:
+    return torch.stack((first, second), -1).flatten(-2) if interleaved else torch.cat((first, second), -1)
 
 
 def rotary_qkvpacked(qkv: Tensor, rotary: Rotary) -> Tensor:

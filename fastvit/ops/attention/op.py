@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastvit.ops import decompositions
-from fastvit.ops.attention import aten
+from fastvit.ops.attention import aten, exported
 from fastvit.ops.attention.within import Positions, flops, lse_shape, unpacked, within_of
 from fastvit.ops.runtime.autograd import Computed, FusedNode, inputs
 from fastvit.ops.runtime.backend import Path
@@ -62,7 +61,7 @@ attention_fwd = register(
     "attention_fwd(Tensor q, Tensor? k, Tensor? v, Tensor? mask, Tensor? seed, float scale, float dropout_p,"
     f" bool causal=False, {_POSITIONS}) -> (Tensor o, Tensor lse)",
     aten=aten.attention_fwd, fake=_fwd_fake, flops=flops,
-    decomposition=decompositions.attention_fwd,
+    decomposition=exported.attention_fwd,
 )  # fmt: skip
 attention_bwd = register(
     "attention_bwd(Tensor do, Tensor q, Tensor? k, Tensor? v, Tensor? mask, Tensor o, Tensor lse, Tensor? seed,"

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fastvit.ops.runtime.epilogue import add_residual_
+from fastvit.reference.ops import add_branch
 
 
 def dropout(x: Tensor, seed: Tensor, p: float, *epilogue: Tensor | None) -> Tensor:
@@ -16,3 +18,8 @@ def dropout(x: Tensor, seed: Tensor, p: float, *epilogue: Tensor | None) -> Tens
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     torch.ge(numbers, min(round(p * 2**32), 2**32 - 1) - 2**31, out=out)
     return add_residual_(out.mul_(x).mul_(1 / (1 - p)), *epilogue)
+
+
+def exported(x: Tensor, seed: Tensor, p: float, *epilogue: Tensor | None) -> Tensor:
+    """The op for exporters, which draws other masks."""
+    return add_branch(F.dropout(x, p), *epilogue)

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastvit.ops import decompositions
 from fastvit.ops.dropout import aten
 from fastvit.ops.runtime.autograd import Computed, FusedNode, inputs, needs_autograd
 from fastvit.ops.runtime.backend import Path
@@ -28,7 +27,7 @@ dropout_op = register(
     " -> Tensor",
     aten=aten.dropout,
     fake=_fake,
-    decomposition=decompositions.dropout,
+    decomposition=aten.exported,
 )
 
 

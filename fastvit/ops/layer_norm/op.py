@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastvit.ops import decompositions
 from fastvit.ops.layer_norm import aten
 from fastvit.ops.runtime.autograd import Computed, FusedNode, inputs, needs_autograd
 from fastvit.ops.runtime.backend import Path
@@ -79,7 +78,7 @@ layer_norm_fwd = register(
     " -> (Tensor y, Tensor mean, Tensor rstd)",
     aten=aten.layer_norm_fwd,
     fake=_fwd_fake,
-    decomposition=decompositions.layer_norm_fwd,
+    decomposition=aten.exported_norm,
 )
 layer_norm_bwd = register(
     "layer_norm_bwd(Tensor dy, Tensor x, Tensor? mean, Tensor rstd, Tensor weight, Tensor? bias, Tensor? dresidual,"
@@ -93,7 +92,7 @@ add_layer_norm_fwd = register(
     " Tensor? row_scale, float eps, bool rms=False) -> (Tensor sum, Tensor y, Tensor mean, Tensor rstd)",
     aten=aten.add_layer_norm_fwd,
     fake=_add_fwd_fake,
-    decomposition=decompositions.add_layer_norm_fwd,
+    decomposition=aten.exported_add_norm,
 )
 add_layer_norm_bwd = register(
     "add_layer_norm_bwd(Tensor dy, Tensor? dsum, Tensor sum, Tensor? mean, Tensor rstd, Tensor weight, Tensor branch,"

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastvit.ops import decompositions
 from fastvit.ops.linear import aten
 from fastvit.ops.runtime.activations import check_activation
 from fastvit.ops.runtime.autograd import Computed, FusedNode, inputs, needs_autograd
@@ -73,13 +72,13 @@ linear_fwd = register(
     "linear_fwd(Tensor x, Tensor weight, Tensor? bias, str activation, Tensor? layer_scale=None,"
     " Tensor? row_scale=None, Tensor? residual=None, Tensor? value_weight=None, Tensor? value_bias=None) -> Tensor",
     aten=aten.linear_fwd, fake=_fwd_fake, flops=_fwd_flops,
-    decomposition=decompositions.linear_fwd,
+    decomposition=aten.exported,
 )  # fmt: skip
 linear_act_fwd = register(
     "linear_act_fwd(Tensor x, Tensor weight, Tensor? bias, str activation, Tensor? value_weight=None,"
     " Tensor? value_bias=None) -> (Tensor h, Tensor pre)",
     aten=aten.linear_act_fwd, fake=_act_fwd_fake, flops=_act_fwd_flops,
-    decomposition=decompositions.linear_act_fwd,
+    decomposition=aten.exported_act,
 )  # fmt: skip
 gated_act = register(
     "gated_act(Tensor pre, str activation) -> Tensor",

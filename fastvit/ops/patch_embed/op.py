@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastvit.ops import decompositions
 from fastvit.ops.patch_embed import aten
 from fastvit.ops.runtime.autograd import Computed, FusedNode, inputs, needs_autograd
 from fastvit.ops.runtime.backend import Path
@@ -34,7 +33,7 @@ patch_embed_fwd = register(
     aten=aten.patch_embed_fwd,
     fake=aten.new_tokens,
     flops=lambda image, weight, *_, out_shape=None, **__: _gemm_flops(image, weight),
-    decomposition=decompositions.patch_embed_fwd,
+    decomposition=aten.exported,
 )
 patch_embed_bwd_weight = register(
     "patch_embed_bwd_weight(Tensor dout, Tensor image, Tensor weight, Tensor? normalize) -> Tensor",

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastvit.ops import decompositions
 from fastvit.ops.layer_norm.op import Norm, checked_norm, layer_norm_bwd, layer_norm_fwd
 from fastvit.ops.qk_norm import aten
 from fastvit.ops.rotary.op import Rotary, broadcast_tables, check_tables
@@ -34,7 +33,7 @@ qk_norm_fwd = register(
     " Tensor? cos, float eps, bool rms, bool interleaved) -> (Tensor q_out, Tensor k_out)",
     aten=aten.qk_norm_fwd,
     fake=lambda q, k, *_: (q, k),
-    decomposition=decompositions.qk_norm_fwd,
+    decomposition=aten.exported,
 )
 qk_norm_bwd = register(
     "qk_norm_bwd(Tensor dq_out, Tensor dk_out, Tensor q, Tensor k, Tensor q_weight, Tensor k_weight, Tensor? sin,"

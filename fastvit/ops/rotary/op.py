@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastvit.ops import decompositions
 from fastvit.ops.rotary import aten
 from fastvit.ops.runtime.autograd import Computed, FusedNode, inputs, needs_autograd, unviewed
 from fastvit.ops.runtime.backend import Path
 from fastvit.ops.runtime.checks import check_dimensions, check_float, check_head_dim, check_like
 from fastvit.ops.runtime.registry import register
 from fastvit.ops.runtime.run import Prepared, run
+from fastvit.reference.ops import signed, swapped
 
 
 class Rotary(NamedTuple):
@@ -39,7 +39,7 @@ rotary_op = register(
     "rotary(Tensor x, Tensor sin, Tensor cos, int rotated, bool interleaved, bool transposed) -> Tensor",
     aten=aten.rotary,
     fake=lambda x, *_: x,
-    decomposition=decompositions.rotary,
+    decomposition=aten.exported,
 )
 
 
@@ -75,7 +75,7 @@ class _Rotary(FusedNode):
             aten.rotated_part(_heads(t), sin, o.rotated).to(torch.promote_types(t.dtype, torch.float32))
             for t in (dy, x)
         )
-        products = (aten.signed(g * aten.swapped(x, o.interleaved), o.interleaved), sin), (g * x, cos)
+        products = (signed(g * swapped(x, o.interleaved), o.interleaved), sin), (g * x, cos)
         dsin, dcos = (t.sum(2).transpose(1, 2).sum_to_size(table.shape).to(table.dtype) for t, table in products)
         return {"x": dx, "sin": dsin if wants.sin else None, "cos": dcos if wants.cos else None}
 
