@@ -1,6 +1,6 @@
-"""Patch embedding on PyTorch's own functions. By chunks, both passes need 0.87 of eager's memory (README). Computed again
-from `reference.ops.patch_embed`, the backward pass would repeat the matmul: both passes would take 1.3 to 1.5 times as
-long."""
+"""Patch embedding on PyTorch's own functions. By chunks, both passes need 0.87 of eager's memory (README). Computed
+again from `reference.ops.patch_embed`, the backward pass would repeat the matmul: both passes would take a CPU 1.3 to
+1.5 times as long."""
 
 from __future__ import annotations
 

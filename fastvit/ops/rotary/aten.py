@@ -1,5 +1,5 @@
-"""Rotary positions on PyTorch's own functions. A rotation's gradient is a rotation, too: `reference.ops.rotary` computed
-again would take a CPU 1.6 times as long in both passes, and cannot write over x."""
+"""Rotary positions on PyTorch's own functions. A rotation's gradient is a rotation, too: `reference.ops.rotary`
+computed again would take a CPU 1.6 times as long in both passes, and cannot write over x."""
 
 from __future__ import annotations
 
