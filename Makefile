@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: test test-quick nightly mutants models versions peers bench lint targets report results training traffic docs cuda cuda-ready gpu gpu-first tune clean
+.PHONY: test test-quick nightly mutants models versions peers bench lint targets report results training traffic docs cuda cuda-ready gpu gpu-first clean
 
 PYTEST := $(BIN)/pytest --numprocesses auto --maxprocesses 8 --dist worksteal
 
@@ -109,9 +109,6 @@ gpu:  ## everything that needs a GPU, resumable; ARGS="--list", "--steps tests" 
 
 gpu-first:  ## its first nine minutes: is all of it right, and how fast; ARGS="--out FOLDER"
 	$(MAKE) --no-print-directory gpu ARGS="--first $(ARGS)"
-
-tune:  ## only the launch tables: kernels/tuned_<gpu>.json
-	$(MAKE) --no-print-directory gpu ARGS="--steps tune $(ARGS)"
 
 lint: $(INSTALLED)
 	$(BIN)/ruff format --check .

@@ -175,7 +175,7 @@ def record_step(recorder: Recorder, spec: StepSpec, multiprocessors: int | None 
 
 
 def gpu_at_hand() -> tuple[str, int]:
-    """Return target and multiprocessors of the current GPU, and load the launch choices measured on its model.
+    """Return target and multiprocessors of the current GPU.
 
     Raises:
         ValueError: no kernel can run on a GPU here, with the reason.

@@ -8,15 +8,15 @@ that fits everywhere.
 
 `kind` is "" for plain attention, "windows" (of a grid, with a mask or without), "mask", "lengths" (packed sequences),
 "groups" (several heads share keys), "causal" or "keys" (more or fewer of them than queries). All but "" have no
-backward kernel for short sequences and no tables of measured choices. `own`: how long the side is of which a program
-owns a tile; 0: as long as the one it loops along.
+backward kernel for short sequences. `own`: how long the side is of which a program owns a tile; 0: as long as the one
+it loops along.
 """
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from fastvit.kernels import _tuned
 from fastvit.kernels._configs import FIRST_TIER, next_power_of_2
 
 
@@ -160,7 +160,7 @@ class AttentionForwardConfig:
     num_stages: int
 
 
-@_tuned.cached
+@functools.cache
 def attention_fwd(
     n: int, head_dim: int, itemsize: int, has_dropout: bool, arch: str, tf32: bool = False, kind: str = "",
     own: int = 0, causal: bool = False,
@@ -175,14 +175,12 @@ def attention_fwd(
         block_n = min(block_n, 16)
     if kind in _MASKED and instructions == "wgmma" and head_dim <= 64 and block_m == 128:
         block_n = 64  # N = 1025 on an H200: padding 405 us, learnt biases 560; with 32 keys 503 and 507
-    tile = None if kind else _tuned.choice(arch, "attention_fwd", n, head_dim, itemsize, has_dropout, tf32)
-    tile = tile or (block_m, block_n, num_warps, stages or _stages(itemsize, arch))
-    block_m, block_n, *rest = tile
     parts = _parts(head_dim, instructions)
-    if instructions == "wgmma" and parts[1]:  # of a measured choice too
+    if instructions == "wgmma" and parts[1]:
         block_n = _with_loop(n, block_n)
     tails = key_tails(_last(n, block_n))
-    return AttentionForwardConfig(block_m, block_n, n > block_n, tails, parts, *rest)
+    stages = stages or _stages(itemsize, arch)
+    return AttentionForwardConfig(block_m, block_n, n > block_n, tails, parts, num_warps, stages)
 
 
 @dataclass(frozen=True)
@@ -200,7 +198,7 @@ class AttentionBackwardConfig:
     max_registers: int | None = None
 
 
-@_tuned.cached
+@functools.cache
 def attention_bwd_dq(
     n: int, head_dim: int, itemsize: int, has_dropout: bool, arch: str, tf32: bool, kind: str = "", own: int = 0,
     causal: bool = False,
@@ -209,17 +207,15 @@ def attention_bwd_dq(
     instructions = _instructions(itemsize, arch, tf32)
     rows = _DQ_WINDOWS if kind == "windows" else _DQ
     block_m, block_n, num_warps, stages = _tile(rows, instructions, n, head_dim, has_dropout, arch, kind, own, causal)
-    tile = None if kind else _tuned.choice(arch, "attention_bwd_dq", n, head_dim, itemsize, has_dropout, tf32)
-    tile = tile or (block_m, block_n, num_warps, stages or _stages(itemsize, arch))
-    loop, tail = _loop(n, tile[1])
+    loop, tail = _loop(n, block_n)
     # With a wide last tile, a program takes a few registers too many for two programs on an SM; ptxas can save them.
-    limited = instructions == "wgmma" and (*tile[:3], tail) == (128, 64, 8, 64) and head_dim <= 64
+    limited = instructions == "wgmma" and (block_m, block_n, num_warps, tail) == (128, 64, 8, 64) and head_dim <= 64
     limited = limited and not (has_dropout or kind)
-    parts = _parts(head_dim, instructions)
-    return AttentionBackwardConfig(*tile[:2], loop, tail, parts, *tile[2:], 128 if limited else None)
+    parts, stages = _parts(head_dim, instructions), stages or _stages(itemsize, arch)
+    return AttentionBackwardConfig(block_m, block_n, loop, tail, parts, num_warps, stages, 128 if limited else None)
 
 
-@_tuned.cached
+@functools.cache
 def attention_bwd_dkdv(
     n: int, head_dim: int, itemsize: int, has_dropout: bool, arch: str, tf32: bool, kind: str = "", own: int = 0,
     causal: bool = False,
@@ -247,16 +243,14 @@ def attention_bwd_dkdv(
             block_n, num_warps = min(block_n, 64 if head_dim <= 192 else 32), 4  # 64 spill 1,032 bytes at d = 256
     if instructions == "float32" and head_dim > 96 and arch.startswith("gfx"):
         block_m = min(block_m, 16)  # 32 spill 360 bytes, and take 82 slots a score instead of 75
-    tile = None if kind else _tuned.choice(arch, "attention_bwd_dkdv", n, head_dim, itemsize, has_dropout, tf32)
     parts, max_registers = _parts(head_dim, instructions), None
-    if tile is None:
-        tile = block_m, block_n, num_warps, stages or _stages(itemsize, arch)
-        # Four programs on an SM instead of three: 0.91 to 0.97 of the time up to 1,025 tokens on an H200 (NOTES.md).
-        # Next to a wider last tile, ptxas would wait for every wgmma.
-        plain = instructions == "wgmma" and parts == (64, 0) and not (kind or has_dropout)
-        if plain and _loop(n, block_m)[1] == 16:
-            tile, max_registers = (*tile[:3], 3), 128
-    return AttentionBackwardConfig(*tile[:2], *_loop(n, tile[0]), parts, *tile[2:], max_registers)
+    stages = stages or _stages(itemsize, arch)
+    loop, tail = _loop(n, block_m)
+    # Four programs on an SM instead of three: 0.91 to 0.97 of the time up to 1,025 tokens on an H200 (NOTES.md).
+    # Next to a wider last tile, ptxas would wait for every wgmma.
+    if instructions == "wgmma" and parts == (64, 0) and not (kind or has_dropout) and tail == 16:
+        stages, max_registers = 3, 128
+    return AttentionBackwardConfig(block_m, block_n, loop, tail, parts, num_warps, stages, max_registers)
 
 
 def _stages(itemsize: int, arch: str) -> int:
@@ -270,25 +264,20 @@ def _loop(n: int, block: int) -> tuple[bool, int]:
     return n > block, max(next_power_of_2(_last(n, block)), 16)
 
 
-@_tuned.cached
+@functools.cache
 def attention_bwd_short(
     n: int, head_dim: int, itemsize: int, has_dropout: bool, arch: str, tf32: bool, kind: str = ""
 ) -> AttentionBackwardConfig | None:
     """Configure attention_bwd_short_kernel, whose programs take a whole head; None where its tiles do not fit."""
-    if kind:
-        return None
-    parts = split_head_dim(head_dim)
-    if tuned := _tuned.choice(arch, "attention_bwd_short", n, head_dim, itemsize, has_dropout, tf32):
-        return AttentionBackwardConfig(*tuned[1:3], True, 0, parts, *tuned[3:]) if tuned[0] else None
-    if itemsize > 2 or arch != "sm_90":
+    if kind or itemsize > 2 or arch != "sm_90":
         return None
     for shortest, longest, num_warps in _SHORT_BACKWARD:
         if head_dim <= 64 and shortest <= n <= longest and not (has_dropout and longest > 64):
-            return AttentionBackwardConfig(longest, 64, True, 0, parts, num_warps, 3)
+            return AttentionBackwardConfig(longest, 64, True, 0, split_head_dim(head_dim), num_warps, 3)
     return None
 
 
-@_tuned.cached
+@functools.cache
 def attention_bwd_mask(
     n: int, head_dim: int, itemsize: int, has_dropout: bool, arch: str, tf32: bool, kind: str = "mask"
 ) -> AttentionBackwardConfig:
@@ -305,7 +294,7 @@ def attention_bwd_mask(
     return AttentionBackwardConfig(block_m, block_n, False, 0, parts, num_warps, stages)
 
 
-@_tuned.cached
+@functools.cache
 def mask_share(tiles: int, sharing: int, multiprocessors: int) -> int:
     """Return how many heads one program adds up, of the `sharing` heads that a tile of a mask's gradient sums.
 

@@ -10,10 +10,10 @@ multiprocessor (benchmarks/results/nvidia_h200/attention_gluon.txt):
     backward, d = 64  N 197: 23 heads 0.74; 2.9: 0.75; 1.5: 0.87; 0.1: 1.36. N 100, 145 and 196: 0.66, 0.82, 0.74
 """
 
+import functools
 import math
 from typing import NamedTuple
 
-from fastvit.kernels import _tuned
 from fastvit.kernels._attention_configs import key_tails
 
 ROWS = 64  # queries of a group of warps
@@ -53,7 +53,7 @@ class HopperConfig(NamedTuple):
     slots: int
 
 
-@_tuned.cached
+@functools.cache
 def attention_hopper(n: int, head_dim: int, heads_per_sm: float) -> HopperConfig | None:
     """Configure attention_hopper_short.py or attention_hopper_long.py for 16 bits on sm_90; None where neither is
     faster. heads_per_sm: of all samples, for each multiprocessor."""
@@ -65,7 +65,7 @@ def attention_hopper(n: int, head_dim: int, heads_per_sm: float) -> HopperConfig
     return HopperConfig(key_tails((n - 1) % BLOCK_N + 1), tiles, row.groups, row.slots)
 
 
-@_tuned.cached
+@functools.cache
 def attention_bwd_hopper(n: int, head_dim: int, heads_per_sm: float) -> tuple[int, int] | None:
     """Configure attention_hopper_bwd.py for 16 bits on sm_90: return how many whole tiles of queries a head has, and
     the width of a narrow one after them or 0; None where it is not faster."""

@@ -1,12 +1,10 @@
 """Launch configurations: pure functions of shapes, dtype and target, so that a result never depends on a timing.
 
-`arch` is "sm_90", "sm_80", "gfx942", ...; sizes are in elements, `itemsize` in bytes. Choices measured on a GPU
-(tuned_<gpu>.json, see _tuned.py) replace those made here. Attention: _attention_configs.py.
+`arch` is "sm_90", "sm_80", "gfx942", ...; sizes are in elements, `itemsize` in bytes. Attention: _attention_configs.py.
 """
 
+import functools
 from dataclasses import dataclass
-
-from fastvit.kernels import _tuned
 
 FIRST_TIER = ("sm_80", "sm_87", "sm_90")  # their shared memory has room for a third stage of every loop
 
@@ -53,9 +51,6 @@ def layer_norm(dim: int, *, backward: bool = False, arch: str = "") -> LayerNorm
     tensors and three sums in registers, 16 in the backward kernel. The first and third rule are the fastest of some 40
     choices on an H200 at D = 384, 768, 1024 and 1280 (benchmarks/NOTES.md); the others count registers."""
     block_dim = max(next_power_of_2(dim), 16)
-    if tuned := _tuned.choice(arch, "layer_norm", dim, backward):
-        block_rows, num_warps, *grid = tuned
-        return LayerNormConfig(block_rows, block_dim, num_warps, *grid)
     first_tier = arch in FIRST_TIER
     if backward and first_tier and block_dim <= 2048:
         num_warps, elements, grid = max(block_dim // 256, 2), 16, (2, 4 if block_dim <= 1024 else 3)
@@ -68,19 +63,8 @@ def layer_norm(dim: int, *, backward: bool = False, arch: str = "") -> LayerNorm
     return LayerNormConfig(max(elements * 32 * num_warps // block_dim, 1), block_dim, num_warps, *grid)
 
 
-@dataclass(frozen=True)
-class ColumnSumConfig:
-    """Sum over the rows of a [P, D] float32 table."""
-
-    block_rows: int = 32
-    block_dim: int = 32
-    num_warps: int = 4
-
-
-def column_sum(p: int, dim: int, arch: str = "") -> ColumnSumConfig:
-    """Configure column_sum_kernel for sums over p rows."""
-    tuned = _tuned.choice(arch, "column_sum", _tuned.bucket(p), dim)
-    return ColumnSumConfig(*tuned or ())
+# column_sum_kernel, of any size
+COLUMN_SUM = {"BLOCK_P": 32, "BLOCK_D": 32, "num_warps": 4}
 
 
 def dropout(dim: int) -> RowConfig:
@@ -158,9 +142,6 @@ def gemm(m: int, n: int, k: int, itemsize: int, arch: str, described: bool = Fal
     described: the kernel is linear_fwd_kernel, and TMA can copy its operands. Then a persistent grid of two programs an
     SM takes 0.75 to 0.84 of the time of one program a tile, if each has four tiles or more, and 0.95 to 0.98 if it has
     one or two."""
-    if tuned := _tuned.choice(arch, "gemm", _tuned.bucket(m), n, k, itemsize):
-        *tile, max_registers, programs_per_sm = tuned
-        return GemmConfig(*tile, max_registers or None, programs_per_sm if described else 0)
     group_m = 1 if n * k * itemsize <= 16 << 20 else 8
     if itemsize > 2:  # float32 by FMA: operands from registers
         return GemmConfig(64, 64, 16, group_m, 8, 3)
@@ -185,7 +166,7 @@ def gated_gemm(m: int, n: int, k: int, itemsize: int, arch: str) -> GemmConfig:
     return GemmConfig(128, 64, 64, group_m, 8, stages, max_registers=128 if arch == "sm_90" else None)
 
 
-@_tuned.cached
+@functools.cache
 def use_triton_gemm(m: int, n: int, k: int, itemsize: int, backward: bool, arch: str = "") -> bool:
     """Whether a matmul [m, k] @ [k, n] with an epilogue runs as our kernel. The alternative is the vendor library's
     matmul and one elementwise pass.
@@ -200,8 +181,6 @@ def use_triton_gemm(m: int, n: int, k: int, itemsize: int, backward: bool, arch:
         m = 6,304:  fc1 0.80 (1,200 tiles, by TMA), fc2 1.97, proj 1.32 (300 tiles); backward 1.05
         m = 197:    fc1 1.00, fc2 1.63, proj 1.03 (48, 12, 12 tiles); backward 0.61
     Fewer kernels also cost the host less, which is all that counts where there are few tiles."""
-    if tuned := _tuned.choice(arch, "use_triton_gemm", _tuned.bucket(m), n, k, itemsize, backward):
-        return bool(tuned[0])
     if itemsize != 2 or n % 16 != 0 or k % 16 != 0:
         return False
     if arch != "sm_90":
@@ -222,20 +201,8 @@ def takes_turns(m: int, n: int, k: int, scales: bool, arch: str) -> bool:
     return arch == "sm_90" and min(n, k) >= 384 and _tiles(m, n) >= (147 if scales else 1000)
 
 
-@dataclass(frozen=True)
-class ActivationBackwardConfig:
-    """A program takes steps x block_m rows and block_n columns, 16 elements per thread and step."""
-
-    block_m: int = 16
-    block_n: int = 128
-    steps: int = 8
-    num_warps: int = 4
-
-
-def activation_backward(n: int, itemsize: int, arch: str = "") -> ActivationBackwardConfig:
-    """Configure act_bwd_kernel and gated_act_kernel for rows of n elements."""
-    tuned = _tuned.choice(arch, "activation_backward", n, itemsize)
-    return ActivationBackwardConfig(*tuned or ())
+# act_bwd_kernel and gated_act_kernel: a program takes STEPS x BLOCK_M rows, 16 elements a thread and step
+ACTIVATION_BACKWARD = {"BLOCK_M": 16, "BLOCK_N": 128, "STEPS": 8, "num_warps": 4}
 
 
 # ---- patch embedding ----
@@ -270,10 +237,8 @@ def patch_embed(
     deep = loaded == 2 and arch == "sm_90" and (split or k % 64 == 0)
     stages = 2 if arch.startswith("gfx") else 3 if deep or loaded > 2 else 4
     block_k = 64 if deep else 16 if itemsize == 4 else 32
-    key = (m, n, _tuned.bucket(k)) if split else (_tuned.bucket(m), n, k)
-    tile = _tuned.choice(arch, "patch_embed", *key, itemsize, loaded, split)
     # Wide tiles read the image less often: 1.5 times as fast at 256 images of 224 pixels, 1.2 times at 32, on an H200
     wide = large and deep and not split and n % 256 == 0 and -(-m // 128) * (n // 256) >= multiprocessors
-    tile = tile or (block, 256 if wide else block, block_k, num_warps, stages)
-    splits = max(min(2 * multiprocessors // (-(-m // tile[0]) * -(-n // tile[1])), longest), 1)
-    return PatchEmbedConfig(*tile, splits)
+    block_m, block_n = block, 256 if wide else block
+    splits = max(min(2 * multiprocessors // (-(-m // block_m) * -(-n // block_n)), longest), 1)
+    return PatchEmbedConfig(block_m, block_n, block_k, num_warps, stages, splits)

@@ -1,9 +1,9 @@
 """Launch configurations of attention with decomposed relative positions. They hold the widest tiles that spill no
 registers, and were not chosen by time."""
 
+import functools
 from dataclasses import dataclass
 
-from fastvit.kernels import _tuned
 from fastvit.kernels._attention_configs import _PLAIN, Row, Tile, _instructions, _parts
 from fastvit.kernels._configs import FIRST_TIER, next_power_of_2
 
@@ -40,7 +40,7 @@ class RelativeConfig:
     num_stages: int
 
 
-@_tuned.cached
+@functools.cache
 def attention_relative(
     kernel: str, m: int, height: int, width: int, head_dim: int, itemsize: int, arch: str, tf32: bool, in_windows: bool
 ) -> RelativeConfig:

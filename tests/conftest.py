@@ -18,8 +18,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).with_name("helpers")))  # `from oracle import ...`
 
 from fastvit.integrations import forward
-from fastvit.kernels import _tuned
 from fastvit.ops import use_backend
+from fastvit.ops.runtime import call
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # the workers share the cores
@@ -96,15 +96,6 @@ def _seeded_and_poisoned() -> Iterator[None]:
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     forward._warned.clear()  # every test is warned of its own
-    _tuned.clear_caches()  # of plans that follow from configs: a test may have put another in their place
-    with use_backend("auto" if HAVE_GPU else "aten", strict=False):
+    with call.forgotten(), use_backend("auto" if HAVE_GPU else "aten", strict=False):
         yield
     torch.use_deterministic_algorithms(False)
-
-
-@pytest.fixture
-def nothing_tuned() -> Iterator[None]:
-    """No measured launch choice is in use, before the test and after it."""
-    _tuned.forget()
-    yield
-    _tuned.forget()

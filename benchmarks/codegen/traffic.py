@@ -26,13 +26,13 @@ if __name__ == "__main__":
 import torch
 
 from benchmarks.codegen.traffic_counter import CountedLaunch, Traffic, count
-from benchmarks.gpu.tuner import using
 from benchmarks.harness.columns import make, terminal_width
 from benchmarks.harness.draw import Draw
 from benchmarks.harness.program import parser
 from benchmarks.harness.workloads import Workload, workloads
 from fastvit.cli import terminal
 from fastvit.kernels import _configs
+from fastvit.ops.linear import launch as linear_launch
 from fastvit.ops.runtime import backend as backends
 from fastvit.ops.runtime import device as devices
 
@@ -48,7 +48,9 @@ def _part_of_gpu(parts: int) -> Iterator[None]:
         backends.use_backend("triton", strict=True),
         mock.patch.object(devices, "multiprocessors", return_value=round(SMS / parts)),
         mock.patch.object(_configs, "gemm", lambda m, *rest: gemm(m * parts, *rest)),
-        using({}),  # configurations that were looked up before are computed again
+        mock.patch.object(
+            linear_launch, "_gemm_plan", linear_launch._gemm_plan.__wrapped__
+        ),  # which remembers configurations
     ):
         yield
 

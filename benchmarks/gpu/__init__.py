@@ -1,1 +1,1 @@
-"""Run everything that needs a GPU, from a list of commands: checks, rows, tuning of launch tables, the sanitizer."""
+"""Run everything that needs a GPU, from a list of commands: checks, rows, the sanitizer."""

@@ -9,9 +9,9 @@
 
 Every command is a process of its own with a time limit. The results folder, benchmarks/results/<gpu>, then has all that
 is to be kept: results.jsonl, every row and what became of every command, a line each, written at once; table.md, made
-of it; log/, what each command printed; tuned_<gpu>.json, the launch choices measured; and the files of the
-benchmarks. A second call continues with what is missing or has failed, unless code or device have changed. Exit
-status: 0 if all is done and right, 1 if not, 2 if the run could not begin.
+of it; log/, what each command printed; and the files of the benchmarks. A second call continues with what is missing or
+has failed, unless code or device have changed. Exit status: 0 if all is done and right, 1 if not, 2 if the run could
+not begin.
 """
 
 from __future__ import annotations
@@ -32,9 +32,8 @@ from benchmarks.gpu.results_file import DONE, REHEARSAL, ResultsFile, device_nam
 from benchmarks.gpu.runner import Command, Runner
 from benchmarks.harness.provenance import commit, write_text
 from benchmarks.harness.record import environment
-from fastvit._base.output import not_writable, write_file
+from fastvit._base.output import not_writable
 from fastvit.cli import terminal
-from fastvit.kernels import _tuned
 from fastvit.study.machine import why_no_gpu
 
 _PACKAGES = {
@@ -103,9 +102,6 @@ def run(results: ResultsFile, every: Sequence[Command], seconds: float) -> int:
     try:
         statuses = runner.run(every)
     finally:
-        tuned = _tuned.path_of(results.device)
-        if tuned.exists():  # so that the folder has all that is to be kept
-            write_file(results.folder / tuned.name, tuned.read_bytes())
         records = results.records()
         write_text(results.folder / "table.md", summary.markdown(records))
     counts = Counter(statuses.values()).most_common()

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from benchmarks.gpu import compiled, sanitize
 from benchmarks.gpu.runner import Command
-from benchmarks.gpu.tune import TABLES
 from benchmarks.harness.provenance import ROOT
 from benchmarks.harness.workloads import workloads
 from fastvit.study.accuracy.verification import OPS
@@ -16,9 +15,7 @@ FIRST = 540.0  # seconds of the first minutes
 _REHEARSED = 600.0  # seconds, the limit of every command of a rehearsal
 _APART = ("attention", "block", "model")  # ops whose rows are a command each
 # Tests that need no GPU
-_WITHOUT_GPU = (
-    "benchmarks/", "kernels/test_targets", "kernels/test_traffic", "kernels/test_tuned", "pretended_cuda/"
-)  # fmt: skip
+_WITHOUT_GPU = ("benchmarks/", "kernels/test_targets", "kernels/test_traffic", "pretended_cuda/")
 _PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider")
 
 
@@ -38,8 +35,6 @@ def first(folder: Path) -> list[Command]:
 def rest(folder: Path) -> list[Command]:
     """Return everything else that needs a GPU, in the order of worth."""
     commands = [_compiled(model, provider, folder, 900.0) for model, provider in compiled.RUNS]
-    for table in dict.fromkeys(table.name for table in TABLES):
-        commands.append(Command(f"tune {table}", ("-m", "benchmarks.gpu.tune", "--table", table)))
     for name in test_files():
         commands.append(Command(f"tests {name}", (*_PYTEST, f"tests/{name}.py"), 1800.0))
     commands += [_sanitize(tool, op, 900.0) for tool in ("memcheck", "racecheck") for op in sanitize.ops()]
@@ -54,8 +49,6 @@ def rest(folder: Path) -> list[Command]:
 
 def rehearsal(folder: Path) -> list[Command]:
     """Return a command of every kind, small enough for a CPU."""
-    name = "attention_fwd"
-    table = ("-m", "benchmarks.gpu.tune", "--rehearse", "--table", name, "--out", str(folder / "tuned"))
     page = ("-m", "benchmarks.report.results", str(folder), "--to", str(folder / "README.md"))
     result = ("--benchmark-json", str(folder / "layer_norm.json"))
     commands = [
@@ -64,7 +57,6 @@ def rehearsal(folder: Path) -> list[Command]:
         Command("sanitize dropout", ("-m", "benchmarks.gpu.sanitize", "--rehearse", "--op", "dropout")),
         _rows("block", ("block",), folder, _REHEARSED, "--quick"),
         _compiled(*compiled.REHEARSED, folder, _REHEARSED, "--rehearse"),
-        Command(f"tune {name}", table),
         Command("tests runtime/test_library", (*_PYTEST, "tests/runtime/test_library.py")),
         Command("bench layer_norm", (*_PYTEST, *_selected("layer_norm"), "--quick", *result)),
         Command("page", page),

@@ -21,10 +21,9 @@ from benchmarks.codegen.launches import DTYPES, Launch, record, recording
 from benchmarks.gpu.runner import SKIPPED
 from benchmarks.harness.workloads import workloads
 from fastvit.cli.terminal import guarded
-from fastvit.kernels import _tuned
 from fastvit.ops.runtime.backend import KernelUnsupported
 from fastvit.study.accuracy import cases
-from fastvit.warmup import compiled, in_processes
+from fastvit.warmup import compiled, gpu_at_hand, in_processes
 
 
 def record_checks(target: str, multiprocessors: int) -> list[Launch]:
@@ -43,13 +42,6 @@ def record_checks(target: str, multiprocessors: int) -> list[Launch]:
     return list(recorder.launches.values())
 
 
-def _ask() -> tuple[str, int, str]:
-    """Return architecture, multiprocessors and name of the GPU at hand. A process of its own asks: one that has
-    initialised CUDA should not be forked."""
-    gpu = torch.cuda.get_device_properties(0)
-    return f"sm_{gpu.major}{gpu.minor}", gpu.multi_processor_count, gpu.name
-
-
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rehearse", action="store_true", help="in miniature on a CPU")
@@ -62,8 +54,8 @@ def main(arguments: list[str] | None = None) -> int:
         launches = record(workloads("quick", ops=("layer_norm",)), "sm_90", ["bf16"], infers=True)
     else:
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork")) as pool:
-            target, multiprocessors, name = pool.submit(_ask).result()
-        _tuned.load(target, name)  # configurations depend on measured choices
+            # in a process of its own: one that has initialised CUDA should not be forked
+            target, multiprocessors = pool.submit(gpu_at_hand).result()
         rows = [*workloads("headline"), *workloads("sanitize", ops=("attention",))]
         launches = record(rows, target, ["bf16"], multiprocessors=multiprocessors, infers=True)
         launches += record_checks(target, multiprocessors)

@@ -29,7 +29,6 @@ from benchmarks.harness.draw import Draw
 from benchmarks.harness.provenance import ROOT
 from benchmarks.harness.workloads import workloads
 from fastvit.cli.terminal import guarded
-from fastvit.kernels._tuned import FOLDER
 from fastvit.ops.runtime import backend as backends
 
 GRAPHS = "graphs"  # models after `fastvit.graphs`
@@ -44,7 +43,8 @@ def ops() -> list[str]:
 
 def kernels() -> list[str]:
     """Return the names of all kernels."""
-    return [name for path in FOLDER.glob("*.py") for name in re.findall(r"\ndef (\w+_kernel)\(", path.read_text())]
+    sources = [path.read_text() for path in (ROOT / "kernels").glob("*.py")]
+    return [name for source in sources for name in re.findall(r"\ndef (\w+_kernel)\(", source)]
 
 
 def run(op: str, device: torch.device, *dtypes: torch.dtype) -> None:

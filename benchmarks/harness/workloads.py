@@ -1,6 +1,5 @@
-"""The list of workloads, workloads.txt: which op at which sizes, and for which use. Benchmarks, tuning, the traffic
-count, the sanitizer and ahead-of-time compilation take theirs from it; `Workload.runner` builds the same call for
-each."""
+"""The list of workloads, workloads.txt: which op at which sizes, and for which use. Benchmarks, the traffic count, the
+sanitizer and ahead-of-time compilation take theirs from it; `Workload.runner` builds the same call for each."""
 
 from __future__ import annotations
 

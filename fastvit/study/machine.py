@@ -88,7 +88,7 @@ def _devices() -> Iterator[Finding]:
     if not torch.cuda.is_available():
         yield Finding("devices", "GPU", f"none: {why_no_gpu()}", NOTE)
     for index in range(torch.cuda.device_count()):
-        yield from _gpu(index)
+        yield _gpu(index)
 
 
 def why_no_gpu() -> str:
@@ -110,17 +110,13 @@ def why_no_gpu() -> str:
     return f"torch is built for {torch.version.cuda or torch.version.hip}, and sees no GPU"
 
 
-def _gpu(index: int) -> Iterator[Finding]:
-    from fastvit.kernels import _tuned
-
+def _gpu(index: int) -> Finding:
     gpu = torch.cuda.get_device_properties(index)
     arch = str(gpu.gcnArchName).split(":")[0] if torch.version.hip else f"sm_{gpu.major}{gpu.minor}"
     size = f"{gpu.total_memory / 1e9:.1f} GB, {gpu.multi_processor_count} multiprocessors"
     old = not torch.version.hip and gpu.major < 8
     why = ": older than sm_80, its ops run on ATen" if old else ""
-    yield Finding("devices", f"cuda:{index}", f"{gpu.name}, {arch}, {size}{why}", NOTE if old else OK)
-    path = _tuned.path_of(gpu.name)
-    yield Finding("devices", "tuned table", str(path) if path.exists() else f"none for {gpu.name}")
+    return Finding("devices", f"cuda:{index}", f"{gpu.name}, {arch}, {size}{why}", NOTE if old else OK)
 
 
 def _compilers() -> Iterator[Finding]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fastvit import ops
-from fastvit.kernels import _attention_configs, _configs, _relative_configs, _tuned
+from fastvit.kernels import _attention_configs, _configs, _relative_configs
 from fastvit.ops.runtime import backend as backends
 from fastvit.ops.runtime import device as devices
 
@@ -162,17 +162,6 @@ def test_four_programs_of_dkdv_share_a_multiprocessor_where_that_was_measured():
     assert [d for d in (32, 48, 56, 64, 72, 80) if limited(197, d)] == [56, 64]
     assert not any((limited(197, itemsize=4), limited(197, arch="sm_80")))
     assert not any((limited(197, dropout=True), limited(197, kind="mask"), limited(197, kind="causal")))
-
-
-def test_a_measured_choice_has_that_loop_too(monkeypatch):
-    monkeypatch.setattr(_tuned, "choice", lambda *_: (128, 128, 8, 3))
-    _tuned.clear_caches()
-    try:
-        config = _attention_configs.attention_fwd(100, 80, 2, False, "sm_90")
-    finally:
-        monkeypatch.undo()
-        _tuned.clear_caches()
-    assert (config.block_m, config.block_n, config.loop) == (128, 64, True)
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_120", "gfx942"])

@@ -12,7 +12,7 @@ from op_cases import tensors_of
 from oracle import assert_as_accurate, assert_op_as_accurate, assert_op_is_exact, inputs
 
 from fastvit import ops
-from fastvit.kernels import _configs, _tuned
+from fastvit.kernels import _configs
 from fastvit.reference.ops import ACTIVATIONS
 from fastvit.reference.ops import linear as eager
 
@@ -82,7 +82,9 @@ def launched_by_tma(triton_backend, monkeypatch):
     tile = _configs.GemmConfig(64, 64, 32, 2, 4, 3)
     described = dataclasses.replace(tile, programs_per_sm=1)
     monkeypatch.setattr(_configs, "gemm", lambda m, n, k, itemsize, arch, can=False: described if can else tile)
-    monkeypatch.setattr(importlib.import_module("fastvit.ops.linear.launch"), "is_our_matmul", lambda *_, **__: True)
+    launch_of_linear = importlib.import_module("fastvit.ops.linear.launch")
+    monkeypatch.setattr(launch_of_linear, "is_our_matmul", lambda *_, **__: True)
+    monkeypatch.setattr(launch_of_linear, "_gemm_plan", launch_of_linear._gemm_plan.__wrapped__)  # remembers another
     runtime = importlib.import_module("fastvit.ops.runtime.launch")
     launches, launch = [], runtime.launch
 
@@ -92,9 +94,7 @@ def launched_by_tma(triton_backend, monkeypatch):
         return launch(kernel, programs, tensors, numbers, constants)
 
     monkeypatch.setattr(runtime, "launch", seen)
-    _tuned.clear_caches()
-    yield launches
-    _tuned.clear_caches()
+    return launches
 
 
 @pytest.mark.parametrize(

@@ -85,8 +85,8 @@ def test_an_editable_install_is_imported_from_the_folder_above_the_clone(build: 
 def test_kernels_are_imported_from_a_clone_without_symbolic_links(kind: str, clone: Path, build: Build) -> None:
     site = clone if kind == "checkout" else build(kind)
     folder = {"build_wheel": site / "fastvit"}.get(kind, clone)
-    program = "import fastvit.kernels._tuned as module; print(module.__file__)"
-    assert Path(imported(site, Path("/"), program)) == folder / "kernels/_tuned.py"
+    program = "import fastvit.kernels._configs as module; print(module.__file__)"
+    assert Path(imported(site, Path("/"), program)) == folder / "kernels/_configs.py"
 
 
 def test_a_wheel_holds_the_package_and_nothing_else(build: Build) -> None:

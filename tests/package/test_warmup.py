@@ -17,7 +17,7 @@ warmup = pytest.importorskip("fastvit.warmup", reason="triton is not installed")
 
 
 @pytest.fixture(autouse=True)
-def _models(nothing_tuned: None) -> Iterator[None]:
+def _models() -> Iterator[None]:
     with known():
         yield
 

@@ -12,7 +12,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fastvit
 from fastvit import ops
-from fastvit.kernels import _tuned
 from fastvit.ops.block.norm_linear import layer_norm_linears
 from fastvit.ops.runtime import call as runtime_call
 from fastvit.ops.runtime import launch as runtime_launch
@@ -70,7 +69,7 @@ def check_orders(computed, one, two, count):
         want = [computed(given) for given in (one, two)]
     assert not alike(*want)
     for order in ((0, 1) * 4, (1, 0) * 4):
-        _tuned.clear_caches()
+        runtime_call._forget()
         count.clear()
         for i in order:
             assert alike(computed((one, two)[i]), want[i])
@@ -105,7 +104,7 @@ def test_a_state_that_is_forgotten_during_a_call(device):
         recorded, tensors = runtime_call.begin("mlp", (x,), ())
     assert isinstance(recorded, runtime_call.RecordedCall)
     assert tensors[0] is x
-    _tuned.clear_caches()
+    runtime_call._forget()
     recorded.keep(None)
     assert not runtime_call._kept
 
@@ -167,7 +166,7 @@ def test_checks_are_made_after_calls_that_passed_them(weights, heads, device):
 
 
 def test_what_is_kept(weights, device, monkeypatch):
-    """So many calls, until configurations change or launches mean something else; and no tensor."""
+    """So many calls, until launches mean something else; and no tensor."""
 
     def recorded(x, weights):
         for _ in range(2):
@@ -186,7 +185,7 @@ def test_what_is_kept(weights, device, monkeypatch):
     with mock.patch.object(run, "Recorder") as recorder:  # the others are not recorded again and again
         recorded(x, [*weights[:2], *fc1, fc2, weights[5]])
     assert not recorder.called
-    _tuned.clear_caches()
+    runtime_call._forget()
     x.requires_grad_()
     for _ in range(4):
         call(x, weights).sum().backward()
@@ -194,7 +193,7 @@ def test_what_is_kept(weights, device, monkeypatch):
     del x
     gc.collect()
     assert gone() is None
-    _tuned.clear_caches()
+    runtime_call._forget()
     assert not runtime_call._kept
     recorded(x_of(device, 3, D), weights)
     with runtime_launch.nothing_launched(4):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fastvit.kernels import _attention_configs, _tuned
+from fastvit.kernels import _attention_configs
 from fastvit.kernels.attention_bwd_mask import attention_bwd_mask_kernel
 from fastvit.ops.attention import softmax_launch
 from fastvit.ops.attention.within import Within
@@ -69,7 +70,7 @@ def _mask_launch(
     return launch, (splits, planes, M, padded)
 
 
-@_tuned.cached
+@functools.cache
 def _config(workload: Workload) -> tuple[int, int, Constants]:
     """Return the tile of the gradient that a program owns, and the constants."""
     config, constants = configured(_attention_configs.attention_bwd_mask, workload, workload.keys)

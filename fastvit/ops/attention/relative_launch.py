@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from fastvit.kernels import _tuned
 from fastvit.kernels._relative_configs import attention_relative
 from fastvit.kernels.attention_relative import attention_relative_fwd_kernel
 from fastvit.kernels.attention_relative_bwd import (
@@ -114,7 +114,7 @@ def _workload(q: Tensor, M: int, height: int, width: int, windows: Windows | Non
     return M, height, width, d, itemsize, device.arch(q), dot_precision(q), in_windows
 
 
-@_tuned.cached
+@functools.cache
 def _config(kernel: str, workload: _Workload) -> tuple[int, int, Constants, int]:
     """Return the queries of a tile, the tiles of keys in a row of them, the constants, and the tiles of all keys."""
     M, height, width, d, itemsize, arch, precision, in_windows = workload

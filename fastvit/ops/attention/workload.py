@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastvit.kernels import _attention_configs, _tuned
+from fastvit.kernels import _attention_configs
 from fastvit.kernels._configs import register_limit
 from fastvit.ops.attention.within import Sequences, Windows, Within
 from fastvit.ops.runtime import device
@@ -137,7 +137,7 @@ def _kind(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, apart: bool, 
     return "causal" if causal else "keys" if apart else ""
 
 
-@_tuned.cached
+@functools.cache
 def forward_config(workload: Workload) -> tuple[int, Constants]:
     """Return how many queries a program owns, and the constants."""
     config, constants = configured(
@@ -148,14 +148,14 @@ def forward_config(workload: Workload) -> tuple[int, Constants]:
     return config.block_m, general(workload) | constants | tiles
 
 
-@_tuned.cached
+@functools.cache
 def backward_short_config(workload: Workload) -> Constants | None:
     """Return the constants of the kernel that takes a whole head, or None if it is not to be used."""
     config, constants = configured(_attention_configs.attention_bwd_short, workload, workload.keys)
     return None if config is None else constants | {"BLOCK_N": config.block_n}
 
 
-@_tuned.cached
+@functools.cache
 def backward_config(of: str, workload: Workload) -> tuple[int, Constants]:
     """Return how many queries ("dq") or keys ("dkdv") a program owns, and the constants."""
     if of == "dq":

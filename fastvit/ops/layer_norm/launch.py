@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
-from fastvit.kernels import _configs, _tuned
+from fastvit.kernels import _configs
 from fastvit.kernels.layer_norm import layer_norm_bwd_kernel, layer_norm_fwd_kernel
 from fastvit.ops.runtime import device
 from fastvit.ops.runtime.backend import KernelUnsupported
@@ -120,7 +122,7 @@ def _programs(
     return M, D, programs, constants
 
 
-@_tuned.cached
+@functools.cache
 def _plan(D: int, backward: bool, arch: str, has_row_scale: bool, alone: bool) -> tuple[int, Constants]:
     cfg = _configs.layer_norm(D, backward=backward, arch=arch)
     # a limit on registers that the grid respects keeps ptxas from spilling to fit one more program

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fastvit.kernels import _configs, _tuned
+from fastvit.kernels import _configs
 from fastvit.kernels.gated_linear import gated_act_kernel, gated_dact_kernel, gated_fwd_kernel
 from fastvit.kernels.linear import act_bwd_kernel, linear_dact_kernel, linear_fwd_kernel
 from fastvit.ops.linear import aten, hopper
@@ -115,18 +116,12 @@ def _elementwise(dh: Tensor | None, pre: Tensor, activation: str, N: int) -> tup
     """Configure act_bwd_kernel, or gated_act_kernel if pre has more than N columns, for rows of N results. Also return
     the rows of its partial sums."""
     M, width = pre.numel() // pre.shape[-1], pre.shape[-1]
-    cfg = _configs.activation_backward(N, pre.element_size(), device.arch(pre))
-    tiles = cdiv(M, cfg.steps * cfg.block_m)
+    device.arch(pre)  # raises for a GPU without kernels
+    constants = {"ACTIVATION": activation, **_configs.ACTIVATION_BACKWARD}
+    tiles = cdiv(M, constants["STEPS"] * constants["BLOCK_M"])
     numbers = M, N, row_stride(dh), row_stride(pre)
-    constants = {
-        "ACTIVATION": activation,
-        "BLOCK_M": cfg.block_m,
-        "BLOCK_N": cfg.block_n,
-        "STEPS": cfg.steps,
-        "num_warps": cfg.num_warps,
-    }
     kernel = act_bwd_kernel if width == N else gated_act_kernel
-    return Launch(kernel, tiles * cdiv(N, cfg.block_n), numbers, constants), tiles
+    return Launch(kernel, tiles * cdiv(N, constants["BLOCK_N"]), numbers, constants), tiles
 
 
 def is_our_matmul(x: Tensor, n: int, has_epilogue: bool = True, backward: bool = False) -> bool:
@@ -146,7 +141,7 @@ def gemm(M: int, N: int, K: int, a: Tensor, activation: str, gated: bool = False
     return _gemm_plan(M, N, K, a.element_size(), device.arch(a), dot_precision(a), activation, gated)
 
 
-@_tuned.cached
+@functools.cache
 def _gemm_plan(
     M: int, N: int, K: int, itemsize: int, arch: str, precision: str, activation: str, gated: bool
 ) -> tuple[int, Constants]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fastvit.kernels import _configs, _tuned
+from fastvit.kernels import _configs
 from fastvit.kernels.qk_norm import qk_norm_bwd_kernel, qk_norm_fwd_kernel
 from fastvit.ops.attention.softmax_launch import readable
 from fastvit.ops.attention.workload import in_units
@@ -84,7 +85,7 @@ def _configured(
     return 2 * programs, (N, P, H, steps, tables.samples, *strides), constants
 
 
-@_tuned.cached
+@functools.cache
 def _plan(d: int, arch: str) -> tuple[_configs.HeadsConfig, Constants]:
     """Return the config, and the constants of both kernels."""
     cfg = _configs.heads(d, arch)

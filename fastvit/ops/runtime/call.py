@@ -18,9 +18,9 @@ precision of float32 matmuls; and if their tensors have the same classes, dtypes
 requires_grad and dispatch keys, and are repeated at the same places. Nothing is kept of a call on the dispatcher's
 path, and no tensor of any call. Without a C compiler nothing is kept.
 
-So what is kept cannot be stale: all that a call decides follows from what is compared. It may also depend on tuned
-tables, and on what a launch means in tests and plans of memory: when these change, everything is forgotten. Addresses
-are looked at in every call.
+So what is kept cannot be stale: all that a call decides follows from what is compared. It may also depend on what a
+launch means in tests and plans of memory: when that changes, everything is forgotten. Addresses are looked at in every
+call.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from fastvit.kernels import _tuned
 from fastvit.ops.runtime.backend import (
     Path,
     fall_back,
@@ -253,9 +252,6 @@ def _forget() -> None:
     global _kept
     _kept = {}
     _seen.clear()
-
-
-_tuned.on_change(_forget)
 
 
 @contextlib.contextmanager

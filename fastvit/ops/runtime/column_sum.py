@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastvit.kernels import _configs
+from fastvit.kernels._configs import COLUMN_SUM
 from fastvit.kernels.column_sum import column_sum_kernel
-from fastvit.ops.runtime import device
 from fastvit.ops.runtime.launch import Launch, cdiv
 
 
@@ -19,11 +18,8 @@ def column_sums(partial: Tensor, dtypes: Sequence[torch.dtype | None]) -> list[A
     """Return the sums of (tables, P, D) float32 over P, in a fixed order, for at most four tables: (D,) for each dtype,
     and None for None, which has no table."""
     tables, P, D = partial.shape
-    cfg = _configs.column_sum(P, D, device.arch(partial))
-    constants = {
-        "UNIT": math.gcd(D, 16), "BLOCK_P": cfg.block_rows, "BLOCK_D": cfg.block_dim, "num_warps": cfg.num_warps,
-    }  # fmt: skip
-    launch = Launch(column_sum_kernel, tables * cdiv(D, cfg.block_dim), (P, D), constants)
+    programs = tables * cdiv(D, COLUMN_SUM["BLOCK_D"])
+    launch = Launch(column_sum_kernel, programs, (P, D), {"UNIT": math.gcd(D, 16), **COLUMN_SUM})
     sums = [None if dtype is None else partial.new_empty(D, dtype=dtype) for dtype in dtypes]
     wanted = [t for t in sums if t is not None]
     launch(partial, *wanted, *[None] * (4 - len(wanted)))

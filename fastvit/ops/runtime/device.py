@@ -7,21 +7,16 @@ import functools
 import torch
 from torch import Tensor
 
-from fastvit.kernels import _tuned
 from fastvit.ops.runtime.backend import KernelUnsupported
 from fastvit.ops.runtime.torch_private import FakeTensor
 
 
 @functools.cache
 def _cuda_arch(index: int) -> str:
-    """Return the target, and load the launch choices that were tuned for this model of GPU."""
     properties = torch.cuda.get_device_properties(index)
     if torch.version.hip:
-        arch = str(properties.gcnArchName).split(":")[0]
-    else:
-        arch = f"sm_{properties.major}{properties.minor}"
-    _tuned.load(arch, properties.name)
-    return arch
+        return str(properties.gcnArchName).split(":")[0]
+    return f"sm_{properties.major}{properties.minor}"
 
 
 without_gpu = 4  # multiprocessors without a GPU; few, so that persistent loops iterate in the interpreter
