@@ -138,10 +138,10 @@ def _ops() -> Iterator[Finding]:
     from fastvit.study.accuracy import verification
 
     backend, _ = backends.settings()
-    for name, default in (*backends.VARIABLES.items(), ("FASTVIT_GLUON", "1")):
+    for name, default in (backends.VARIABLES | backends.VARIABLES_AT_IMPORT).items():
         value = os.environ.get(name)
         yield Finding("ops", name, f"{value or default}{'' if value else ', the default'}", NOTE if value else OK)
-    why = record.why_not()
+    why = record.why_not() if backends.replays else "FASTVIT_REPLAY or use_backend says so"
     if why is None and torch.version.hip:
         why = "launches on AMD GPUs go by Triton's own way"
     calls = f"in Python every time: {why}" if why else "replayed in C once seen"

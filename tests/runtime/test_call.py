@@ -2,12 +2,14 @@
 test_launches.py. What a replay computes: test_replay.py."""
 
 import gc
+import re
 import weakref
+from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
-from replaying import B, D, N, attended, call, in_python, replays, x_of
+from replaying import B, D, N, attended, call, functions_entered, in_python, replays, x_of
 from torch.utils.flop_counter import FlopCounterMode
 
 import fastvit
@@ -284,3 +286,20 @@ def test_a_model_in_training(count, device):
     assert alike(train(), want)
     # in the last two steps of patch embedding, two halves of two blocks, and a norm; two blocks are like each other
     assert sum(count) >= 2 * 2 * 6
+
+
+def test_without_replays_every_call_takes_the_documented_route():
+    """Up to the launchers, which ATen does not have; so does the backward pass. Nothing is recorded, and nothing
+    replayed that was recorded before."""
+    contributing = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text()
+    (sentence,) = re.findall(r"From `Block.forward` to a kernel: (.*?)\.\n", contributing, re.DOTALL)
+    route, _, _ = " ".join(re.findall(r"`(.*?)`", sentence)).partition(" ops/<op>/launch.py")
+    block, x = fastvit.Block(D, 1), x_of("cpu", B, N, D)
+    for replay, last in ((True, "runtime/run.py"), (False, "registry.py"), (True, "runtime/run.py")):
+        with ops.use_backend("aten", replay=replay):
+            for _ in range(3):
+                entered = functions_entered(lambda: block(x).sum().backward())
+        files = [file for file in route.split() if any(f"fastvit/{file}:" in function for function in entered)]
+        assert files == route[: route.index(last) + len(last)].split()
+        assert any("attention_node.py:gradients" in function for function in entered) != replay
+        assert not any("runtime/record.py" in function for function in entered)

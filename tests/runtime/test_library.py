@@ -32,9 +32,14 @@ def test_backend_is_restored_and_checked():
         pass
     with pytest.raises(TypeError, match="strict must be True, False or None, got 1"), ops.use_backend("aten", strict=1):
         pass
-    with pytest.raises(KeyError), ops.use_backend("triton"):
+    refused = pytest.raises(TypeError, match="replay must be True, False or None, got 'no'")
+    with refused, ops.use_backend("aten", replay="no"):
+        pass
+    with pytest.raises(KeyError), ops.use_backend("triton", replay=False):
         raise KeyError
-    assert backends.settings() == before
+    assert (backends.settings(), backends.replays) == (before, True)
+    with ops.use_backend("aten", replay=False), ops.use_backend("auto"):
+        assert not backends.replays, "as outside"
 
 
 def test_strict_is_what_holds_outside_unless_it_is_given():
@@ -74,10 +79,24 @@ def test_the_environment_counts_whenever_it_changes(monkeypatch):
         monkeypatch.delenv(name)
 
 
-def test_a_wrong_environment_is_an_error_at_import(monkeypatch):
-    monkeypatch.setenv("FASTVIT_BACKEND", "cuda")
-    with pytest.raises(ValueError, match=r"FASTVIT_BACKEND must be one of .*, got 'cuda'"):
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("FASTVIT_BACKEND", "cuda", "FASTVIT_BACKEND must be one of .*, got 'cuda'"),
+        ("FASTVIT_REPLAY", "off", "FASTVIT_REPLAY must be 0 or 1, got 'off'"),
+        ("FASTVIT_GLUON", "2", "FASTVIT_GLUON must be 0 or 1, got '2'"),
+    ],
+)
+def test_a_wrong_environment_is_an_error_at_import(name, value, message, monkeypatch):
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=message):
         runpy.run_path(backends.__file__)
+
+
+def test_calls_are_not_replayed_if_the_environment_says_so(monkeypatch):
+    for value, replays in (("0", False), ("1", True), ("", True)):
+        monkeypatch.setenv("FASTVIT_REPLAY", value)
+        assert runpy.run_path(backends.__file__)["replays"] is replays
 
 
 def test_without_triton():

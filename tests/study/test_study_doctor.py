@@ -37,6 +37,14 @@ def test_json_has_every_finding_of_this_machine(capsys):
     ]
 
 
+def test_calls_that_are_not_replayed(monkeypatch):
+    monkeypatch.setenv("FASTVIT_REPLAY", "0")
+    variable = finding("FASTVIT_REPLAY", machine._ops)
+    assert (variable.value, variable.status) == ("0", "note")
+    with ops.use_backend("aten", replay=False):
+        assert finding("calls", machine._ops).value.startswith("in Python every time: FASTVIT_REPLAY or use_backend")
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="where there is no GPU")
 def test_the_path_of_every_op_and_why(monkeypatch):
     monkeypatch.setattr(backends, "HAVE_TRITON", True)

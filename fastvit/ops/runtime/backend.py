@@ -1,13 +1,14 @@
-"""Decide which path a call of an op takes: PyTorch's dispatcher, Triton or ATen.
+"""Decide which path a call of an op takes: PyTorch's dispatcher, Triton or ATen; and whether calls are replayed.
 
 The first tensor's device decides for each call, and
 
     FASTVIT_BACKEND   auto (default: Triton on a GPU or under TRITON_INTERPRET=1, else ATen) | triton | aten
     FASTVIT_STRICT    1: what Triton cannot take raises instead of falling back to ATen with one warning (default: 0)
     FASTVIT_GLUON     0: Triton's kernels run where a Hopper GPU has some in Gluon (default: 1)
+    FASTVIT_REPLAY    0: every call runs in Python, where a debugger can stop; none is replayed in C (default: 1)
 
-or `use_backend`, which overrides the first two. Those are read in every call: a change of `os.environ` counts; the
-last is read when fastvit is imported.
+or `use_backend`, which overrides all but FASTVIT_GLUON. The first two are read in every call: a change of `os.environ`
+counts; the others are read when fastvit is imported.
 """
 
 from __future__ import annotations
@@ -41,8 +42,20 @@ from fastvit.ops.runtime.torch_private import (
 
 BACKENDS = ("auto", "triton", "aten")
 VARIABLES = {"FASTVIT_BACKEND": "auto", "FASTVIT_STRICT": "0"}  # and what stands for a variable that is not set
+VARIABLES_AT_IMPORT = {"FASTVIT_GLUON": "1", "FASTVIT_REPLAY": "1"}
+
+
+def _is_on(name: str) -> bool:
+    """Return whether a variable that is 0 or 1 is 1."""
+    value = os.environ.get(name) or (VARIABLES | VARIABLES_AT_IMPORT)[name]
+    if value not in ("0", "1"):
+        raise ValueError(f"{name} must be 0 or 1, got {value!r}")
+    return value == "1"
+
+
 INTERPRET = os.environ.get("TRITON_INTERPRET", "0") == "1"
-GLUON = os.environ.get("FASTVIT_GLUON") != "0"
+GLUON = _is_on("FASTVIT_GLUON")
+replays = _is_on("FASTVIT_REPLAY")  # whether calls are recorded and replayed; `use_backend` changes it
 HAVE_TRITON = which_triton.is_installed()
 
 
@@ -71,12 +84,10 @@ _chosen: Settings | None = None  # by use_backend
 @functools.lru_cache(maxsize=8)
 def _parsed(*_raw: Any) -> Settings:
     """Parse the variables. The arguments, their raw values, are the cache's key."""
-    backend, strict = (os.environ.get(name) or VARIABLES[name] for name in VARIABLES)
+    backend = os.environ.get("FASTVIT_BACKEND") or VARIABLES["FASTVIT_BACKEND"]
     if backend not in BACKENDS:
         raise ValueError(f"FASTVIT_BACKEND must be one of {BACKENDS}, got {backend!r}")
-    if strict not in ("0", "1"):
-        raise ValueError(f"FASTVIT_STRICT must be 0 or 1, got {strict!r}")
-    return backend, strict == "1"
+    return backend, _is_on("FASTVIT_STRICT")
 
 
 def settings() -> Settings:
@@ -88,7 +99,7 @@ settings()  # a wrong value is an error at import
 
 
 @contextlib.contextmanager
-def use_backend(name: str, *, strict: bool | None = None) -> Iterator[None]:
+def use_backend(name: str, *, strict: bool | None = None, replay: bool | None = None) -> Iterator[None]:
     """Run every op within the context on the backend of that name, whatever FASTVIT_BACKEND says.
 
         with fastvit.ops.use_backend("aten"):
@@ -102,23 +113,27 @@ def use_backend(name: str, *, strict: bool | None = None) -> Iterator[None]:
         name: "triton", "aten", or "auto": Triton for tensors on a GPU (with TRITON_INTERPRET=1 for all), else ATen.
         strict: whether what Triton cannot take raises (True) or falls back to ATen with one warning (False); None for
             the setting outside: the enclosing context's, or FASTVIT_STRICT's.
+        replay: whether later calls of a kind are replayed in C (True) or run in Python (False), so that a debugger can
+            stop in them; None for the setting outside: the enclosing context's, or FASTVIT_REPLAY's.
 
     Raises:
         ValueError: another name.
-        TypeError: another type of strict.
+        TypeError: another type of strict or replay.
         RuntimeError: from an op on "triton", if Triton cannot run on its tensors' device at all.
     """
-    global _chosen
+    global _chosen, replays
     if name not in BACKENDS:
         raise ValueError(f"backend must be one of {BACKENDS}, got {name!r}")
-    if not isinstance(strict, bool | None):
-        raise TypeError(f"strict must be True, False or None, got {strict!r}")
-    before = _chosen
+    for argument, value in (("strict", strict), ("replay", replay)):
+        if not isinstance(value, bool | None):
+            raise TypeError(f"{argument} must be True, False or None, got {value!r}")
+    before = _chosen, replays
     _chosen = name, settings()[1] if strict is None else strict
+    replays = replays if replay is None else replay
     try:
         yield
     finally:
-        _chosen = before
+        _chosen, replays = before
 
 
 def wants_triton(x: Tensor) -> bool:

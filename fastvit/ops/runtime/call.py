@@ -6,7 +6,8 @@ allocations, views. So like calls are prepared once.
 1. The first call of its kind runs in Python.
 2. The second is recorded while it runs in Python (record.py).
 3. All later ones are replayed in C (replay.c): the same allocations, views, calls of PyTorch's functions and launches,
-   on other tensors. What cannot be recorded runs in Python every time.
+   on other tensors. What cannot be recorded runs in Python every time; with FASTVIT_REPLAY=0, or within
+   `use_backend(..., replay=False)`, everything does.
 
 `run.py` does this for a public op, from its arguments to its results; `Call.run` for a function of tensors:
 
@@ -34,6 +35,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from fastvit.ops.runtime import backend
 from fastvit.ops.runtime.backend import (
     Path,
     fall_back,
@@ -131,9 +133,10 @@ def begin(op: str, arguments: tuple[Any, ...], options: Key = ()) -> tuple[Call,
     """
     if is_observed():
         return _DISPATCHED
-    if _module is not None and (found := _module.find(_kept, op, arguments, options, _settings)) is not None:
-        known: tuple[Call, list[Any]] = found
-        return known
+    if _module is not None and backend.replays:
+        found: tuple[Call, list[Any]] | None = _module.find(_kept, op, arguments, options, _settings)
+        if found is not None:
+            return found
     return _unknown(op, arguments, options)
 
 
@@ -174,7 +177,9 @@ def _unknown(op: str, arguments: tuple[Any, ...], options: Key) -> tuple[Call, l
         return _DISPATCHED  # it knows what is in the wrapper of a functorch transform that has ended
     key = op, shape
     in_python: tuple[Call, list[Any]] = UNKEPT[path], []
-    if unwrap_if_dead is None or TensorGuards is None or (path is Path.TRITON and launches_are_watched()):
+    if not backend.replays or unwrap_if_dead is None or TensorGuards is None:
+        return in_python
+    if path is Path.TRITON and launches_are_watched():
         return in_python
     if len(tensors) > _MOST_TENSORS or len(_kept.get(key, ())) >= _MOST_ALIKE:
         return in_python
