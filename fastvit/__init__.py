@@ -38,6 +38,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fastvit import export, ops, reference, study
+    from fastvit._base.version import __version__
     from fastvit.compiler import compile
     from fastvit.cuda_graphs import graphs
     from fastvit.distilled import VisionTransformerDistilled
@@ -79,9 +80,8 @@ __all__ = [
     "unfit",
 ]
 
-__version__: str
-
 _MODULE_NAMES = {
+    "fastvit._base.version": ("__version__",),
     "fastvit.distilled": ("VisionTransformerDistilled",),
     "fastvit.eva": ("Eva",),
     "fastvit.study.fitting.fit": ("fit", "unfit"),
@@ -96,13 +96,6 @@ _MODULE = {name: module for module, names in _MODULE_NAMES.items() for name in n
 
 
 def __getattr__(name: str) -> Any:
-    if name == "__version__":
-        from importlib.metadata import PackageNotFoundError, version
-
-        try:
-            return version("fastvit")
-        except PackageNotFoundError:  # a checkout on the path, not installed
-            return "0.0.0+unknown"
     if name in _MODULE:
         value = globals()[name] = getattr(import_module(_MODULE[name]), name)
         return value

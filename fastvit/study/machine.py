@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from fastvit._base import which_triton
+from fastvit._base.version import __version__
 
 OK, NOTE, TROUBLE = "ok", "note", "trouble"
 _PACKAGES = {  # optional packages, and their use
@@ -56,9 +57,7 @@ def doctor() -> tuple[Finding, ...]:
 
 
 def _versions() -> Iterator[Finding]:
-    import fastvit
-
-    yield Finding("versions", "fastvit", f"{fastvit.__version__}, {Path(fastvit.__file__).parent}")
+    yield Finding("versions", "fastvit", f"{__version__}, {Path(__file__).parents[1]}")
     yield Finding("versions", "python", f"{platform.python_version()}, {sys.executable}")
     version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     if version < _LEAST_TORCH:

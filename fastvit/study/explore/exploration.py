@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import fastvit
+from fastvit._base.version import __version__
 from fastvit.modules.arguments import Pair, checked_pair
 from fastvit.study.explore import attention, document, memory
 from fastvit.study.explore.document import Progress
@@ -122,7 +122,7 @@ def explore(
         positions = _positions(built, facts["grid"])
     data: dict[str, Any] = {
         "model": facts,
-        "version": fastvit.__version__,
+        "version": __version__,
         "provenance": _provenance(source, image, weights, positions["fixed"]),
         "picture": {
             "uri": document.as_uri(shown),
