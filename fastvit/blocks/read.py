@@ -38,8 +38,6 @@ LAYER_SCALE: Classes = {
     "fastvit.layers.LayerScale",
     "timm.layers.layer_scale.LayerScale",
     "timm.models.vision_transformer.LayerScale",
-    "dinov2.layers.layer_scale.LayerScale",
-    "dinov3.layers.layer_scale.LayerScale",
 }
 DROP_PATH: Classes = {nn.Identity, "fastvit.layers.DropPath", "timm.layers.drop.DropPath"}
 ATTENTION: Classes = {

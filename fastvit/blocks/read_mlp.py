@@ -1,7 +1,8 @@
-"""Read MLPs, plain and gated, of all libraries: a row for each set of names that their layers have."""
+"""Read MLPs, plain and gated: those of timm's names, ours included, and those of other `layouts`."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch.nn.functional as F
@@ -27,49 +28,37 @@ class Layout(NamedTuple):
     classes: dict[str, Classes]
 
 
-def _layout(fc1: str, act: str | None, fc2: str, drops: str = "", gated: bool = False) -> Layout:
+def layout(fc1: str, act: str | None, fc2: str, drops: str = "", gated: bool = False) -> Layout:
     names, dropouts = tuple(fc1.split()), tuple(drops.split())
     activation: dict[str, Classes] = {act: {*ACTIVATIONS}} if act else {}
     linear: dict[str, Classes] = dict.fromkeys((*names, fc2), LINEAR)
     return Layout(names, act, fc2, dropouts, gated, linear | activation | dict.fromkeys(dropouts, DROPOUT))
 
 
-_TIMM = _layout("fc1", "act", "fc2", "drop1 drop2")  # GluMlp too, whose attribute says that it is gated
-_LAYOUTS = {  # by the name of one layer: the first of these names that an MLP has decides
-    "fc1_g": _layout("fc1_g fc1_x", "act", "fc2", "drop1 drop2", gated=True),
-    "drop1": _TIMM,
-    "drop": _layout("fc1", "act", "fc2", "drop drop"),
-    "activation_fn": _layout("fc1", "activation_fn", "fc2"),
-    "activation": _layout("fc1", "activation", "fc2"),  # Dinov2 in earlier versions of transformers
-    "gate_proj": _layout("gate_proj up_proj", "act_fn", "down_proj", gated=True),
-    "up_proj": _layout("up_proj", "act_fn", "down_proj"),
-    "weights_in": _layout("weights_in", None, "weights_out", gated=True),
-    "lin1": _layout("lin1", "act", "lin2"),
-    "w12": _layout("w12", None, "w3", gated=True),
-    "w1": _layout("w1 w2", None, "w3", gated=True),
-    "3": _layout("0", "1", "3", "2 4"),
-}
+_TIMM = layout("fc1", "act", "fc2", "drop1 drop2")  # GluMlp too, whose attribute says that it is gated
+# By the name of one layer: the first of these names that an MLP has decides
+LAYOUTS = {"fc1_g": layout("fc1_g fc1_x", "act", "fc2", "drop1 drop2", gated=True), "drop1": _TIMM}
 _SILU = nn.SiLU()
 
 
-def read_mlp(mlp: Any, dropout: Dropout = None) -> MlpSpec:
+def read_mlp(mlp: Any, dropout: Dropout = None, layouts: Mapping[str, Layout] = LAYOUTS) -> MlpSpec:
     """Read an MLP. dropout: the one after it, if another module has it."""
     children = mlp._modules
-    layout = _TIMM
-    for name in _LAYOUTS:
+    names = _TIMM
+    for name in layouts:
         if name in children:
-            layout = _LAYOUTS[name]
+            names = layouts[name]
             break
-    submodules(mlp, layout.classes)
-    act = _SILU if layout.act is None else children[layout.act]
-    drop1, drop2 = (children[layout.drops[0]], children[layout.drops[1]]) if layout.drops else (None, dropout)
+    submodules(mlp, names.classes)
+    act = _SILU if names.act is None else children[names.act]
+    drop1, drop2 = (children[names.drops[0]], children[names.drops[1]]) if names.drops else (None, dropout)
     norm = read_inner_norm(mlp) if "norm" in children else None
-    plain = describe_mlp(children[layout.fc1[0]], act, children[layout.fc2], drop1, drop2, norm)
-    if not layout.gated and "gate_last" not in mlp.__dict__:
+    plain = describe_mlp(children[names.fc1[0]], act, children[names.fc2], drop1, drop2, norm)
+    if not names.gated and "gate_last" not in mlp.__dict__:
         return plain
     for gated, activation in GATED.items():
         if activation == plain.activation:
-            value = read_layer(children[layout.fc1[1]]) if len(layout.fc1) == 2 else None
+            value = read_layer(children[names.fc1[1]]) if len(names.fc1) == 2 else None
             gate_last, adapted = mlp.__dict__.get("gate_last", False), plain.adapted or type(value) is AdaptedLinear
             return plain._replace(activation=gated, value=value, gate_last=gate_last, adapted=adapted)
     raise CannotFuse(f"a gate with {plain.activation}")

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from fastvit.blocks import read, run, spec
-from fastvit.blocks.read import DROPOUT, LAYER_SCALE, LINEAR, NORM
-from fastvit.blocks.read_mlp import read_mlp
+from fastvit.blocks.read import DROPOUT, LINEAR, NORM
 from fastvit.blocks.recompute import DEFAULT, Recompute
 from fastvit.blocks.spec import AttentionSpec, PlainLinear
 from fastvit.blocks.submodules import CannotFuse, Classes, class_name, has_own_forward, qualified_name, submodules
 from fastvit.integrations.forward import Call, ClassHandler, only_input
+from fastvit.integrations.mlp_names import read_mlp
 from fastvit.ops import Rotary
 
 # Names with 2 are about DINOv2's classes, those with 3 about DINOv3's
@@ -27,6 +27,9 @@ MASKED = "dinov3.layers.attention.LinearKMaskedBias"
 MLP: Classes = {
     "dinov2.layers.mlp.Mlp", "dinov2.layers.swiglu_ffn.SwiGLUFFN", "dinov2.layers.swiglu_ffn.SwiGLUFFNFused",
     "dinov3.layers.ffn_layers.Mlp", "dinov3.layers.ffn_layers.SwiGLUFFN",
+}  # fmt: skip
+LAYER_SCALE: Classes = {
+    nn.Identity, "dinov2.layers.layer_scale.LayerScale", "dinov3.layers.layer_scale.LayerScale",
 }  # fmt: skip
 
 Batches = Tensor | list[Tensor]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
-from fastvit.blocks import grid, read, read_parallel, read_timm, run, windows
+from fastvit.blocks import grid, read, read_timm, run, windows
 from fastvit.blocks.grid import GridAttention, GridBlock, Positions
 from fastvit.blocks.read import DROP_PATH, LAYER_SCALE, MLP, NORM
 from fastvit.blocks.read_mlp import read_mlp
@@ -22,6 +22,7 @@ from fastvit.blocks.spec import AttentionSpec
 from fastvit.blocks.submodules import CannotFuse, Classes, submodules
 from fastvit.blocks.windows import WindowBlock
 from fastvit.integrations.forward import Call, ClassHandler, checked_mask
+from fastvit.integrations.libraries import timm_parallel
 from fastvit.ops import Rotary
 from fastvit.ops.runtime.backend import is_jit_tracing
 from fastvit.ops.runtime.device import is_fake
@@ -120,7 +121,7 @@ HANDLERS = {
         read_timm.read_block, run.run_block, read_call, takes_recompute=True
     ),
     "timm.models.vision_transformer.ParallelScalingBlock": ClassHandler(
-        read_parallel.read_block, read_parallel.run_block, read_call
+        timm_parallel.read_block, timm_parallel.run_block, read_call
     ),
     **dict.fromkeys(read.ATTENTION, ClassHandler(read_timm.read_attention, run.run_attention, read_call)),
     **dict.fromkeys(MLP, ClassHandler(read_mlp, run.run_mlp, ndim=None)),

@@ -9,10 +9,10 @@ from torch import nn
 
 from fastvit.blocks import read, run, spec
 from fastvit.blocks.read import DROPOUT, NORM
-from fastvit.blocks.read_mlp import read_mlp
 from fastvit.blocks.spec import AttentionSpec, PlainLinear
 from fastvit.blocks.submodules import CannotFuse, Classes, submodules
 from fastvit.integrations.forward import ClassHandler
+from fastvit.integrations.mlp_names import read_mlp
 
 ATTENTION: Classes = {nn.MultiheadAttention}
 OUT_PROJ: Classes = {nn.Linear, "torch.nn.modules.linear.NonDynamicallyQuantizableLinear"}

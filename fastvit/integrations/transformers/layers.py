@@ -17,11 +17,12 @@ from torch import Tensor, nn
 from fastvit import ops
 from fastvit.blocks import read, run
 from fastvit.blocks.read import LINEAR
-from fastvit.blocks.read_mlp import describe_mlp, read_mlp
+from fastvit.blocks.read_mlp import describe_mlp
 from fastvit.blocks.recompute import Recompute
 from fastvit.blocks.spec import AttentionSpec, BlockSpec, HalfSpec, MlpSpec
 from fastvit.blocks.submodules import CannotFuse, submodules
 from fastvit.integrations.forward import Call, ClassHandler, checked_mask
+from fastvit.integrations.mlp_names import read_mlp
 from fastvit.integrations.transformers import hooks, vjepa2
 from fastvit.integrations.transformers.classes import (
     ATTENTIONS,
