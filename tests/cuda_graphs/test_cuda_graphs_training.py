@@ -1,13 +1,21 @@
 """`fastvit.graphs` in training: losses, gradients and parameters are those without graphs, bit by bit."""
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-from cuda_graphs_models import assert_equal
-from cuda_graphs_training import DROPOUT, TwoHeads, logits, ours, pair
+from cuda_graphs_models import (
+    DROPOUT,
+    TwoHeads,
+    assert_equal,
+    assert_trains_as_without,
+    checkpointed,
+    frozen,
+    ours,
+    pair,
+    train,
+)
 from host_recorder import HostRecorder
 from library_models import hugging_face, vit
 from torch import Tensor, nn
@@ -23,19 +31,6 @@ def accelerated() -> nn.Module:
     return model
 
 
-def frozen() -> nn.Module:
-    model = ours()
-    model.patch_embed.requires_grad_(False)
-    model.blocks[0].requires_grad_(False)
-    return model
-
-
-def checkpointed() -> nn.Module:
-    model = ours(**DROPOUT)
-    model.set_grad_checkpointing()
-    return model
-
-
 def fitted() -> nn.Module:
     model = ours(**DROPOUT)
     put_on(model.blocks[0], Choice("all", "all"))
@@ -47,42 +42,16 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "dropout": lambda: ours(**DROPOUT),
     "accelerated": accelerated,
     "transformers": lambda: hugging_face("ViTForImageClassification"),
-    "frozen": frozen,
-    "checkpointed": checkpointed,
+    "frozen": lambda: frozen(ours()),
+    "checkpointed": lambda: checkpointed(ours(**DROPOUT)),
     "fitted": fitted,
     "two heads": TwoHeads,
 }
 
 
-def train(model: nn.Module, steps: int, **options: Any) -> list[Tensor]:
-    """Steps of two micro batches; the learning rate changes, gradients are clipped, and scaled under autocast."""
-    amp, none = options.pop("amp", False), options.pop("set_to_none", True)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, **options)
-    scaler = torch.amp.GradScaler("cpu", enabled=amp)
-    generator, losses = torch.Generator().manual_seed(1), []
-    for step in range(steps):
-        torch.manual_seed(step)
-        optimizer.zero_grad(set_to_none=none)
-        for _ in range(2):
-            images = torch.randn(4, 3, 32, 32, generator=generator)
-            with torch.autocast("cpu", torch.bfloat16) if amp else nullcontext():
-                loss = logits(model(images)).float().square().mean()
-            scaler.scale(loss).backward()
-            losses.append(loss.detach())
-        scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.param_groups[0]["lr"] *= 0.7
-    return losses
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_models_train_as_without_graphs(name: str, recorders: list[HostRecorder]) -> None:
-    model, graphed, report = pair(MODELS[name]())
-    expected, losses = train(model, 4), train(graphed, 4)
-    assert all(map(torch.equal, losses, expected))
-    assert_equal(model, graphed)
+    report = assert_trains_as_without(MODELS[name]())
     assert [g.replays for g in report.graphs] == [6]
     assert not report.reasons
     assert len(recorders) == 1
@@ -92,17 +61,14 @@ def test_models_train_as_without_graphs(name: str, recorders: list[HostRecorder]
     "options", [{"amp": True}, {"set_to_none": False}, {"fused": True}, {"foreach": True}], ids=lambda o: next(iter(o))
 )
 def test_loops_train_as_without_graphs(options: dict[str, Any]) -> None:
-    model, graphed, report = pair(ours(**DROPOUT))
-    assert all(map(torch.equal, train(graphed, 4, **options), train(model, 4, **options)))
-    assert_equal(model, graphed)
-    assert len(report.graphs) == 1
+    assert len(assert_trains_as_without(ours(**DROPOUT), **options).graphs) == 1
 
 
 def test_groups_of_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     """Under DistributedDataParallel a gradient is there as soon as its group is computed, and later ones are not."""
     monkeypatch.setattr(captured, "_GROUP_BYTES", 20_000)
     monkeypatch.setattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", object())
-    model, graphed, _ = pair(ours())
+    model, graphed, _ = pair(ours(depth=3))
     train(model, 2), train(graphed, 2)
     order: list[tuple[str, int]] = []
     for name, p in graphed.named_parameters():

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from cuda_graphs_models import IMAGE, ours, replays
-from cuda_graphs_training import DROPOUT
+from cuda_graphs_models import DROPOUT, IMAGE, ours, replays
 from device_trace import OPS, Event, canonical, pointers, problems, recorded, stubs
 from torch import Tensor, nn
 

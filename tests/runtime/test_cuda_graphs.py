@@ -1,4 +1,4 @@
-"""CUDA graphs: every op is captured and replayed, seeds move on from replay to replay, and graphed models train.
+"""CUDA graphs: every op is captured and replayed, and so are models by torch.compile.
 
 That nothing here needs the host is seen without a GPU as well: launchers and ops run on meta tensors (test_targets.py)
 and on fake ones (tests/ops/promises), which have no values to be read.
@@ -8,9 +8,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from cuda_graphs_models import ours
 from op_cases import ROWS, function, made, outputs_of, wanted
-
-import fastvit
 
 Tensors = tuple[torch.Tensor, ...]
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -62,41 +61,11 @@ def test_every_op(name: str, triton_backend: None, device: torch.device) -> None
         assert_same(outputs, step())
 
 
-def model(device: torch.device) -> fastvit.VisionTransformer:
-    return fastvit.VisionTransformer(
-        img_size=32, patch_size=8, embed_dim=32, depth=2, num_heads=2, num_classes=5,
-        pos_drop_rate=0.1, proj_drop_rate=0.2, attn_drop_rate=0.2, drop_path_rate=0.5, init_values=0.1,
-    ).to(device)  # fmt: skip
-
-
-def test_seeds_move_on_from_replay_to_replay(triton_backend: None, device: torch.device) -> None:
-    """Dropout and DropPath in a training step: each replay draws other numbers, and the same ones after the same
-    seed."""
-    vit, image = model(device).train(), torch.randn(4, 3, 32, 32, device=device)
-    parameters = list(vit.parameters())
-
-    def step() -> Tensors:
-        out = vit(image)
-        return out.detach(), *torch.autograd.grad(out.square().sum(), parameters)
-
-    replay, outputs = captured(step)
-    draws = []
-    for seed in (3, None, None, 3):
-        if seed is not None:
-            torch.manual_seed(seed)
-        replay()
-        draws.append([t.clone() for t in outputs])
-    first, second, third, again = draws
-    assert not torch.equal(first[0], second[0])
-    assert not torch.equal(second[0], third[0])
-    assert_same(tuple(again), tuple(first))
-
-
 @pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
 def test_reduce_overhead(training: bool, triton_backend: None, device: torch.device) -> None:
     """torch.compile's own graphs."""
     torch.compiler.reset()
-    vit, image = model(device).eval(), torch.randn(2, 3, 32, 32, device=device)
+    vit, image = ours(init_values=0.1).to(device), torch.randn(2, 3, 32, 32, device=device)
     compiled = torch.compile(vit, mode="reduce-overhead", fullgraph=True)
     with torch.set_grad_enabled(training):
         for _ in range(3):
