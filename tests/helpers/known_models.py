@@ -191,6 +191,9 @@ TIMM = {
     "ViT, norms everywhere": Known(
         partial(vit, depth=1, qk_norm=True, scale_attn_norm=True, scale_mlp_norm=True, norm_layer="rmsnorm")
     ),
+    "ViT, norms without weight": Known(
+        partial(vit, depth=1, norm_layer=partial(nn.LayerNorm, eps=1e-6, elementwise_affine=False))
+    ),
     "CLIP": Known(partial(vit, "vit_base_patch16_clip_quickgelu_224", depth=1)),
     "SigLIP": Known(
         partial(vit, "vit_base_patch16_siglip_224", depth=1), mlps=2, left=("AttentionPoolLatent",)
@@ -286,6 +289,10 @@ TRANSFORMERS = {
     "got_ocr2": Known(partial(grid_of_transformers, "got_ocr2.GotOcr2VisionEncoder"), SQUARE, GRID, 2, 0),
     "slanext": Known(partial(grid_of_transformers, "slanext.SLANeXtVisionEncoder"), SQUARE, GRID, 2, 0),
     "VitDet": Known(partial(grid_of_transformers, "vitdet.VitDetModel"), SQUARE, GRID, 2),
+    "VitDet, convolutions after an MLP": Known(
+        partial(grid_of_transformers, "vitdet.VitDetModel", residual_block_indices=[1]), SQUARE, GRID, 2,
+        left=("Layer", "Norm"),
+    ),
     "Swin of transformers": Known(swin_of_transformers, blocks=GRID, count=3, alone=0),
     "Swin of transformers, padded": Known(partial(swin_of_transformers, 36), (3, 36, 36), GRID, 3, 0),
 }  # fmt: skip

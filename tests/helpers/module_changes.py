@@ -109,6 +109,12 @@ def another_class(block: nn.Module) -> None:
     block.mlp.act.__class__ = Doubled
 
 
+def another_block_class(block: nn.Module) -> None:
+    """As token merging does it."""
+    kind: Any = type(block)
+    block.__class__ = type("Halved", (kind,), {"forward": lambda self, x: kind.forward(self, x) / 2})
+
+
 def parametrized(block: nn.Module) -> None:
     parametrize.register_parametrization(block.mlp.fc1, "weight", nn.Softplus(), unsafe=True)
 
@@ -173,6 +179,7 @@ CHANGES: dict[str, Change] = {
     "own forward": own_forward,
     "the class's forward": class_forward,
     "another class": another_class,
+    "another class of the block": another_block_class,
     "a parameter": parameter("norm1", "weight", noise),
     "a weight": parameter("mlp.fc1", "weight", noise),
     "a parameter in place": lambda block: block.attn.qkv.weight.data.mul_(2),

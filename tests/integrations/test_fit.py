@@ -30,13 +30,15 @@ def accelerated(make, *args, **options):
     return model
 
 
-def ours(**options):
+def ours(name="vit_tiny_patch16_224", **options):
     sizes = {"img_size": 32, "patch_size": 8, "embed_dim": 64, "num_heads": 2, "depth": 3, "num_classes": 5}
-    return fastvit.create_model("vit_tiny_patch16_224", **{**sizes, **options})
+    return fastvit.create_model(name, **{**sizes, **options})
 
 
 MODELS = {
     "ours": partial(ours, init_values=0.3, **DROPOUT),
+    "norms of q and k, SwiGLU": partial(ours, qk_norm=True, mlp_layer="swiglu"),
+    "EVA": partial(ours, "eva02_tiny_patch14_224", init_values=0.3, drop_path_rate=0.4),
     "post-norm": partial(ours, block_fn=PostNormBlock),
     "timm": partial(accelerated, vit, depth=3, **DROPOUT),
     "timm, plain": partial(vit, depth=3, **DROPOUT),

@@ -8,13 +8,12 @@ import pytest
 import torch
 from known_models import class_of_transformers
 from library_imports import import_library
-from library_models import fused_only, outcome, vit
-from models import assert_same_step, randomised, step
+from library_models import fused_only, outcome
+from models import randomised, step
 from oracle import GRADIENT, assert_as_accurate, inputs
 from torch import nn
 
 import fastvit
-from fastvit import reference
 from fastvit.integrations.transformers.classes import RMS_NORM
 
 D = 32
@@ -89,16 +88,3 @@ def test_dtypes_under_autocast(name: str, device: torch.device) -> None:
                 got = norm(x)
         assert got.dtype == want.dtype
         torch.testing.assert_close(got, want, rtol=2e-2, atol=1e-2)
-
-
-@pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
-def test_norms_without_weight(kind: str, device: torch.device) -> None:
-    """In blocks of ours, whose norms of q and k run as modules, and in timm's."""
-    norm, plain = (partial(getattr(home, kind), elementwise_affine=False) for home in (fastvit, nn))
-    plain = partial(plain, eps=1e-6)
-    ours = fastvit.Block(D, 2, norm_layer=norm, qk_norm=True).to(device)
-    theirs = reference.Block(D, 2, norm_layer=plain, qk_norm=True).to(device)
-    theirs.load_state_dict(ours.state_dict())
-    assert_same_step(ours, theirs, torch.randn(2, 7, D, device=device))
-    fused = fastvit.accelerate(vit(norm_layer=plain), strict=True)
-    assert outcome(fused, "blocks.0") == ("accelerated", "layer_norm_attention, layer_norm_mlp")

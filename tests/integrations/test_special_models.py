@@ -9,7 +9,7 @@ import pytest
 import torch
 from dinov2_layout import Attention, NestedTensorBlock
 from dinov3_layout import SelfAttentionBlock, SwiGLUFFN
-from known_models import grid_of_transformers, sam_of_timm, swin_of_timm, swin_of_transformers
+from known_models import sam_of_timm, swin_of_timm, swin_of_transformers
 from library_models import accelerate_and_compare, outcome, parallel_block, vit
 from models import accelerate_as_it_was, close, randomised
 from torch import Tensor, nn
@@ -71,16 +71,6 @@ def test_large_scores(make: Callable[[], nn.Module], device: torch.device) -> No
             if name.endswith(("qkv.weight", "q_proj.weight", "k_proj.weight")):
                 parameter.mul_(20)
     accelerate_and_compare(model, lambda m: m(image))
-
-
-def test_other_calls_and_layers_of_vitdet(device: torch.device) -> None:
-    """The modules run their own forward, and their parts are fused where they can be."""
-    image = torch.randn(2, 3, 64, 64, device=device)
-    model = grid_of_transformers("vitdet.VitDetModel", residual_block_indices=[1]).to(device)
-    report = accelerate_and_compare(model, lambda m: m(image))
-    assert report.fused("attention") == report.fused("MLP") == (2, 2)
-    with pytest.warns(UserWarning, match="the argument output_attentions"):
-        model(image, output_attentions=True)
 
 
 def test_attention_weights_of_swin_are_the_librarys(device: torch.device) -> None:

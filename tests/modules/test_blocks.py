@@ -38,6 +38,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "quick_gelu_drop_path": (PLAIN, {"act_layer": "quick_gelu", "drop_path": 0.5}),
     "torchs_norm_without_bias": (PLAIN, {"norm_layer": functools.partial(nn.LayerNorm, bias=False)}),
     "qk_norm": (PLAIN, {"qk_norm": True, "norm_layer": nn.RMSNorm, "drop_path": 0.5}),
+    "qk_norm_no_affine": (PLAIN, {"qk_norm": True, "norm_layer": NO_AFFINE}),
+    "qk_norm_no_weight": (
+        PLAIN, {"qk_norm": True, "norm_layer": functools.partial(layers.RMSNorm, elementwise_affine=False)}
+    ),
     "an activation that no op knows": (PLAIN, {"act_layer": nn.ELU}),
     "post": (POST, {}),
     "post_layer_scale_drop_path": (POST, {"init_values": 0.5, "drop_path": 0.5}),

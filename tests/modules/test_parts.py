@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from fastvit import layers, reference
 from fastvit.modules.parts import ACT_LAYERS
 from fastvit.modules.pooling import AttentionPoolLatent
+from fastvit.reference import ops as formulas
 
 M = 5
 PADDING = (torch.arange(N) < torch.tensor([[N], [N - 4]]))[:, None, None, :]
@@ -24,16 +25,10 @@ PADDING = (torch.arange(N) < torch.tensor([[N], [N - 4]]))[:, None, None, :]
 
 class Eager(layers.CrossAttention):
     def forward(self, x: Tensor, context: Tensor, attn_mask: Tensor | None = None) -> Tensor:
-        q = self.q(x).view(*x.shape[:2], H, -1).transpose(1, 2)
-        k, v = self.kv(context).view(B, N, 2, H, -1).permute(2, 0, 3, 1, 4)
+        q, (k, v) = self.q(x).unflatten(-1, (H, -1)), self.kv(context).unflatten(-1, (2, H, -1)).unbind(2)
         if hasattr(self, "q_norm"):
             q, k = self.q_norm(q), self.k_norm(k)
-        scores = (q * self.scale) @ k.transpose(-2, -1)
-        if attn_mask is not None and attn_mask.dtype is torch.bool:
-            scores = scores.masked_fill(~attn_mask, -torch.inf)
-        elif attn_mask is not None:
-            scores = scores + attn_mask
-        return self.proj((scores.softmax(dim=-1) @ v).transpose(1, 2).flatten(2))
+        return self.proj(formulas.attention(q, k, v, attn_mask=attn_mask, scale=self.scale).flatten(2))
 
 
 def attending(kind: type[layers.CrossAttention], mask: str, **arguments: Any) -> FunctionModule:
