@@ -22,6 +22,7 @@ from cuda_graphs_models import (
     two_views,
     with_validation,
 )
+from graph_models import FunctionModule
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -199,21 +200,16 @@ def test_a_result_in_warm_ups_is_the_models_own() -> None:
     assert replays(report) == [2]
 
 
-class Momentum(nn.Module):
-    """Updates a frozen copy by `.data`, as contrastive learning does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.query, self.key = nn.Linear(8, 8), nn.Linear(8, 8).requires_grad_(False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for key, query in zip(self.key.parameters(), self.query.parameters(), strict=True):
-            key.data.mul_(0.5).add_(query.data, alpha=0.5)
-        return self.query(x) * self.key(x)
+def updates_a_frozen_copy(m: Any, x: Tensor) -> Tensor:
+    """By `.data`, as contrastive learning does."""
+    for key, query in zip(m.key.parameters(), m.query.parameters(), strict=True):
+        key.data.mul_(0.5).add_(query.data, alpha=0.5)
+    return m.query(x) * m.key(x)
 
 
 def test_parameters_that_the_forward_pass_changes() -> None:
-    model = Momentum()
+    key = nn.Linear(8, 8).requires_grad_(False)
+    model = FunctionModule(updates_a_frozen_copy, query=nn.Linear(8, 8), key=key)
     runs_plainly(model, lambda: model(torch.ones(2, 8)).sum().backward(), "changes tensors of the model in place")
 
 
@@ -241,20 +237,11 @@ def test_a_backward_pass_that_changes_the_model() -> None:
     assert not model.flag, "called every time"
 
 
-class WithLeaves(nn.Module):
-    """Also returns leaves: a parameter, and its input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.scale = nn.Linear(4, 4), nn.Parameter(torch.ones(4))
-
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        return self.linear(x), self.scale, x
-
-
 @pytest.mark.parametrize("always", [True, False])
 def test_outputs_that_are_leaves(always: bool) -> None:
-    model, graphed, report = pair(WithLeaves())
+    """A parameter, and the input."""
+    layers = {"linear": nn.Linear(4, 4), "scale": nn.Parameter(torch.ones(4))}
+    model, graphed, report = pair(FunctionModule(lambda m, x: (m.linear(x), m.scale, x), **layers))
     for i in range(6):
         gradients = []
         for each in (model, graphed):
@@ -267,22 +254,14 @@ def test_outputs_that_are_leaves(always: bool) -> None:
     assert replays(report) == [4]
 
 
-class Tied(nn.Module):
-    """Uses its weight and its input twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.other = nn.Linear(16, 16), nn.Linear(16, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(torch.relu(self.linear(x))) + self.other(x)
-
-
 @pytest.mark.parametrize("first", [nn.Identity, nn.Tanh], ids=["a leaf", "a result"])
 @pytest.mark.parametrize("cache", [True, False])
 def test_what_is_used_twice_under_autocast(first: type[nn.Module], cache: bool) -> None:
-    """Autocast casts a leaf once, and adds the gradients of its uses before it casts them back."""
-    model, graphed, report = pair(Tied())
+    """A weight and the input. Autocast casts a leaf once, and adds the gradients of its uses before it casts them
+    back."""
+    layers = {"linear": nn.Linear(16, 16), "other": nn.Linear(16, 16)}
+    tied = FunctionModule(lambda m, x: m.linear(torch.relu(m.linear(x))) + m.other(x), **layers)
+    model, graphed, report = pair(tied)
     for _ in range(6):
         x, gradients = torch.randn(8, 16), []
         for each in (model, graphed):

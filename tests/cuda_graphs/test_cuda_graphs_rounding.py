@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cuda_graphs_models import IMAGE, check, ours, replays
+from graph_models import FunctionModule
 from host_recorder import HostRecorder
 from library_models import vit
 from torch import Tensor, nn
@@ -120,15 +121,9 @@ def test_tables_that_have_as_many_rows_as_a_batch_and_empty_batches() -> None:
         assert [len(model(torch.ones(rows, 4))) for rows in (0, 3, 3, 3, 0, 0)] == [0, 3, 3, 3, 0, 0]
 
 
-class Clipped(nn.Module):
-    """Scales all rows by their largest value, where that is large."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x / x.abs().amax().clamp(min=50)
-
-
 def test_rows_of_earlier_calls_are_gone() -> None:
-    model = Clipped().eval()
+    """All rows are scaled by their largest value, where that is large."""
+    model = FunctionModule(lambda _, x: x / x.abs().amax().clamp(min=50)).eval()
     plain = copy.deepcopy(model)
     report = fastvit.graphs(model, batches=(4,))
     with torch.no_grad():
@@ -152,25 +147,14 @@ def test_rounding_is_no_difference(dtype: torch.dtype, autocast: bool) -> None:
     assert not report.reasons
 
 
-class Counts(nn.Module):
-    """Counts its calls in a buffer, or in another tensor."""
-
-    def __init__(self, in_buffer: bool) -> None:
-        super().__init__()
-        self.calls: Tensor
-        if in_buffer:
-            self.register_buffer("calls", torch.zeros(1))
-        else:
-            self.calls = torch.zeros(1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return x + 1
+def counted(m: Any, x: Tensor) -> Tensor:
+    m.calls += 1
+    return x + 1
 
 
-@pytest.mark.parametrize("in_buffer", [True, False])
-def test_comparing_leaves_tensors_as_they_are(in_buffer: bool) -> None:
-    model = Counts(in_buffer).eval()
+@pytest.mark.parametrize("count", [nn.Buffer(torch.zeros(1)), torch.zeros(1)], ids=["buffer", "tensor"])
+def test_comparing_leaves_tensors_as_they_are(count: Any) -> None:
+    model = FunctionModule(counted, calls=count).eval()
     fastvit.graphs(model, batches=(4,))
     with torch.no_grad(), warnings.catch_warnings(action="ignore"):
         for _ in range(5):
@@ -190,18 +174,17 @@ def test_results_with_infinities_are_compared() -> None:
     assert replays(report) == [2]
 
 
-class ChecksValues(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        if x.max() > 1:
-            raise ValueError("images are in [0, 1]")
-        return x
+def checks_values(_: nn.Module, x: Tensor) -> Tensor:
+    if x.max() > 1:
+        raise ValueError("images are in [0, 1]")
+    return x
 
 
 def test_an_error_while_rows_are_compared_is_no_error_of_the_call() -> None:
-    model = ChecksValues().eval()
+    model = FunctionModule(checks_values).eval()
     report = fastvit.graphs(model, batches=(8,))
     with torch.no_grad(), warnings.catch_warnings(record=True) as seen:
-        check(model, ChecksValues(), torch.rand(3, 4))
+        check(model, FunctionModule(checks_values), torch.rand(3, 4))
     assert "with more samples it fails: images are in [0, 1]" in str(seen[0].message)
     assert not report.graphs
 

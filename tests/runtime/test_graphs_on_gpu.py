@@ -27,6 +27,7 @@ from cuda_graphs_models import (
     two_views,
     with_validation,
 )
+from graph_models import FunctionModule
 from models import randomised
 from torch import Tensor, nn
 
@@ -154,21 +155,16 @@ def test_checkpoints_that_draw() -> None:
     assert not report.graphs
 
 
-class Plain(nn.Module):
+def plain() -> nn.Module:
     """Modules of PyTorch only, whose gradients have gradients."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.head = nn.Linear(3072, 16), nn.Linear(16, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(F.gelu(self.body(x.flatten(1))))
+    layers = {"body": nn.Linear(3072, 16), "head": nn.Linear(16, 5)}
+    return FunctionModule(lambda m, x: m.head(F.gelu(m.body(x.flatten(1)))), **layers)
 
 
 @pytest.mark.parametrize(
     ("make", "backward"),
     [(partial(vit, **DROPOUT), f) for f in (two_views, with_validation, twice)]
-    + [(Plain, twice), (Plain, of_gradients)],
+    + [(plain, twice), (plain, of_gradients)],
 )
 def test_backward_passes(make: Callable[[], nn.Module], backward: Callable[..., Any]) -> None:
     assert_passes_agree(make().cuda(), backward)
@@ -194,22 +190,16 @@ def test_distributed_data_parallel(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- what cannot be captured ----
 
 
-class Reads(nn.Module):
-    """Waits for the GPU in every call."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Linear(3072, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = F.dropout(self.body(x.flatten(1)))
-        return x if x.sum().item() > 0 else -x
+def reads(m: Any, x: Tensor) -> Tensor:
+    """Wait for the GPU."""
+    x = F.dropout(m.body(x.flatten(1)))
+    return x if x.sum().item() > 0 else -x
 
 
 def test_an_operation_that_waits() -> None:
     before = draws()
     with pytest.warns(UserWarning, match=r"test_graphs_on_gpu\.py:\d+ waits for the GPU"):
-        report = assert_trains_as_without(Reads().cuda())
+        report = assert_trains_as_without(FunctionModule(reads, body=nn.Linear(3072, 8)).cuda())
     assert not report.graphs
     assert torch.equal(draws(), before)
 
