@@ -148,22 +148,6 @@ def the_same_binary_as_triton_and_the_same_arguments():
     assert 0.02 * total < direct < 0.98 * total, (direct, total)
 
 
-def hooks_see_every_launch():
-    """Also those of a call that is replayed without a hook."""
-    seen = []
-    name = "layer_norm_mlp gelu"
-    op, tensors = function(name), made(name, 2, 16, torch.device("cpu"), torch.bfloat16, hidden=64)
-    with stub_gpu() as gpu, torch.no_grad():
-        for _ in range(3):
-            op(**tensors)
-        gpu.launches.clear()
-        with _hooked(lambda metadata: seen.append(metadata.get())):
-            op(**tensors)
-        assert len(seen) == len(gpu.launches) > 1
-        op(**tensors)
-        assert len(gpu.launches) == 2 * len(seen)
-
-
 def a_profiler_reads_names_flops_and_bytes():
     """Every kernel has them, where Proton looks."""
     read = {}

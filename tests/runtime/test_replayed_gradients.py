@@ -187,18 +187,3 @@ def test_errors_of_replayed_calls(name, device, refusals):
         tensors["norm_weight"].mul_(2.0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.backward()
-
-
-@pytest.mark.parametrize("name", HALVES)
-def test_replayed_results_are_ordinary_tensors(name, device, refusals):
-    """They may be edited, are no views, and are inference tensors where they should be."""
-    op, tensors = replaying(name, device, refusals)
-    for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
-        with mode():
-            for _ in range(CALLS):
-                out = op(**tensors)
-        with torch.inference_mode(mode is torch.inference_mode):
-            assert not out._is_view()
-            assert out.is_inference() == (mode is torch.inference_mode)
-            assert out.requires_grad == (mode is torch.enable_grad)
-            out += 1.0
