@@ -37,15 +37,6 @@ def test_arguments_that_are_one_tensor() -> None:
     assert sorted(replays(report)) == [3, 8]
 
 
-def test_grad_mode_belongs_to_the_kind() -> None:
-    model = Reads(None, lambda x, _: x * (2 if torch.is_grad_enabled() else 1)).requires_grad_(False)
-    plain = copy.deepcopy(model)
-    fastvit.graphs(model)
-    for grad in (True, False) * 5:
-        with torch.set_grad_enabled(grad):
-            check(model, plain, torch.ones(2, 4), calls=1)
-
-
 def test_kinds_of_calls() -> None:
     """Shapes, strides, dtypes, other arguments, gradients and settings; a kind that was captured is found again."""
     model = ours()
@@ -84,6 +75,7 @@ def deterministic(on: bool) -> None:
 
 
 SETTINGS: dict[str, tuple[Callable[[], float], Callable[[bool], Any]]] = {
+    "grad mode": (torch.is_grad_enabled, torch.set_grad_enabled),
     "deterministic": (lambda: torch.are_deterministic_algorithms_enabled(), deterministic),
     "precision": (
         lambda: torch.get_float32_matmul_precision() == "high",
@@ -106,7 +98,7 @@ SETTINGS: dict[str, tuple[Callable[[], float], Callable[[bool], Any]]] = {
 def test_settings_belong_to_the_kind(name: str) -> None:
     """A function that reads them has the right results after each change."""
     read, put = SETTINGS[name]
-    before, model = read(), Reads(None, lambda x, _: x.float() + read())
+    before, model = read(), Reads(None, lambda x, _: x.float() + read()).requires_grad_(False)
     plain = copy.deepcopy(model)
     report, x = fastvit.graphs(model), torch.ones(2, 4)
     with torch.no_grad():

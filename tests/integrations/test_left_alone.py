@@ -9,7 +9,7 @@ import pytest
 import torch
 from dinov2_layout import NestedTensorBlock
 from dinov3_layout import SelfAttentionBlock
-from known_models import grid_of_transformers, sam_of_timm, swin_of_timm, swin_of_transformers
+from known_models import grid_of_transformers, sam_of_timm, swin_of_timm, swin_of_transformers, vjepa2
 from library_imports import import_library
 from library_models import (
     TEXT,
@@ -103,6 +103,11 @@ LEFT: list[tuple[Make, str]] = [
     (lambda: hooked(block_of_timm(), "attn.q_norm"), "q_norm has hooks or a forward of its own"),
     (lambda: hooked(block_of_timm(), "attn.norm"), "norm has hooks or a forward of its own"),
     (lambda: hooked(block_of_timm(), "mlp.norm"), "norm has hooks or a forward of its own"),
+    (
+        lambda: swin_of_transformers(attn_implementation="eager").swin.encoder.layers[0].blocks[0],
+        "eager attention returns its weights as well",
+    ),
+    (lambda: vjepa2(attn_implementation="eager").encoder.layer[0], "eager attention returns its weights as well"),
     (partial(layer_of_text, "CLIP"), "the text tower's attention is causal"),
     (partial(layer_of_text, "Aimv2"), "the text tower's attention is causal"),
     (lambda: layer_of_text("Aimv2").attention, "the text tower's attention is causal"),

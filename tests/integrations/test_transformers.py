@@ -86,19 +86,6 @@ def test_a_forward_replaced_on_the_class_of_attention(vit: nn.Module, image: Ten
     assert not close(got, fused)
 
 
-def test_layers_of_vjepa2_return_weights(device: torch.device) -> None:
-    """Next to the tokens: with eager attention they are left alone."""
-    model, x = vjepa2().to(device), torch.randn(2, 8, 48, device=device)
-    layer = model.encoder.layer[0]
-    fastvit.accelerate(model)
-    assert layer(x)[1] is None
-    fastvit.restore(model)
-    model.set_attn_implementation("eager")
-    reasons = {entry.detail for entry in fastvit.accelerate(model).skipped}
-    assert reasons == {"eager attention returns its weights as well"}
-    assert layer(x)[1].shape == (2, 3, 8, 8)
-
-
 def test_tubelets_of_vjepa2_at_any_places(device: torch.device) -> None:
     """From some tubelets to others, whose places differ from sample to sample."""
     model, video = randomised(vjepa2()).to(device), torch.randn(2, 4, 3, 16, 16, device=device)
