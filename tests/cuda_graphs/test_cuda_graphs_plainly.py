@@ -10,8 +10,8 @@ import pytest
 import torch
 from cuda_graphs_models import IMAGE, check, ours, replays, runs_plainly
 from host_recorder import HostRecorder
+from models import Calls
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastvit
 from fastvit.cuda_graphs import graphed_parts
@@ -144,13 +144,8 @@ def test_containers_that_a_model_changes() -> None:
         runs_plainly(model, call, "arguments in place")
 
 
-class Mode(TorchDispatchMode):
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
-
-
 def with_mode(call: Callable[[], Any]) -> None:
-    with Mode():
+    with Calls():
         call()
 
 
