@@ -14,7 +14,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from fastvit.kernels._tiles import Place, Rows, rows_of, store
+from fastvit.kernels._tiles import Rows, Span, is_span, rows_of, store
 
 
 class Grid(NamedTuple):
@@ -47,18 +47,18 @@ def tile_keys(grid, row, column):
 def keys_from(x, at, grid, row, column):
     """Return the `Rows` of x, which is k or v or a gradient of them, from the key at (row, column) on."""
     index = row * grid.pitch + column
-    if len(at) == 8:
+    if is_span(at):
         return rows_of(x, at, index)
     else:
         start = at.window.top * grid.pitch + at.window.left
-        return rows_of(x, Place(at.batch, at.head, at.plane, 0, at.N, start, at.before, at.rows), index)
+        return rows_of(x, Span(at.batch, at.head, at.plane, 0, at.N, start, at.before, at.rows), index)
 
 
 @triton.jit
 def queries_from(x, at, grid, first):
     """Return the `Rows` that `query_index` counts from, of x, which has a row for each query: from index `first` on, or
     from a window's first token on."""
-    if len(at) == 8:
+    if is_span(at):
         return rows_of(x, at, first)
     else:
         return keys_from(x, at, grid, 0, 0)
@@ -69,7 +69,7 @@ def query_index(at, grid, first, COUNT: tl.constexpr):
     """Return where COUNT queries from index `first` on are in the `Rows` of `queries_from`, and their limit: from there
     on there are none. int32 [COUNT]"""
     index = tl.arange(0, COUNT)
-    if len(at) == 8:
+    if is_span(at):
         return index, at.N - first
     else:
         index += first
@@ -164,7 +164,7 @@ def store_keys(x, value, keys, limit, head):
 def store_queries(x, value, at, grid, head):
     """Store parts [M, D0], [M, D1] into the rows of x of the M queries that the program owns."""
     rows = queries_from(x, at, grid, at.first)
-    if len(at) == 8:
+    if is_span(at):
         index, end = query_index(at, grid, at.first, value[0].shape[0])
         store(rows, value, index, end, head)
     else:

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from fastvit.kernels._math import keep_mask
-from fastvit.kernels._tiles import Tokens, add_dot, dot, load, regions, rows_of, scaled, store
+from fastvit.kernels._tiles import Tokens, add_dot, dot, is_span, load, regions, rows_of, scaled, store
 
 # Do not specialise on sizes and strides that are 1 or divisible by 16: batch size 1 would recompile. Alignment is
 # passed as UNIT.
@@ -136,7 +136,7 @@ def factor(softmax):
 @triton.jit
 def _load_mask(mask, queries, first_query, keys, first_key, at, at_keys, ROWS: tl.constexpr, TAIL: tl.constexpr):
     """Load a tile of the mask, or one row of it for all queries."""
-    sequence = at.batch if len(at) == 8 else at.number
+    sequence = at.batch if is_span(at) else at.number
     plane = sequence.to(tl.int64) * mask.batch + at.head.to(tl.int64) * mask.head
     tile = mask.ptr + (plane + tl.cast(first_query, tl.int64) * mask.query) * 16 + first_key
     # up to the padding, so that loads are 16 bytes

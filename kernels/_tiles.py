@@ -1,8 +1,8 @@
 """Tiles of [B, N, H, d] tensors: what the attention kernels load, multiply and store.
 
 Kernel signatures are flat, because that launches faster. Kernels group their arguments first: a tensor with its strides
-is `Tokens`, and `place` tells a program which rows it owns. Groups are made in the call that takes them: as a local
-variable they would become tensors, constexprs included.
+is `Tokens`, and `span_of_program` tells a program which rows it owns. Groups are made in the call that takes them: as a
+local variable they would become tensors, constexprs included.
 
 A tile of rows is a pair of parts of the head dimension, [rows, D0] and [rows, D1] with D0 + D1 >= d. Both are powers of
 two and the columns from d on are masked, so that d = 80 takes 64 + 16 and not 128. D1 is 0 where one part is enough;
@@ -58,15 +58,14 @@ class Rows(NamedTuple):
 
 
 class WindowRows(NamedTuple):
-    """Tokens of a window and one head: pointer to the sample's first one. Functions tell it from `Rows` by its length,
-    because triton 3.6 cannot return None in a tuple."""
+    """Tokens of a window and one head: pointer to the sample's first one."""
 
     ptr: tl.tensor
     stride: tl.tensor
     window: Window
 
 
-class Place(NamedTuple):
+class Span(NamedTuple):
     """The rows that a program owns: from `first` on, of N rows of one sequence and head. plane: sequence and head as
     one index, sequence * H + head.
 
@@ -84,9 +83,9 @@ class Place(NamedTuple):
     rows: tl.tensor
 
 
-class WindowPlace(NamedTuple):
-    """The rows that a program owns where sequences are windows of a sample, `batch`: a `Place`, from which functions
-    tell it by its length, the `window`, and its number in the sample."""
+class WindowSpan(NamedTuple):
+    """The rows that a program owns where sequences are windows of a sample, `batch`: a `Span`, the `window`, and its
+    number in the sample."""
 
     batch: tl.tensor
     head: tl.tensor
@@ -109,9 +108,24 @@ class Head(NamedTuple):
     PRECISION: tl.constexpr
 
 
+# Tuples are told apart by their lengths, because triton 3.6 cannot return None in one.
+
+
 @triton.jit
-def place(N, H, tokens, cu_seqlens_ptr, BLOCK: tl.constexpr):
-    """Return the `Place` of this program. Grid (B * H * cdiv(N, BLOCK),): a program owns BLOCK rows of one head.
+def is_span(at):
+    """Whether `at` is a `Span`, not a `WindowSpan`."""
+    return len(at) == 8
+
+
+@triton.jit
+def is_rows(x):
+    """Whether x is `Rows`, not `WindowRows`."""
+    return len(x) == 2
+
+
+@triton.jit
+def span_of_program(N, H, tokens, cu_seqlens_ptr, BLOCK: tl.constexpr):
+    """Return the `Span` of this program. Grid (B * H * cdiv(N, BLOCK),): a program owns BLOCK rows of one head.
     cu_seqlens_ptr: None if each sequence is a sample of N rows.
 
     Otherwise [B + 1]: where packed sequences of at most N tokens begin and end, out of `tokens` in all, and the grid is
@@ -122,19 +136,19 @@ def place(N, H, tokens, cu_seqlens_ptr, BLOCK: tl.constexpr):
     plane = tl.program_id(0) // tiles
     sequence, head, first = plane // H, plane % H, tl.program_id(0) % tiles * BLOCK
     if cu_seqlens_ptr is None:
-        return Place(sequence, head, plane, first, N, 0, sequence.to(tl.int64) * N, plane.to(tl.int64) * N)
+        return Span(sequence, head, plane, first, N, 0, sequence.to(tl.int64) * N, plane.to(tl.int64) * N)
     else:
         start = _end(cu_seqlens_ptr, sequence, tokens)
         after = tl.minimum(sequence + 1, tl.num_programs(0) // (tiles * H) - 1)
         length = tl.maximum(_end(cu_seqlens_ptr, after, tokens) - start, 0)
         length = tl.where(length > N, 0, length)
         start = start.to(tl.int64)
-        return Place(sequence, head, plane, first, length, start, start, start * H + head * length)
+        return Span(sequence, head, plane, first, length, start, start, start * H + head * length)
 
 
 @triton.jit
-def place_in_window(N, H, windows, BLOCK: tl.constexpr):
-    """Return the `Place` of this program where the sequences are `Windows` of N tokens. Grid (B * windows of a sample *
+def window_of_program(N, H, windows, BLOCK: tl.constexpr):
+    """Return the `Span` of this program where the sequences are `Windows` of N tokens. Grid (B * windows of a sample *
     H * cdiv(N, BLOCK),)."""
     tiles = tl.cdiv(N, BLOCK)
     plane = tl.program_id(0) // tiles
@@ -143,7 +157,7 @@ def place_in_window(N, H, windows, BLOCK: tl.constexpr):
 
 @triton.jit
 def in_window(sequence, head, first, N, H, windows):
-    """Return the `Place` from index `first` on of a window, `sequence`, and one of H heads."""
+    """Return the `Span` from index `first` on of a window, `sequence`, and one of H heads."""
     window_h = N // windows.window_w
     across = tl.cdiv(windows.grid_w, windows.window_w)
     of_sample = tl.cdiv(windows.grid_h, window_h) * across
@@ -154,7 +168,7 @@ def in_window(sequence, head, first, N, H, windows):
         windows.window_w, windows.shift_h, windows.shift_w,
     )  # fmt: skip
     before, rows = sequence.to(tl.int64) * N, plane.to(tl.int64) * N
-    return WindowPlace(sequence // of_sample, head, plane, first, N, 0, before, rows, window, number)
+    return WindowSpan(sequence // of_sample, head, plane, first, N, 0, before, rows, window, number)
 
 
 @triton.jit
@@ -194,8 +208,8 @@ def _end(cu_seqlens_ptr, sequence, tokens):
 
 @triton.jit
 def fill_gaps(x, at, N, H, tokens, cu_seqlens_ptr, head, BLOCK: tl.constexpr):
-    """Store NaN in the rows of x, an output or a gradient, that no program of `place` computes: those of a sequence
-    longer than N, those before the first sequence and those after the last. Programs that own nothing fill them; in all
+    """Store NaN in the rows of x, an output or a gradient, that no program's span has: those of a sequence longer
+    than N, those before the first sequence and those after the last. Programs that own nothing fill them; in all
     others the loops are empty. There is no early return instead: with a branch that returns after a loop, matmuls get
     no tensor-core instructions on gfx942."""
     tiles = tl.cdiv(N, BLOCK)
@@ -225,29 +239,30 @@ def _fill(x, at, first, last, tiles, BLOCK: tl.constexpr, head):
 def with_head(at, head, H):
     """Return the same rows of another one of H heads."""
     rows = at.before * H + head * at.N
-    return Place(at.batch, head, at.batch * H + head, at.first, at.N, at.start, at.before, rows)
+    return Span(at.batch, head, at.batch * H + head, at.first, at.N, at.start, at.before, rows)
 
 
 @triton.jit
 def across(at, head, H, N, tokens, cu_seqlens_ptr):
     """Return all rows on the other side of the scores in the program's sequence: the keys of its queries, or the
     queries of its keys, in one of H heads. N: how many there are, or the most in a packed sequence; None: as many as on
-    this side. tokens, cu_seqlens_ptr: as in `place`, of the other side. A sequence longer than N has -1 rows."""
+    this side. tokens, cu_seqlens_ptr: as in `span_of_program`, of the other side. A sequence longer than N has -1
+    rows."""
     if N is None:
-        if len(at) == 8:
+        if is_span(at):
             return with_head(at, head, H)
         else:  # heads of windows share no keys
             return at
     else:
         plane = at.batch * H + head
         if cu_seqlens_ptr is None:
-            return Place(at.batch, head, plane, 0, N, 0, at.batch.to(tl.int64) * N, plane.to(tl.int64) * N)
+            return Span(at.batch, head, plane, 0, N, 0, at.batch.to(tl.int64) * N, plane.to(tl.int64) * N)
         else:
             start = _end(cu_seqlens_ptr, at.batch, tokens)
             length = tl.maximum(_end(cu_seqlens_ptr, at.batch + 1, tokens) - start, 0)
             length = tl.where(length > N, -1, length)
             start = start.to(tl.int64)
-            return Place(at.batch, head, plane, 0, length, start, start, start * H + head * length)
+            return Span(at.batch, head, plane, 0, length, start, start, start * H + head * length)
 
 
 @triton.jit
@@ -256,7 +271,7 @@ def rows_of(x, at, first):
     int32 within a tile."""
     offset = (at.batch.to(tl.int64) * x.batch + at.head.to(tl.int64) * x.head) * x.UNIT
     stride = x.token * x.UNIT
-    if len(at) == 8:
+    if is_span(at):
         return Rows(x.ptr + offset + tl.cast(stride, tl.int64) * (at.start + first), stride)
     else:
         return WindowRows(x.ptr + offset, stride, _further(at.window, first))
@@ -265,7 +280,7 @@ def rows_of(x, at, first):
 @triton.jit
 def skip(x, count: tl.constexpr):
     """Return the `Rows` that begin `count` rows later."""
-    if len(x) == 2:
+    if is_rows(x):
         return Rows(x.ptr + count * x.stride, x.stride)
     else:
         return WindowRows(x.ptr, x.stride, _further(x.window, count))
@@ -274,7 +289,7 @@ def skip(x, count: tl.constexpr):
 @triton.jit
 def _load_part(x, index, limit, FIRST: tl.constexpr, WIDTH: tl.constexpr, d: tl.constexpr, MASKED: tl.constexpr):
     cols = FIRST + tl.arange(0, WIDTH)
-    if len(x) == 3:
+    if not is_rows(x):
         tokens, inside = _tokens(x.window, index)
         if MASKED:
             inside &= index < limit
@@ -308,7 +323,7 @@ def _store_part(x, value, index, limit, FIRST: tl.constexpr, WIDTH: tl.constexpr
     # The minimum does not change the mask, only the expression: otherwise the compiler reuses the mask of an earlier
     # load of the same rows, and keeps it in registers through the loop in between.
     mask = (index < tl.minimum(limit, index.shape[0]))[:, None] & (cols < d)[None, :]
-    if len(x) == 2:
+    if is_rows(x):
         tl.store(x.ptr + index[:, None] * x.stride + cols[None, :], value.to(x.ptr.dtype.element_ty), mask=mask)
     else:
         tokens, exists = _tokens(x.window, index)

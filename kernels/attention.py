@@ -33,11 +33,11 @@ from fastvit.kernels._tiles import (
     across,
     fill_gaps,
     load,
-    place,
-    place_in_window,
     rows_of,
     scaled,
     skip,
+    span_of_program,
+    window_of_program,
     zeros,
 )
 
@@ -145,11 +145,11 @@ def attention_fwd_kernel(
     HEAD_DIM: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LOOP: tl.constexpr, TAIL_0: tl.constexpr, TAIL_1: tl.constexpr,
 ):  # fmt: skip
-    """Grid: as in `place`, with blocks of BLOCK_M queries. LOOP, TAIL_0, TAIL_1: `Tiles` along the keys."""
+    """Grid: as in `span_of_program`, with blocks of BLOCK_M queries. LOOP, TAIL_0, TAIL_1: `Tiles` along the keys."""
     if grid_h is None:
-        at = place(N, H, tokens, cu_seqlens_ptr, BLOCK_M)
+        at = span_of_program(N, H, tokens, cu_seqlens_ptr, BLOCK_M)
     else:
-        at = place_in_window(N, H, Windows(grid_h, grid_w, window_w, shift_h, shift_w), BLOCK_M)
+        at = window_of_program(N, H, Windows(grid_h, grid_w, window_w, shift_h, shift_w), BLOCK_M)
     in_sample = N if grid_h is None else tokens
     stride_ob = tl.cast(in_sample, tl.int64) * H * HEAD_DIM if cu_seqlens_ptr is None else 0
     if cu_seqlens_ptr is not None:

@@ -34,12 +34,12 @@ from fastvit.kernels._tiles import (
     dot,
     fill_gaps,
     load,
-    place,
-    place_in_window,
     rows_of,
     scaled,
     skip,
+    span_of_program,
     store,
+    window_of_program,
     zeros,
 )
 
@@ -202,16 +202,16 @@ def attention_bwd_dkdv_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LOOP: tl.constexpr, TAIL: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Grid: as in `place`, with blocks of BLOCK_N keys and H / GROUP heads. LOOP, TAIL: `Tiles` along the queries.
-    COLUMNS: of `_statistics`, 4, 8 or 16."""
+    """Grid: as in `span_of_program`, with blocks of BLOCK_N keys and H / GROUP heads. LOOP, TAIL: `Tiles` along the
+    queries. COLUMNS: of `_statistics`, 4, 8 or 16."""
     if N_k is None:
         keys, tokens_of_keys, ends = N, tokens, cu_seqlens_ptr
     else:
         keys, tokens_of_keys, ends = N_k, tokens_k, cu_seqlens_k_ptr
     if grid_h is None:
-        at = place(keys, H // GROUP, tokens_of_keys, ends, BLOCK_N)
+        at = span_of_program(keys, H // GROUP, tokens_of_keys, ends, BLOCK_N)
     else:
-        at = place_in_window(N, H, Windows(grid_h, grid_w, window_w, shift_h, shift_w), BLOCK_N)
+        at = window_of_program(N, H, Windows(grid_h, grid_w, window_w, shift_h, shift_w), BLOCK_N)
     if cu_seqlens_ptr is not None:
         fill_gaps(
             Tokens(dk_ptr, stride_dkb, stride_dkn, stride_dkh, UNIT),

@@ -40,12 +40,12 @@ from fastvit.kernels._tiles import (
     dot,
     fill_gaps,
     load,
-    place,
-    place_in_window,
     rows_of,
     scaled,
     skip,
+    span_of_program,
     store,
+    window_of_program,
     zeros,
 )
 
@@ -122,11 +122,11 @@ def attention_bwd_dq_kernel(
     HEAD_DIM: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LOOP: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
-    """Grid: as in `place`, with blocks of BLOCK_M queries. LOOP, TAIL: `Tiles` along the keys."""
+    """Grid: as in `span_of_program`, with blocks of BLOCK_M queries. LOOP, TAIL: `Tiles` along the keys."""
     if grid_h is None:
-        at = place(N, H, tokens, cu_seqlens_ptr, BLOCK_M)
+        at = span_of_program(N, H, tokens, cu_seqlens_ptr, BLOCK_M)
     else:
-        at = place_in_window(N, H, Windows(grid_h, grid_w, window_w, shift_h, shift_w), BLOCK_M)
+        at = window_of_program(N, H, Windows(grid_h, grid_w, window_w, shift_h, shift_w), BLOCK_M)
     if cu_seqlens_ptr is not None:
         fill_gaps(
             Tokens(dq_ptr, stride_dqb, stride_dqn, stride_dqh, UNIT),

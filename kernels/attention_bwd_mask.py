@@ -20,7 +20,7 @@ from fastvit.kernels._softmax import (
     probabilities,
     statistics_of,
 )
-from fastvit.kernels._tiles import Head, Place, Tokens, Windows, across, dot, in_window, load, rows_of
+from fastvit.kernels._tiles import Head, Span, Tokens, Windows, across, dot, in_window, load, rows_of
 
 
 @triton.jit
@@ -62,7 +62,7 @@ def _dmask(
         if windows.grid_h is None:
             in_batch = sample * H + of_sample
             before, rows_before = sample.to(tl.int64) * N, in_batch.to(tl.int64) * N
-            at = Place(sample, of_sample, in_batch, first_query, N, 0, before, rows_before)
+            at = Span(sample, of_sample, in_batch, first_query, N, 0, before, rows_before)
         else:
             # those that share a mask are as far apart as there are masks, one for all windows or one for each
             sequence = plane // mask_heads + i // sharing * (planes // mask_heads)

@@ -18,7 +18,19 @@ from fastvit.kernels._softmax import (
     load_queries,
     probabilities,
 )
-from fastvit.kernels._tiles import Head, Tokens, add_dot, dot, load, place, rows_of, scaled, skip, store, zeros
+from fastvit.kernels._tiles import (
+    Head,
+    Tokens,
+    add_dot,
+    dot,
+    load,
+    rows_of,
+    scaled,
+    skip,
+    span_of_program,
+    store,
+    zeros,
+)
 
 
 @triton.jit
@@ -93,7 +105,7 @@ def attention_bwd_short_kernel(
         Tokens(dk_ptr, stride_dkb, stride_dkn, stride_dkh, UNIT),
         Tokens(dv_ptr, stride_dvb, stride_dvn, stride_dvh, UNIT),
         lse_ptr,
-        place(N, H, N, None, BLOCK_M),
+        span_of_program(N, H, N, None, BLOCK_M),
         Softmax(scale, Mask(None, 0, 0, 0), False, False, False, None, seed_ptr, dropout_p),
         Head(HEAD_DIM, D0, D1, PRECISION),
         BLOCK_M,

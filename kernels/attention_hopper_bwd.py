@@ -49,10 +49,10 @@ Barriers = namedtuple("Barriers", "q_full q_empty kv_full kv_empty stats ds_full
 
 
 @gluon.jit
-def copy_two(one, other, place, full, buffer, other_buffer):
+def copy_two(one, other, position, full, buffer, other_buffer):
     mbarrier.expect(full, one.block_type.nbytes + other.block_type.nbytes)
-    load_tile(one, place, full, buffer)
-    load_tile(other, place, full, other_buffer)
+    load_tile(one, position, full, buffer)
+    load_tile(other, position, full, other_buffer)
 
 
 @gluon.jit
@@ -139,12 +139,12 @@ def keys_group(GROUP: gl.constexpr, dk_desc, dv_desc, shared, bars, sizes, FULL:
             dk = gl.zeros([ROWS, HEAD_DIM], gl.float32, accumulator(HEAD_DIM))
             dv = gl.zeros([ROWS, HEAD_DIM], gl.float32, accumulator(HEAD_DIM))
             for i in range(FULL):
-                place = count % SLOTS
+                ds_slot = count % SLOTS
                 mbarrier.wait(bars.q_full.index(i), parity)
                 dk, dv = keys_tile(
                     dk, dv, k, v, shared.q.index(i), shared.do.index(i), shared.lse.index(row + i),
-                    shared.delta.index(row + i), shared.ds.index(place).slice(FIRST, ROWS), bars.ds_full.index(place),
-                    bars.ds_empty.index(place), (count // SLOTS & 1) ^ 1, scale2,
+                    shared.delta.index(row + i), shared.ds.index(ds_slot).slice(FIRST, ROWS),
+                    bars.ds_full.index(ds_slot), bars.ds_empty.index(ds_slot), (count // SLOTS & 1) ^ 1, scale2,
                 )  # fmt: skip
                 mbarrier.arrive(bars.q_empty.index(i), count=1, pred=is_last)
                 count += 1
@@ -258,15 +258,15 @@ def queries_group(dq_desc, tail_desc, x, shared, bars, sizes, FULL: gl.constexpr
                 part = r * TILES + i
                 row = next_slot * MOST_TILES * ROUNDS + part
                 if i < FULL:
-                    place = (count + i) % SLOTS
-                    ds = shared.ds.index(place)
+                    ds_slot = (count + i) % SLOTS
+                    ds = shared.ds.index(ds_slot)
                     parity = (count + i) // SLOTS & 1
                 else:
-                    place = SLOTS
+                    ds_slot = SLOTS
                     ds = shared.ds_tail.index(0)
                     parity = turn & 1
                 total, loaded = queries_tile(
-                    dq[i], ds, k, bars.ds_full.index(place), bars.ds_empty.index(place), parity, loaded,
+                    dq[i], ds, k, bars.ds_full.index(ds_slot), bars.ds_empty.index(ds_slot), parity, loaded,
                     lse.index(row), delta.index(row), x, head, part, PARTS, sizes,
                 )  # fmt: skip
                 sums = sums + (total,)

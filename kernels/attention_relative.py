@@ -33,9 +33,9 @@ from fastvit.kernels._tiles import (
     add_dot,
     dot,
     load,
-    place,
-    place_in_window,
     scaled,
+    span_of_program,
+    window_of_program,
     zeros,
 )
 
@@ -119,11 +119,11 @@ def attention_relative_fwd_kernel(
     HEAD_DIM: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, GRID_ROWS: tl.constexpr, GRID_COLUMNS: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Grid: as in `place`, with blocks of BLOCK_M queries."""
+    """Grid: as in `span_of_program`, with blocks of BLOCK_M queries."""
     if grid_w is None:
-        at, in_sample = place(M, H, M, None, BLOCK_M), M
+        at, in_sample = span_of_program(M, H, M, None, BLOCK_M), M
     else:
-        at = place_in_window(M, H, Windows(grid_h, grid_w, width, 0, 0), BLOCK_M)
+        at = window_of_program(M, H, Windows(grid_h, grid_w, width, 0, 0), BLOCK_M)
         in_sample = grid_h * grid_w
     stride_ob = tl.cast(in_sample, tl.int64) * H * HEAD_DIM
     _attend(

@@ -36,18 +36,19 @@ from fastvit.kernels._relative import (
 from fastvit.kernels._softmax import Inputs, Mask, Softmax, exponential, load_queries, log_unit
 from fastvit.kernels._tiles import (
     Head,
-    Place,
     Rows,
+    Span,
     Tokens,
     Windows,
     add_dot,
     dot,
     in_window,
+    is_span,
     load,
-    place,
-    place_in_window,
     scaled,
     skip,
+    span_of_program,
+    window_of_program,
     zeros,
 )
 from fastvit.kernels.attention_relative import RELATIVE_NOT_SPECIALIZED
@@ -147,11 +148,11 @@ def attention_relative_bwd_dq_kernel(
     HEAD_DIM: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, GRID_ROWS: tl.constexpr, GRID_COLUMNS: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Grid: as in `place`, with blocks of BLOCK_M queries."""
+    """Grid: as in `span_of_program`, with blocks of BLOCK_M queries."""
     if grid_w is None:
-        at, in_sample = place(M, H, M, None, BLOCK_M), M
+        at, in_sample = span_of_program(M, H, M, None, BLOCK_M), M
     else:
-        at = place_in_window(M, H, Windows(grid_h, grid_w, width, 0, 0), BLOCK_M)
+        at = window_of_program(M, H, Windows(grid_h, grid_w, width, 0, 0), BLOCK_M)
         in_sample = grid_h * grid_w
     columns = multiple_of(width, GRID_COLUMNS, EVEN)
     _dq(
@@ -215,7 +216,7 @@ def _from(q, do, rows, columns, statistics_ptr, at, grid, first):
 @triton.jit
 def _after(x, at, COUNT: tl.constexpr):
     """Return the `QueryRows` that begin COUNT queries later."""
-    if len(at) == 8:
+    if is_span(at):
         return QueryRows(
             skip(x.q, COUNT), skip(x.do, COUNT), skip(x.rows, COUNT), skip(x.columns, COUNT), x.lse_ptr + COUNT
         )
@@ -333,7 +334,7 @@ def attention_relative_bwd_dkdv_kernel(
     plane, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     if grid_w is None:
         sample = plane // H
-        at = Place(sample, plane % H, plane, 0, M, 0, sample.to(tl.int64) * M, plane.to(tl.int64) * M)
+        at = Span(sample, plane % H, plane, 0, M, 0, sample.to(tl.int64) * M, plane.to(tl.int64) * M)
     else:
         at = in_window(plane // H, plane % H, 0, M, H, Windows(grid_h, grid_w, width, 0, 0))
     _dkdv(

@@ -17,7 +17,7 @@ from fastvit.kernels._math import activate, activate_with_grad, columns_part
 
 
 @triton.jit
-def place(tile, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr):
+def tile_of(tile, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr):
     """Return the row tile and column tile of a number. Tiles of about the same number share GROUP_M row tiles of A and
     all columns of B, so that both stay in the L2 cache."""
     group = GROUP_M * tl.cdiv(N, BLOCK_N)
@@ -29,7 +29,7 @@ def place(tile, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.
 @triton.jit
 def program_tile(M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr):
     """Return the row tile and column tile of this program."""
-    return place(tl.program_id(0), M, N, BLOCK_M, BLOCK_N, GROUP_M)
+    return tile_of(tl.program_id(0), M, N, BLOCK_M, BLOCK_N, GROUP_M)
 
 
 @triton.jit
@@ -180,7 +180,7 @@ def linear_fwd_kernel(
         tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
         # addresses that are hoisted out of the loop would take registers in all of it
         for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), disable_licm=True):
-            tile_m, tile_n = place(tile, M, N, BLOCK_M, BLOCK_N, GROUP_M)
+            tile_m, tile_n = tile_of(tile, M, N, BLOCK_M, BLOCK_N, GROUP_M)
             acc = described_tile(x, w, bias_ptr, tile_m, tile_n, N, K, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K)
             finish_tile(
                 acc, tile_m, tile_n, None, layer_scale_ptr, row_scale_ptr, residual_ptr, out_ptr, pre_ptr,

@@ -28,7 +28,7 @@ from fastvit.kernels import _profiling
 from fastvit.kernels._hopper import accumulator, load_tile, store_tile
 from fastvit.kernels._hopper import barriers as new_barriers
 from fastvit.kernels._math import activate, activate_with_grad, columns_part
-from fastvit.kernels.linear import place
+from fastvit.kernels.linear import tile_of
 
 BLOCK_M = gl.constexpr(128)
 BLOCK_N = gl.constexpr(128)
@@ -48,7 +48,7 @@ BACKWARD_BOXES = OPERAND, (64, 128), TILE, TILE, TILE, None
 @gluon.jit
 def tile_at(number, M, N):
     """Return the row tile, the first row and the first column of a tile."""
-    tile_m, tile_n = place(number, M, N, BLOCK_M, BLOCK_N, GROUP_M)
+    tile_m, tile_n = tile_of(number, M, N, BLOCK_M, BLOCK_N, GROUP_M)
     tile_m = tile_m.to(gl.int32)
     return tile_m, tile_m * BLOCK_M, tile_n * BLOCK_N
 
