@@ -31,7 +31,7 @@ from triton.backends.driver import DriverBase
 from fastvit.ops.runtime import backend as backends
 from fastvit.ops.runtime import device as devices
 from fastvit.ops.runtime import dtypes, record, registry
-from fastvit.ops.runtime.backend import KernelUnsupported, Path
+from fastvit.ops.runtime.backend import KernelUnsupported, Route
 from fastvit.study.machine import why_no_gpu
 from fastvit.study.memory.allocations import without_data
 from fastvit.study.memory.plan import trace_step
@@ -171,7 +171,7 @@ def record_step(recorder: Recorder, spec: StepSpec, multiprocessors: int | None 
         for op, leaves, nested in dict.fromkeys((op.op, op.leaves, op.nested) for op in seen.ops):
             arguments, keywords = without_data(leaves, nested, "meta")
             with contextlib.suppress(KernelUnsupported):
-                registry.IMPLEMENTATIONS[op](*arguments, path=Path.TRITON, **keywords)
+                registry.IMPLEMENTATIONS[op](*arguments, route=Route.TRITON, **keywords)
 
 
 def gpu_at_hand() -> tuple[str, int]:

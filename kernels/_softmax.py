@@ -49,8 +49,8 @@ class Softmax(NamedTuple):
     CAUSAL: query i sees keys 0 to i only. EMPTY: there may be sequences without keys. shift_bias: added to the scores
     between different `regions` of a window, or None where a window has one region and all of its tokens exist.
 
-    MASK_ROWS is no field of Mask: in a loop or a branch, triton 3.6 takes a constexpr for None that is in a tuple in a
-    tuple, unless a constexpr of the outer tuple follows. So masks were wrong where there was dropout."""
+    MASK_ROWS is no field of Mask: in a loop or a branch, triton 3.6 reads a constexpr of a tuple within a tuple as
+    None, unless a constexpr of the outer tuple follows."""
 
     scale: tl.tensor
     mask: Mask

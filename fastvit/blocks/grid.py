@@ -119,7 +119,7 @@ def _attend(qkv: Tensor, attn: AttentionSpec, positions: Positions, window: tupl
         rotary = rotary._replace(sin=_repeated(rotary.sin, grid, window), cos=_repeated(rotary.cos, grid, window))
     if attn.qk_norm is not None:
         q, k, v = qkv.flatten(1, 2).unbind(2)
-        qkv = torch.stack((*run.placed(q, k, attn.qk_norm, rotary), v), 2).unflatten(1, grid)
+        qkv = torch.stack((*run.normed_and_rotated(q, k, attn.qk_norm, rotary), v), 2).unflatten(1, grid)
     elif rotary is not None:
         qkv = ops.rotary_qkvpacked(qkv.flatten(1, 2), rotary).unflatten(1, grid)
     relative = None if tables is None else relative_positions(qkv[:, :, :, 0], *tables, window)
@@ -156,8 +156,8 @@ def _between(table: Tensor, size: int) -> Tensor:
     1 - gh on; interpolated if gh is another size."""
     if len(table) != 2 * size - 1:
         table = F.interpolate(table.T[None], size=2 * size - 1, mode="linear")[0].T
-    place = torch.arange(size, device=table.device)
-    return table[place[:, None] - place + size - 1]
+    row = torch.arange(size, device=table.device)
+    return table[row[:, None] - row + size - 1]
 
 
 def check_relative_positions(attn: AttentionSpec) -> None:

@@ -250,17 +250,19 @@ def _attend_separate(
 ) -> Tensor:  # fmt: skip
     """Attend with q (..., H, d), k and v (..., kv_heads, d): -> (..., H * d)."""
     if attn.cu_seqlens is not None:
-        q, k = (t[0] for t in placed(q[None], k[None], attn.qk_norm, rotary))
+        q, k = (t[0] for t in normed_and_rotated(q[None], k[None], attn.qk_norm, rotary))
         lengths = attn.cu_seqlens, attn.max_seqlen
         return join_heads(ops.attention_varlen(q, k, v, *lengths, scale=attn.scale, dropout_p=attn.attn_drop), attn)
-    q, k = placed(q, k, attn.qk_norm, rotary)
+    q, k = normed_and_rotated(q, k, attn.qk_norm, rotary)
     out = ops.attention(
         q, k, v, attn_mask=attn_mask, is_causal=is_causal, scale=attn.scale, dropout_p=attn.attn_drop, layout="bnhd"
     )
     return join_heads(out, attn)
 
 
-def placed(q: Tensor, k: Tensor, qk_norm: tuple[Norm, Norm] | None, rotary: Rotary | None) -> tuple[Tensor, Tensor]:
+def normed_and_rotated(
+    q: Tensor, k: Tensor, qk_norm: tuple[Norm, Norm] | None, rotary: Rotary | None
+) -> tuple[Tensor, Tensor]:
     """Normalise and rotate q (B, N, H, d) and k (B, N, kv_heads, d)."""
     if qk_norm is not None and q.shape == k.shape and qk_norm[0].weight.shape[0] == q.shape[-1]:
         learnt = rotary is not None and _may_be_learnt(rotary)

@@ -112,9 +112,9 @@ static inline int same_or_visit(Walk *walk, PyObject *value) { /* Most values ar
 static int visit_items(Walk *walk, PyObject *container, enum Kind kind, Py_ssize_t length) {
     int noted = note_number(walk, kind, length);
     PyObject *key, *value;
-    for (Py_ssize_t i = 0, place = 0; noted && i < length; i++) {
+    for (Py_ssize_t i = 0, position = 0; noted && i < length; i++) {
         if (kind != DICT) noted = same_or_visit(walk, PySequence_Fast_GET_ITEM(container, i));
-        else if (PyDict_Next(container, &place, &key, &value))
+        else if (PyDict_Next(container, &position, &key, &value))
             noted = same_or_visit(walk, key) && same_or_visit(walk, value);
     }
     return noted;

@@ -24,12 +24,12 @@ _GROUP_BYTES = 25 * 2**20  # of gradients that are given out together, as in Dis
 Run = Callable[[Sequence[Tensor]], Any]  # the model's forward as a function of a call's tensors
 
 
-class Place(int):
-    """The place of a tensor in a list of tensors."""
+class Index(int):
+    """The index of a tensor in a list of tensors."""
 
 
 class Outputs(NamedTuple):
-    """The tensors that a model returned, each once, and its result's leaves, with places instead of tensors."""
+    """The tensors that a model returned, each once, and its result's leaves, with indices instead of tensors."""
 
     tensors: list[Tensor]
     leaves: list[Any]
@@ -39,12 +39,12 @@ class Outputs(NamedTuple):
     def of(cls, result: Any) -> Outputs:
         leaves, spec = tree_flatten(result)
         tensors = list({id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}.values())
-        places = {id(t): Place(i) for i, t in enumerate(tensors)}
-        return cls(tensors, [places.get(id(leaf), leaf) for leaf in leaves], spec)
+        indices = {id(t): Index(i) for i, t in enumerate(tensors)}
+        return cls(tensors, [indices.get(id(leaf), leaf) for leaf in leaves], spec)
 
     def result(self, tensors: Sequence[Tensor]) -> Any:
         """Return the result, made of other tensors."""
-        return tree_unflatten([tensors[leaf] if type(leaf) is Place else leaf for leaf in self.leaves], self.spec)
+        return tree_unflatten([tensors[leaf] if type(leaf) is Index else leaf for leaf in self.leaves], self.spec)
 
 
 @dataclass(eq=False)
@@ -52,14 +52,14 @@ class Part:
     """A part of the backward pass: a node of autograd.
 
     outputs: numbers of the outputs whose gradients it takes; none if it goes on with what an earlier part has begun.
-    places: of the tensors that it computes gradients of, among those that want one.
+    indices: of the tensors that it computes gradients of, among those that want one.
     is_captured: whether a graph computes them; else the forward pass runs again.
     replay: runs that graph. None when it is released.
     gradients: its results.
     """
 
     outputs: list[int]
-    places: list[int]
+    indices: list[int]
     is_captured: bool = False
     replay: Replay | None = None
     gradients: Sequence[Tensor] = ()
@@ -202,7 +202,7 @@ class Captured:
         attached = list(outputs)
         for part in self.parts:
             results = [outputs[i] for i in part.outputs] or [torch.empty(0, device=outputs[0].device)]
-            made = _apply(call, part, results, *[wanted[k] for k in part.places], *(token if part.is_captured else ()))
+            made = _apply(call, part, results, *[wanted[k] for k in part.indices], *(token if part.is_captured else ()))
             if part.outputs:
                 for i, t in zip(part.outputs, made, strict=True):
                     attached[i] = t
@@ -270,7 +270,7 @@ class Call:
                 self._came |= of.keys()
         if not part.is_captured:
             recomputed = self._recompute(of, saved())
-            return [recomputed[k] for k in part.places]
+            return [recomputed[k] for k in part.indices]
         if part.outputs:
             batched = is_batched_gradient is None or any(map(is_batched_gradient, of.values()))
             mapped = batched or is_observed(profilers=False)
@@ -288,7 +288,7 @@ class Call:
         recomputed = self._recomputed
         if part is self.captured.groups[0]:
             self._recomputed = None
-        return [recomputed[k] for k in part.places]
+        return [recomputed[k] for k in part.indices]
 
     def _tell(self) -> None:
         assert self._read is not None
@@ -301,9 +301,9 @@ class Call:
         if self._versions == (now := versions_of(self._parameters)):
             return
         captured = self.captured
-        places = {k for each in (captured.groups if part.is_captured else [part]) for k in each.places}
+        indices = {k for each in (captured.groups if part.is_captured else [part]) for k in each.indices}
         wanted = [i for i, p in enumerate(self._parameters) if p.requires_grad]
-        computed = {i for k, i in enumerate(wanted, captured.wanted_inputs) if k not in places}
+        computed = {i for k, i in enumerate(wanted, captured.wanted_inputs) if k not in indices}
         if any(a != b and i not in computed for i, (a, b) in enumerate(zip(self._versions, now, strict=True))):
             raise RuntimeError("a parameter was modified in place between a forward pass and its backward pass")
 

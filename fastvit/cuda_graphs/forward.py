@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from fastvit.blocks.hooks import has_global_hooks
 from fastvit.cuda_graphs import recorder
-from fastvit.cuda_graphs.captured import Arena, Call, Captured, Outputs, Place
+from fastvit.cuda_graphs.captured import Arena, Call, Captured, Index, Outputs
 from fastvit.cuda_graphs.kind import WARM_UPS, Kind, circumstances, ddp_runs, described
 from fastvit.cuda_graphs.recorder import Unfit
 from fastvit.cuda_graphs.rounding import Leaves, coarsest, grown, rows_are_independent
@@ -199,7 +199,7 @@ class Graphed:
             if spec is None:
                 return self.plain(*tensors)
             left = iter(tensors)
-            values = [next(left) if v is Tensor else tensors[v] if type(v) is Place else v for v in others]
+            values = [next(left) if v is Tensor else tensors[v] if type(v) is Index else v for v in others]
             args, kwargs = tree_unflatten(values, spec)
             return self.plain(*args, **kwargs)
 
@@ -355,14 +355,14 @@ def _is_one_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def _once(values: list[Any]) -> list[Any]:
-    """Return values with the place of a tensor, among the tensors, where it comes again."""
-    places: dict[int, Place] = {}
+    """Return values with the index of a tensor, among the tensors, where it comes again."""
+    indices: dict[int, Index] = {}
     once: list[Any] = []
     for v in values:
-        is_new = not isinstance(v, Tensor) or id(v) not in places
-        once.append(v if is_new else places[id(v)])
+        is_new = not isinstance(v, Tensor) or id(v) not in indices
+        once.append(v if is_new else indices[id(v)])
         if is_new and isinstance(v, Tensor):
-            places[id(v)] = Place(len(places))
+            indices[id(v)] = Index(len(indices))
     return once
 
 

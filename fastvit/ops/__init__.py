@@ -9,7 +9,7 @@ from fastvit.ops.attention.functions import (
     attention_varlen_qkvpacked,
     attention_windows,
 )
-from fastvit.ops.attention.within import Relative
+from fastvit.ops.attention.groups import Relative
 from fastvit.ops.block.attention import layer_norm_attention
 from fastvit.ops.block.mlp import layer_norm_mlp, mlp
 from fastvit.ops.block.norm_linear import layer_norm_linear

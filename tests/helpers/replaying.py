@@ -22,7 +22,7 @@ def by_dispatcher():
     """Let ops call their registered ops within the context, as a compiled graph does."""
 
     def begin(*_):
-        return runtime_call.UNKEPT[backend.Path.DISPATCHER], []
+        return runtime_call.UNKEPT[backend.Route.DISPATCHER], []
 
     with mock.patch.object(autograd, "begin", begin), mock.patch.object(runtime_run, "begin", begin):
         yield
@@ -45,9 +45,9 @@ def replay_at_once():
         plan = recorder.plan(outputs)
         return outputs if plan is None else again(plan, drawn, held)
 
-    def and_replayed(recorder, path, prepared, given):
+    def and_replayed(recorder, route, prepared, given):
         drawn = gpu and torch.cuda.get_rng_state()
-        results, replay = recorded(recorder, path, prepared, given)
+        results, replay = recorded(recorder, route, prepared, given)
         if replay is not None:
             del results
             results = again(replay, drawn, [*given])

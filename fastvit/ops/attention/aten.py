@@ -12,16 +12,16 @@ import torch
 from torch import Tensor
 
 from fastvit.ops.attention.aten_samples import backward, empty_gradients, forward, has_flash_backward
-from fastvit.ops.attention.within import (
+from fastvit.ops.attention.groups import (
     Gradients,
     Heads,
-    Positions,
+    LastArguments,
     Relative,
     Sequences,
     Windows,
+    groups_of,
     lse_shape,
     unpacked,
-    within_of,
 )
 from fastvit.ops.runtime.device import is_fake
 from fastvit.ops.runtime.dtypes import stat_dtype
@@ -31,21 +31,21 @@ from fastvit.reference.windows import Size, apart_in_windows, from_windows, mask
 
 def attention_fwd(
     q: Tensor, k: Tensor | None, v: Tensor | None, mask: Tensor | None, seed: Tensor | None, scale: float,
-    dropout_p: float, causal: bool = False, *positions: Any,
+    dropout_p: float, causal: bool = False, *last: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    p, tensors = Positions(*positions), [t for t in (q, k, v) if t is not None]
+    p, tensors = LastArguments(*last), [t for t in (q, k, v) if t is not None]
     q, k, v = unpacked(q, k, v)
-    within, numbers = within_of(q, p), (scale, dropout_p, causal)
-    if within is None:
+    groups, numbers = groups_of(q, p), (scale, dropout_p, causal)
+    if groups is None:
         return forward(q, k, v, mask, seed, *numbers, _relative(p))
     o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse = q.new_empty(lse_shape(q, mask, within), dtype=stat_dtype(q))
-    if isinstance(within, Sequences):
-        for sequence in _sequences(within, mask, seed, lse, (q, o), (k, v)):
+    lse = q.new_empty(lse_shape(q, mask, groups), dtype=stat_dtype(q))
+    if isinstance(groups, Sequences):
+        for sequence in _sequences(groups, mask, seed, lse, (q, o), (k, v)):
             (q_part, o_part), (k_part, v_part) = sequence.of_q, sequence.of_k
             o_part[:], sequence.lse[:] = forward(q_part, k_part, v_part, sequence.mask, sequence.seed, *numbers)
     else:
-        for part in _samples(within, mask, seed, tensors, p):
+        for part in _samples(groups, mask, seed, tensors, p):
             o_part, lse_part = forward(*unpacked(*part.tensors), part.mask, part.seed, *numbers, part.relative)
             part.grid.join(o_part, o[part.samples])
             _of_samples(lse, part.samples, q).copy_(lse_part)
@@ -55,13 +55,13 @@ def attention_fwd(
 def attention_bwd(
     do: Tensor, q: Tensor, k: Tensor | None, v: Tensor | None, mask: Tensor | None, o: Tensor, lse: Tensor,
     seed: Tensor | None, scale: float, dropout_p: float, causal: bool = False, wants_mask: bool = False,
-    *positions: Any, out: Heads | None = None,
+    *last: Any, out: Heads | None = None,
 ) -> Gradients:  # fmt: skip
     """Compute the gradients. out: three tensors to write those of q, k and v to, perhaps views of one packed buffer."""
-    p, packed, tensors = Positions(*positions), None, [t for t in (q, k, v) if t is not None]
+    p, packed, tensors = LastArguments(*last), None, [t for t in (q, k, v) if t is not None]
     heads = unpacked(q, k, v)
-    within, numbers, relative = within_of(heads[0], p), (scale, dropout_p, causal), _relative(p)
-    plain = within is None and relative is None and not wants_mask
+    groups, numbers, relative = groups_of(heads[0], p), (scale, dropout_p, causal), _relative(p)
+    plain = groups is None and relative is None and not wants_mask
     if k is None and plain and has_flash_backward(do, *heads, mask, seed, causal):
         # PyTorch's kernel allocates gradients; they are packed once its workspace is freed
         found: Any = backward(do, *heads, mask, o, lse, seed, *numbers)
@@ -69,11 +69,11 @@ def attention_bwd(
     if k is None:
         packed = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         out = unpacked(packed)
-    if within is None:
+    if groups is None:
         found = backward(do, *heads, mask, o, lse, seed, *numbers, relative, wants_mask=wants_mask, out=out)
-    elif isinstance(within, Sequences):
+    elif isinstance(groups, Sequences):
         out = out or empty_gradients(*heads)
-        for sequence in _sequences(within, mask, seed, lse, (do, heads[0], o, out[0]), (*heads[1:], *out[1:])):
+        for sequence in _sequences(groups, mask, seed, lse, (do, heads[0], o, out[0]), (*heads[1:], *out[1:])):
             (do_part, q_part, o_part, dq), (k_part, v_part, dk, dv) = sequence.of_q, sequence.of_k
             saved = q_part, k_part, v_part, sequence.mask, o_part, sequence.lse, sequence.seed
             backward(do_part, *saved, *numbers, out=(dq, dk, dv))
@@ -81,12 +81,12 @@ def attention_bwd(
     else:
         out = out or empty_gradients(*heads)
         of_tensors = out if packed is None else (packed,)
-        others = _windows_backward(within, do, tensors, mask, o, lse, seed, numbers, p, of_tensors, wants_mask)
+        others = _windows_backward(groups, do, tensors, mask, o, lse, seed, numbers, p, of_tensors, wants_mask)
         found = Gradients(*out, *others)
     return found if packed is None else found._replace(q=packed, k=None, v=None)
 
 
-def _relative(p: Positions) -> Relative | None:
+def _relative(p: LastArguments) -> Relative | None:
     return None if p.rows is None or p.columns is None else Relative(p.rows, p.columns)
 
 
@@ -104,12 +104,12 @@ class _Sequence(NamedTuple):
 
 
 def _sequences(
-    within: Sequences, mask: Tensor | None, seed: Tensor | None, lse: Tensor, of_q: Sequence[Tensor],
+    groups: Sequences, mask: Tensor | None, seed: Tensor | None, lse: Tensor, of_q: Sequence[Tensor],
     of_k: Sequence[Tensor],
 ) -> Iterator[_Sequence]:  # fmt: skip
     """Yield the sequences of q's tensors (T, H, d), of those of k, and of lse."""
     T, H, _ = of_q[0].shape
-    numbers = lse_shape(of_q[0], mask, within)[0] // max(T * H, 1)  # of each query
+    numbers = lse_shape(of_q[0], mask, groups)[0] // max(T * H, 1)  # of each query
 
     def part(i: int, first: int, end: int, first_k: int, end_k: int) -> _Sequence:
         shape = (1, H, end - first) if numbers < 2 else (1, H, numbers, end - first)
@@ -118,12 +118,12 @@ def _sequences(
         tensors = [t[None, first:end] for t in of_q], [t[None, first_k:end_k] for t in of_k]
         return _Sequence(*tensors, lse_part, mask_part, None if seed is None else seed + i)
 
-    if is_fake(within.ends):  # the longest sequence needs the memory of all
-        yield part(0, 0, min(within.longest, T), 0, min(within.longest_k, of_k[0].shape[0]))
+    if is_fake(groups.ends):  # the longest sequence needs the memory of all
+        yield part(0, 0, min(groups.longest, T), 0, min(groups.longest_k, of_k[0].shape[0]))
         return
-    ends = ends_k = checked_ends("", within.ends, within.longest, T)
-    if within.ends_k is not None:
-        ends_k = checked_ends("_k", within.ends_k, within.longest_k, of_k[0].shape[0])
+    ends = ends_k = checked_ends("", groups.ends, groups.longest, T)
+    if groups.ends_k is not None:
+        ends_k = checked_ends("_k", groups.ends_k, groups.longest_k, of_k[0].shape[0])
     for i, (of_queries, of_keys) in enumerate(zip(pairwise(ends), pairwise(ends_k), strict=True)):
         if of_queries[0] < of_queries[1] or of_keys[0] < of_keys[1]:
             yield part(i, *of_queries, *of_keys)
@@ -192,18 +192,18 @@ class _Samples(NamedTuple):
 
 
 def _samples(
-    within: Windows, mask: Tensor | None, seed: Tensor | None, tensors: Sequence[Tensor], p: Positions
+    groups: Windows, mask: Tensor | None, seed: Tensor | None, tensors: Sequence[Tensor], p: LastArguments
 ) -> Iterator[_Samples]:
     """Yield all samples, or, where windows have masks of their own, one after the other, so that the masks are not
     repeated for all samples."""
     relative, x = _relative(p), tensors[0]
     if x.numel() == 0:
         return
-    geometry = within.grid, within.window, within.shift
+    geometry = groups.grid, groups.window, groups.shift
     # what is made for fake tensors is fake, and what a CUDA graph captures is made when it is replayed
     cut_of = _cut_of if is_fake(x) or not x.is_cpu else _remembered
     grid = constant(lambda: cut_of(*geometry, x.device))
-    mask = mask_of_windows(mask, *geometry, within.shift_bias, x, grid.apart)
+    mask = mask_of_windows(mask, *geometry, groups.shift_bias, x, grid.apart)
     alone = mask is not None and mask.shape[0] > 1
     for i, samples in enumerate([slice(i, i + 1) for i in range(len(x))] if alone else [slice(0, len(x))]):
         of_samples = None if relative is None else Relative(*[grid.cut(t[samples]) for t in relative])
@@ -212,8 +212,8 @@ def _samples(
 
 
 def _windows_backward(
-    within: Windows, do: Tensor, qkv: Sequence[Tensor], mask: Tensor | None, o: Tensor, lse: Tensor,
-    seed: Tensor | None, numbers: tuple[float, float, bool], p: Positions, out: Sequence[Tensor], wants_mask: bool,
+    groups: Windows, do: Tensor, qkv: Sequence[Tensor], mask: Tensor | None, o: Tensor, lse: Tensor,
+    seed: Tensor | None, numbers: tuple[float, float, bool], p: LastArguments, out: Sequence[Tensor], wants_mask: bool,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Write the gradients of qkv; return those of rows, columns and the mask."""
     of_relative = empty_gradients(*_relative(p) or ())
@@ -221,10 +221,10 @@ def _windows_backward(
     if mask is not None and wants_mask:
         wide = mask.to(stat_dtype(do))  # each sample adds to its gradient
         dmask = torch.zeros(mask.shape, dtype=wide.dtype, device=mask.device)
-    for part in _samples(within, wide, seed, qkv, p):
+    for part in _samples(groups, wide, seed, qkv, p):
         do_part, o_part, lse_part = part.grid.cut(do[part.samples]), o, lse
         if part.grid.padded is not None:
-            do_part.masked_fill_(part.grid.padded.repeat(len(do_part) // within.per_sample, 1, 1, 1), 0.0)
+            do_part.masked_fill_(part.grid.padded.repeat(len(do_part) // groups.per_sample, 1, 1, 1), 0.0)
         if not wants_mask and part.relative is None:  # the gradients of masks and relative positions read neither
             o_part, lse_part = part.grid.cut(o[part.samples]), _of_samples(lse, part.samples, do)
         gradients = [torch.empty_like(t) for t in part.tensors]

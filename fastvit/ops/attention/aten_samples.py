@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastvit.ops.attention.within import Gradients, Heads, Relative, is_added, lse_shape
+from fastvit.ops.attention.groups import Gradients, Heads, Relative, is_added, lse_shape
 from fastvit.ops.runtime.device import is_fake
 from fastvit.ops.runtime.dtypes import stat_dtype
 from fastvit.ops.runtime.rows import unexpanded

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastvit.ops.attention.within import Relative
+from fastvit.ops.attention.groups import Relative
 from fastvit.ops.runtime.checks import check_dropout, check_float, check_head_dim, check_like
 
 

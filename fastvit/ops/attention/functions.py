@@ -24,8 +24,8 @@ from fastvit.ops.attention.checks import (
     checked_mask_of_sequences,
     checked_scale,
 )
+from fastvit.ops.attention.groups import Relative, Windows, is_added
 from fastvit.ops.attention.op import Attention, Options
-from fastvit.ops.attention.within import Relative, Windows, is_added
 from fastvit.ops.dropout.op import draw_seeds
 from fastvit.ops.runtime.autograd import needs_autograd
 from fastvit.ops.runtime.checks import check_dimensions
@@ -56,7 +56,7 @@ def attention(
             at once. Takes no mask, causal order or dropout, and k and v with as many heads as q.
         scale: factor of the scores; d^-0.5 if None.
         dropout_p: probability of dropping an attention weight, in [0, 1). The dropout mask follows torch.manual_seed;
-            it is not stored but drawn again in the backward pass. The Triton and the ATen path draw different masks.
+            it is not stored but drawn again in the backward pass. The Triton and the ATen route draw different masks.
         layout: "bnhd" for the shapes above, or "bhnd" for q (B, H, M, d), k, v (B, H, N, d) and a result like q, read
             and written by stride; attn_mask and relative stay as they are. None is "bnhd", with one warning in a
             process if q and k look like "bhnd": dimension 1 is at most 32, and dimension 2 at least twice as large.

@@ -1,4 +1,4 @@
-"""The Triton path of the registered ops of attention: the tensors of every layout as (B, N, H, d) to the launchers."""
+"""The Triton route of the registered ops of attention: the tensors of every layout as (B, N, H, d) to the launchers."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from typing import Any
 from torch import Tensor
 
 from fastvit.ops.attention import mask_launch, relative_launch, softmax_launch
-from fastvit.ops.attention.within import (
+from fastvit.ops.attention.groups import (
     Gradients,
+    Groups,
     Heads,
-    Positions,
+    LastArguments,
     Sequences,
     Windows,
-    Within,
     as_samples,
+    groups_of,
     unpacked,
-    within_of,
 )
 from fastvit.ops.runtime.rows import empty_like
 
 
 def attention_fwd(
     q: Tensor, k: Tensor | None, v: Tensor | None, mask: Tensor | None, seed: Tensor | None, scale: float,
-    dropout_p: float, causal: bool = False, *positions: Any,
+    dropout_p: float, causal: bool = False, *last: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Launch the forward kernel. All tensors are float32, bfloat16 or float16, and are read by stride, but grids whose
     rows do not follow each other are copied; mask is bool or float; seed int64 [1], or None without dropout.
@@ -31,40 +31,40 @@ def attention_fwd(
     Return o, contiguous, and LSE, float32: the maximum of the scores and the sum of exp(scores - maximum) with a float
     mask. Raise `KernelUnsupported` for what kernels cannot take.
     """
-    p = Positions(*positions)
+    p = LastArguments(*last)
     q, k, v = unpacked(q, k, v)
-    within, shape = within_of(q, p), q.shape
-    several = _if_several(within)
-    q, k, v = as_samples(q, within), as_samples(k, within), as_samples(v, within)
+    groups, shape = groups_of(q, p), q.shape
+    several = _without_trivial_window(groups)
+    q, k, v = as_samples(q, groups), as_samples(k, groups), as_samples(v, groups)
     if p.rows is None or p.columns is None:
         o, lse = softmax_launch.launch_forward(q, k, v, mask, seed, scale, dropout_p, causal, several)
     else:
-        rows, columns = as_samples(p.rows, within), as_samples(p.columns, within)
+        rows, columns = as_samples(p.rows, groups), as_samples(p.columns, groups)
         o, lse = relative_launch.launch_forward(q, k, v, rows, columns, scale, several)
-    if within is None:
+    if groups is None:
         return o, lse
-    return o.view(shape).detach(), lse.view(-1) if isinstance(within, Sequences) else lse  # no view, as in aten.linear
+    return o.view(shape).detach(), lse.view(-1) if isinstance(groups, Sequences) else lse  # no view, as in aten.linear
 
 
 def attention_bwd(
     do: Tensor, q: Tensor, k: Tensor | None, v: Tensor | None, mask: Tensor | None, o: Tensor, lse: Tensor,
     seed: Tensor | None, scale: float, dropout_p: float, causal: bool = False, wants_mask: bool = False,
-    *positions: Any, out: Heads | None = None,
+    *last: Any, out: Heads | None = None,
 ) -> Gradients:  # fmt: skip
     """Launch the backward kernels. out: three tensors to write the gradients of q, k and v to, instead of new ones."""
-    p, packed = Positions(*positions), empty_like(q) if k is None else None
+    p, packed = LastArguments(*last), empty_like(q) if k is None else None
     q, k, v = unpacked(q, k, v)
     if packed is not None:
         out = unpacked(packed)
     out = out or (empty_like(q), empty_like(k), empty_like(v))
-    within = within_of(q, p)
-    do, q, k, v, o = [as_samples(t, within) for t in (do, q, k, v, o)]
-    given = [as_samples(t, within) for t in out], _if_several(within)
+    groups = groups_of(q, p)
+    do, q, k, v, o = [as_samples(t, groups) for t in (do, q, k, v, o)]
+    given = [as_samples(t, groups) for t in out], _without_trivial_window(groups)
     drows = dcolumns = dmask = None
     if p.rows is not None and p.columns is not None:
-        rows, columns = as_samples(p.rows, within), as_samples(p.columns, within)
+        rows, columns = as_samples(p.rows, groups), as_samples(p.columns, groups)
         drows, dcolumns = relative_launch.launch_backward(do, q, k, v, rows, columns, o, lse, scale, *given)
-        if within is not None:
+        if groups is not None:
             drows, dcolumns = drows.view(p.rows.shape).detach(), dcolumns.view(p.columns.shape).detach()
     elif mask is not None and wants_mask:
         dmask = mask_launch.launch_backward(do, q, k, v, mask, o, lse, seed, scale, dropout_p, causal, *given)
@@ -74,6 +74,6 @@ def attention_bwd(
     return Gradients(dq, dk, dv, drows, dcolumns, dmask)
 
 
-def _if_several(within: Within) -> Any:
-    """Return `within`, or None if one window has the whole grid as it is: then the kernels that know no windows run."""
-    return None if isinstance(within, Windows) and within.window == within.grid and not within.hides else within
+def _without_trivial_window(groups: Groups) -> Any:
+    """One window over the whole grid is plain attention."""
+    return None if isinstance(groups, Windows) and groups.window == groups.grid and not groups.hides else groups

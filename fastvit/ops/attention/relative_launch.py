@@ -15,8 +15,8 @@ from fastvit.kernels.attention_relative_bwd import (
     attention_relative_bwd_dq_kernel,
 )
 from fastvit.ops.attention.aten_samples import zero_without_queries
+from fastvit.ops.attention.groups import Windows
 from fastvit.ops.attention.softmax_launch import readable
-from fastvit.ops.attention.within import Windows
 from fastvit.ops.attention.workload import DTYPES, in_units, shape_of_strides, stored
 from fastvit.ops.runtime import device
 from fastvit.ops.runtime.backend import KernelUnsupported

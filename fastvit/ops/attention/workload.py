@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastvit.kernels import _attention_configs
 from fastvit.kernels._configs import register_limit
-from fastvit.ops.attention.within import Sequences, Windows, Within
+from fastvit.ops.attention.groups import Groups, Sequences, Windows
 from fastvit.ops.runtime import device
 from fastvit.ops.runtime.backend import KernelUnsupported
 from fastvit.ops.runtime.device import dot_precision
@@ -62,18 +62,18 @@ def sizes_of(q: Tensor, k: Tensor, workload: Workload) -> tuple[int | None, ...]
     return workload.queries, keys, q.shape[2], q.shape[1], tokens if workload.packed else None
 
 
-def numbers_of_windows(within: Within) -> tuple[float | None, ...]:
+def numbers_of_windows(groups: Groups) -> tuple[float | None, ...]:
     """Return the grid's rows and columns, a window's columns, the shift and its bias, as the kernels take them."""
-    if not isinstance(within, Windows):
+    if not isinstance(groups, Windows):
         return (None,) * 6
-    return *within.grid, within.window[1], *within.shift, within.shift_bias if within.hides else None
+    return *groups.grid, groups.window[1], *groups.shift, groups.shift_bias if groups.hides else None
 
 
-def stored(q: Tensor, within: Within) -> tuple[int, int, int]:
+def stored(q: Tensor, groups: Groups) -> tuple[int, int, int]:
     """Return for how many sequences, heads and tokens of each LSE is stored, for q (B, N, H, d); packed sequences count
     as one."""
     B, N, H, _ = q.shape
-    return (B * within.per_sample, H, within.tokens) if isinstance(within, Windows) else (B, H, N)
+    return (B * groups.per_sample, H, groups.tokens) if isinstance(groups, Windows) else (B, H, N)
 
 
 class Workload(NamedTuple):
@@ -102,7 +102,7 @@ Call = tuple[int, tuple[int, ...], tuple[int, ...], Workload]
 
 
 def described(
-    strided: tuple[Tensor, ...], mask: Tensor | None, seed: Tensor | None, scale: float, causal: bool, within: Within
+    strided: tuple[Tensor, ...], mask: Tensor | None, seed: Tensor | None, scale: float, causal: bool, groups: Groups
 ) -> Call:
     """Return the number of heads of all sequences together, 0 if there is nothing to do; the strides of q, k and the
     rest, and of the mask, as the kernels take them; and what configurations are chosen by."""
@@ -110,27 +110,27 @@ def described(
     check(q, scale)
     B, M, H, d = q.shape
     N, apart = k.shape[1], k.shape[1] != M
-    if isinstance(within, Sequences):
-        B, M, apart = within.ends.shape[0], within.longest, within.ends_k is not None  # and the tokens outside of all
-        N = within.longest_k if apart else M
-    elif within is not None:
-        B, M, N = B * within.per_sample, within.tokens, within.tokens
+    if isinstance(groups, Sequences):
+        B, M, apart = groups.ends.shape[0], groups.longest, groups.ends_k is not None  # and the tokens outside of all
+        N = groups.longest_k if apart else M
+    elif groups is not None:
+        B, M, N = B * groups.per_sample, groups.tokens, groups.tokens
     unit, strides = in_units(shape_of_strides(q, k), *[t.stride() for t in strided])
     mask_rows, of_mask = _mask_in_units(mask)
     workload = Workload(
         max(M, 1), max(N, 1), d, q.element_size(), seed is not None, device.arch(q), dot_precision(q), unit, mask_rows,
-        H // k.shape[2] if H else 1, causal, apart, isinstance(within, Sequences),
-        _kind(q, k, mask, causal, apart, within),
+        H // k.shape[2] if H else 1, causal, apart, isinstance(groups, Sequences),
+        _kind(q, k, mask, causal, apart, groups),
     )  # fmt: skip
     return B * H if q.numel() else 0, strides, of_mask, workload
 
 
-def _kind(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, apart: bool, within: Within) -> str:
-    if isinstance(within, Windows):
+def _kind(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, apart: bool, groups: Groups) -> str:
+    if isinstance(groups, Windows):
         return "windows"
     if mask is not None:
         return "mask"
-    if within is not None:
+    if groups is not None:
         return "lengths"
     if q.shape[2] != k.shape[2]:
         return "groups"

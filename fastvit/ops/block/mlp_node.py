@@ -19,7 +19,7 @@ from fastvit.ops.layer_norm.op import Residual, layer_norm_fwd, norm_backward
 from fastvit.ops.linear.op import act_bwd, gated_act, linear_act_fwd, linear_dact, linear_fwd
 from fastvit.ops.runtime.activations import activate
 from fastvit.ops.runtime.autograd import Computed, FusedNode, in_backward
-from fastvit.ops.runtime.backend import Path
+from fastvit.ops.runtime.backend import Route
 from fastvit.ops.runtime.epilogue import LastLayer, scale_samples
 from fastvit.ops.runtime.rows import as_rows
 
@@ -43,7 +43,7 @@ class MlpOptions(NamedTuple):
 
 class MlpInputs(NamedTuple):
     options: MlpOptions
-    path: Path
+    route: Route
     x: Tensor
     norm_weight: Tensor | None
     norm_bias: Tensor | None
@@ -72,13 +72,13 @@ class _Wanted(NamedTuple):
     act: bool
 
     @classmethod
-    def of(cls, wants: Any, t: MlpInputs) -> _Wanted:
-        """Return it for Inputs of bools."""
-        before = wants.x or wants.norm_weight or wants.norm_bias
-        weights = wants.fc1_weight or wants.value_weight
-        pre = before or weights or wants.fc1_bias or wants.value_bias
-        h = pre or wants.inner_weight or wants.inner_bias
-        last = wants.fc2_weight or wants.layer_scale
+    def of(cls, needs_grad: Any, t: MlpInputs) -> _Wanted:
+        """Summarise which gradients are needed; `needs_grad` has a bool for each input."""
+        before = needs_grad.x or needs_grad.norm_weight or needs_grad.norm_bias
+        weights = needs_grad.fc1_weight or needs_grad.value_weight
+        pre = before or weights or needs_grad.fc1_bias or needs_grad.value_bias
+        h = pre or needs_grad.inner_weight or needs_grad.inner_bias
+        last = needs_grad.fc2_weight or needs_grad.layer_scale
         return cls(before, weights, pre, h, last, last or (t.inner_weight is not None and h))
 
 
@@ -87,49 +87,49 @@ class Mlp(FusedNode):
 
     Inputs = MlpInputs
     casts: tuple[str, ...] = ("fc1_weight", "fc1_bias", "value_weight", "value_bias", "fc2_weight", "fc2_bias")
-    saves = (
+    saved = (
         "x", "norm_weight", "norm_bias", "fc1_weight", "fc1_bias", "value_weight", "value_bias",
         "inner_weight", "inner_bias", "fc2_weight", "fc2_bias", "layer_scale", "row_scale", "seeds",
         "mean", "rstd", "pre", "inner_mean", "inner_rstd", "h",
     )  # fmt: skip
 
     @classmethod
-    def kept(cls, t: MlpInputs) -> tuple[str, ...]:
+    def intermediates_of(cls, t: MlpInputs) -> tuple[str, ...]:
         of_norm = ("mean", "rstd") if t.norm_weight is not None else ()
         of_inner = ("inner_mean", "inner_rstd") if t.inner_weight is not None else ()
         return *of_norm, *of_inner, *("pre",) * t.options.keep_pre, *("h",) * t.options.keep_h
 
     @staticmethod
     def compute(t: MlpInputs) -> Computed:
-        o, path, seeds = t.options, t.path, t.seeds
-        kept: dict[str, Any] = {}
+        o, route, seeds = t.options, t.route, t.seeds
+        intermediates: dict[str, Any] = {}
         y = t.x
         if t.norm_weight is not None:
-            y, kept["mean"], kept["rstd"] = layer_norm_fwd(
-                y, t.norm_weight, t.norm_bias, o.eps, o.dtype, o.rms, path=path
+            y, intermediates["mean"], intermediates["rstd"] = layer_norm_fwd(
+                y, t.norm_weight, t.norm_bias, o.eps, o.dtype, o.rms, route=route
             )
         fc1, value = _gate_and_value(t)
         if o.keep_pre:
-            h, kept["pre"] = linear_act_fwd(y, *fc1, o.activation, *value, path=path)
+            h, intermediates["pre"] = linear_act_fwd(y, *fc1, o.activation, *value, route=route)
         else:
-            h = linear_fwd(y, *fc1, o.activation, None, None, None, *value, path=path)
+            h = linear_fwd(y, *fc1, o.activation, None, None, None, *value, route=route)
         del y
         if seeds is not None:
-            h = dropout_op(h, seeds[:1], o.dropout_p, path=path)
+            h = dropout_op(h, seeds[:1], o.dropout_p, route=route)
         if o.keep_h:
-            kept["h"] = h
+            intermediates["h"] = h
         if t.inner_weight is not None:
             inner = t.inner_weight, t.inner_bias, o.inner_eps, o.dtype, o.inner_rms
-            h, kept["inner_mean"], kept["inner_rstd"] = layer_norm_fwd(h, *inner, path=path)
+            h, intermediates["inner_mean"], intermediates["inner_rstd"] = layer_norm_fwd(h, *inner, route=route)
         epilogue = t.layer_scale, t.row_scale, t.x if o.residual_is_x else t.residual
         if seeds is None:
-            return (linear_fwd(h, t.fc2_weight, t.fc2_bias, "none", *epilogue, path=path),), kept
+            return (linear_fwd(h, t.fc2_weight, t.fc2_bias, "none", *epilogue, route=route),), intermediates
         out = F.linear(h, t.fc2_weight, t.fc2_bias)
-        return (dropout_op(out, seeds[2:], o.dropout_p, *epilogue, path=path),), kept
+        return (dropout_op(out, seeds[2:], o.dropout_p, *epilogue, route=route),), intermediates
 
     @staticmethod
-    def reads(t: MlpInputs, kept: dict[str, Any], wants: Any) -> dict[str, bool]:
-        o, wanted = t.options, _Wanted.of(wants, t)
+    def needed(t: MlpInputs, intermediates: dict[str, Any], needs_grad: Any) -> dict[str, bool]:
+        o, wanted = t.options, _Wanted.of(needs_grad, t)
         pre = wanted.pre or (wanted.act and not o.keep_h)
         x = wanted.weights or (wanted.before and t.norm_weight is not None) or (pre and not o.keep_pre)
         return {
@@ -138,29 +138,33 @@ class Mlp(FusedNode):
         }  # fmt: skip
 
     @staticmethod
-    def gradients(s: dict[str, Any], douts: Any, o: MlpOptions, wants: Any, path: Path) -> dict[str, Any]:
+    def gradients(s: dict[str, Any], douts: Any, o: MlpOptions, needs_grad: Any, route: Route) -> dict[str, Any]:
         inputs: Any = [s.get(name) for name in MlpInputs._fields[2:]]
-        t, (dout,) = MlpInputs(o, path, *inputs), douts
-        wanted = _Wanted.of(wants, t)
-        dresidual = dout.to(o.residual_dtype) if wants.residual else None
-        if not (wanted.h or wanted.last or wants.fc2_bias):
+        t, (dout,) = MlpInputs(o, route, *inputs), douts
+        wanted = _Wanted.of(needs_grad, t)
+        dresidual = dout.to(o.residual_dtype) if needs_grad.residual else None
+        if not (wanted.h or wanted.last or needs_grad.fc2_bias):
             return {"residual": dresidual}
-        fc2 = LastLayer(t.fc2_weight, t.fc2_bias, t.layer_scale, wants.fc2_weight, wants.fc2_bias, wants.layer_scale)
+        fc2 = LastLayer(
+            t.fc2_weight, t.fc2_bias, t.layer_scale, needs_grad.fc2_weight, needs_grad.fc2_bias, needs_grad.layer_scale
+        )
         g = dout.to(o.dtype)
         if t.seeds is None:
             g = scale_samples(g, t.row_scale)
         else:
-            g = dropout_op(g, t.seeds[2:], o.dropout_p, None, t.row_scale, path=path)
+            g = dropout_op(g, t.seeds[2:], o.dropout_p, None, t.row_scale, route=route)
         h, hidden = _fc2_backward(t, s, g, fc2, wanted)
         G = fc2.product(g, h)
         # the pass that adds dout to the gradient of x also sums it over rows
         in_norm = o.residual_is_x and t.norm_weight is not None and wanted.before and t.seeds is None
         total = None if in_norm else fc2.total(g)
         del g, h
-        before, dout_total = _fc1_backward(t, s, dout, hidden, fc2.total_dtype() if in_norm else None, wants, wanted)
+        before, dout_total = _fc1_backward(
+            t, s, dout, hidden, fc2.total_dtype() if in_norm else None, needs_grad, wanted
+        )
         dweight, dbias, dlayer_scale = fc2.gradients(G, dout_total if in_norm else total)
         return before | {
-            "inner_weight": hidden.inner_weight, "inner_bias": hidden.inner_bias if wants.inner_bias else None,
+            "inner_weight": hidden.inner_weight, "inner_bias": hidden.inner_bias if needs_grad.inner_bias else None,
             "fc2_weight": dweight, "fc2_bias": dbias, "layer_scale": dlayer_scale, "residual": dresidual,
         }  # fmt: skip
 
@@ -185,7 +189,7 @@ def _normed(t: MlpInputs, x: Any) -> Any:
     if t.norm_weight is None:
         return x
     o = t.options
-    return layer_norm_fwd(x, t.norm_weight, t.norm_bias, o.eps, o.dtype, o.rms, path=t.path)[0]
+    return layer_norm_fwd(x, t.norm_weight, t.norm_bias, o.eps, o.dtype, o.rms, route=t.route)[0]
 
 
 class _Hidden(NamedTuple):
@@ -206,7 +210,7 @@ class _Hidden(NamedTuple):
 def _fc2_backward(t: MlpInputs, s: dict[str, Any], g: Tensor, fc2: LastLayer, wanted: _Wanted) -> tuple[Any, _Hidden]:
     """Compute the backward pass from g, the gradient of fc2's result, to the activation's input. Return fc2's input, if
     it is wanted, and the rest."""
-    o, path, seeds, has_inner = t.options, t.path, t.seeds, t.inner_weight is not None
+    o, route, seeds, has_inner = t.options, t.route, t.seeds, t.inner_weight is not None
     pre, h, y = s.pop("pre"), s.pop("h"), None
     if pre is None and (wanted.pre or (wanted.act and h is None)):
         y = _normed(t, in_backward(t.x, g))
@@ -216,11 +220,11 @@ def _fc2_backward(t: MlpInputs, s: dict[str, Any], g: Tensor, fc2: LastLayer, wa
             pre = side_by_side(y, (t.fc1_weight, t.value_weight), (t.fc1_bias, t.value_bias))
 
     def activated() -> Tensor:
-        h = gated_act(pre, o.activation, path=path) if o.gated else activate(pre, o.activation)
-        return h if seeds is None else dropout_op(h, seeds[:1], o.dropout_p, path=path)
+        h = gated_act(pre, o.activation, route=route) if o.gated else activate(pre, o.activation)
+        return h if seeds is None else dropout_op(h, seeds[:1], o.dropout_p, route=route)
 
     if wanted.pre and wanted.last and h is None and seeds is None and not has_inner:
-        dpre, h, dpre_sum = linear_dact(*fc2.input_operands(g), pre, o.activation, path=path)
+        dpre, h, dpre_sum = linear_dact(*fc2.input_operands(g), pre, o.activation, route=route)
         return h, _Hidden(y, dpre, dpre_sum)
     dpre = dpre_sum = dinner_weight = dinner_bias = None
     if has_inner and wanted.act and h is None:
@@ -228,13 +232,13 @@ def _fc2_backward(t: MlpInputs, s: dict[str, Any], g: Tensor, fc2: LastLayer, wa
     dh: Any = torch.matmul(*fc2.input_operands(g)) if wanted.h else None
     if t.inner_weight is not None and wanted.h:
         dh, dinner_weight, dinner_bias, h, _ = norm_backward(
-            dh, h, s["inner_mean"], s["inner_rstd"], t.inner_weight, t.inner_bias, want_y=wanted.last, path=path
+            dh, h, s["inner_mean"], s["inner_rstd"], t.inner_weight, t.inner_bias, want_y=wanted.last, route=route
         )
     elif has_inner and wanted.last:
-        h, *_ = layer_norm_fwd(h, t.inner_weight, t.inner_bias, o.inner_eps, o.dtype, o.inner_rms, path=path)
+        h, *_ = layer_norm_fwd(h, t.inner_weight, t.inner_bias, o.inner_eps, o.dtype, o.inner_rms, route=route)
     if wanted.pre:
-        dh = dh if seeds is None else dropout_op(dh, seeds[:1], o.dropout_p, path=path)
-        dpre, dpre_sum = act_bwd(dh, pre, o.activation, path=path)
+        dh = dh if seeds is None else dropout_op(dh, seeds[:1], o.dropout_p, route=route)
+        dpre, dpre_sum = act_bwd(dh, pre, o.activation, route=route)
     del dh
     if not has_inner and wanted.act and h is None:
         h = activated()
@@ -250,7 +254,7 @@ def _product(parts: Any, weights: list[Tensor], add: Tensor | None = None) -> Te
 
 
 def _fc1_backward(
-    t: MlpInputs, s: dict[str, Any], dout: Tensor, hidden: _Hidden, total_dtype: torch.dtype | None, wants: Any,
+    t: MlpInputs, s: dict[str, Any], dout: Tensor, hidden: _Hidden, total_dtype: torch.dtype | None, needs_grad: Any,
     wanted: _Wanted,
 ) -> tuple[dict[str, Any], Any]:  # fmt: skip
     """Return the gradients of x, the norm and fc1 by name, and dout's sum over rows in total_dtype, if the norm
@@ -270,14 +274,14 @@ def _fc1_backward(
             residual = Residual(dresidual, t.row_scale, total_dtype)
             dx, dnorm_weight, dnorm_bias, y, total = norm_backward(
                 _product(parts, weights).view(x.shape), x, s["mean"], s["rstd"], t.norm_weight, t.norm_bias,
-                residual, y, want_y=wanted.weights, path=t.path,
+                residual, y, want_y=wanted.weights, route=t.route,
             )  # fmt: skip
     if wanted.weights and y is None:
         y = _normed(t, x)
     return {
-        "x": dx, "norm_weight": dnorm_weight, "norm_bias": dnorm_bias if wants.norm_bias else None,
-        "fc1_weight": parts[0].t() @ as_rows(y) if wants.fc1_weight else None,
-        "fc1_bias": sums[0] if wants.fc1_bias else None,
-        "value_weight": parts[1].t() @ as_rows(y) if wants.value_weight else None,
-        "value_bias": sums[1] if wants.value_bias else None,
+        "x": dx, "norm_weight": dnorm_weight, "norm_bias": dnorm_bias if needs_grad.norm_bias else None,
+        "fc1_weight": parts[0].t() @ as_rows(y) if needs_grad.fc1_weight else None,
+        "fc1_bias": sums[0] if needs_grad.fc1_bias else None,
+        "value_weight": parts[1].t() @ as_rows(y) if needs_grad.value_weight else None,
+        "value_bias": sums[1] if needs_grad.value_bias else None,
     }, total  # fmt: skip

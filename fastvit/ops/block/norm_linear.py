@@ -13,7 +13,7 @@ from fastvit.ops.layer_norm.op import NormTuple, Residual, layer_norm_fwd, norm_
 from fastvit.ops.linear import aten
 from fastvit.ops.linear.op import check_linear
 from fastvit.ops.runtime.autograd import Computed, FusedNode, needs_autograd, transforming, unviewed
-from fastvit.ops.runtime.backend import Path, is_jit_tracing
+from fastvit.ops.runtime.backend import Route, is_jit_tracing
 from fastvit.ops.runtime.checks import check_float, check_norm
 from fastvit.ops.runtime.dtypes import autocast_dtype
 from fastvit.ops.runtime.rows import as_rows
@@ -37,31 +37,31 @@ def by_layer(x: Tensor, weights: Sequence[Tensor]) -> Sequence[Tensor]:
 
 def norm_linear_backward(
     s: dict[str, Any], o: Any, douts: Sequence[Tensor | None], weights: Sequence[Tensor], residual: Residual,
-    wants: Any, wants_weights: Sequence[bool], wants_biases: Sequence[bool], path: Path,
+    needs_grad: Any, wants_weights: Sequence[bool], wants_biases: Sequence[bool], route: Route,
 ) -> tuple[dict[str, Any], list[Tensor | None], list[Tensor | None], Tensor | None]:  # fmt: skip
     """Compute the backward pass of a norm and the layers after it. Return the wanted gradients, or None: of x and the
     norm by name, of weights and of biases; and the residual's total.
 
     s: x, norm_weight, norm_bias, mean and rstd, None where no gradient needs them. o: options with the norm's eps and
     rms. douts: for each layer the gradient of its output, as rows; not all are None. residual: for an x that is also
-    the residual. wants: of x, norm_weight and norm_bias."""
+    the residual. needs_grad: of x, norm_weight and norm_bias."""
     x, norm = s["x"], (s["norm_weight"], s["norm_bias"])
     wants_weights = [want and dout is not None for want, dout in zip(wants_weights, douts, strict=True)]
     y: Any = None
     of_norm: dict[str, Any] = {}
     total = None
-    if wants.x or wants.norm_weight or wants.norm_bias:
+    if needs_grad.x or needs_grad.norm_weight or needs_grad.norm_bias:
         dy: Any = None
         for dout, weight in zip(douts, weights, strict=True):
             if dout is not None:
                 dy = dout @ weight if dy is None else dy.addmm_(dout, weight)
         dx, dnorm_weight, dnorm_bias, y, total = norm_backward(
-            dy.view(x.shape), x, s["mean"], s["rstd"], *norm, residual, want_y=any(wants_weights), path=path
+            dy.view(x.shape), x, s["mean"], s["rstd"], *norm, residual, want_y=any(wants_weights), route=route
         )
         del dy
-        of_norm = {"x": dx, "norm_weight": dnorm_weight, "norm_bias": dnorm_bias if wants.norm_bias else None}
+        of_norm = {"x": dx, "norm_weight": dnorm_weight, "norm_bias": dnorm_bias if needs_grad.norm_bias else None}
     elif any(wants_weights):
-        y, *_ = layer_norm_fwd(x, *norm, o.eps, weights[0].dtype, o.rms, path=path)
+        y, *_ = layer_norm_fwd(x, *norm, o.eps, weights[0].dtype, o.rms, route=route)
     dweights: list[Tensor | None] = [None] * len(weights)
     dbiases: list[Tensor | None] = [None] * len(weights)
     for i, dout in enumerate(douts):
@@ -81,7 +81,7 @@ class _Options(NamedTuple):
 
 class _Inputs(NamedTuple):
     options: _Options
-    path: Path
+    route: Route
     x: Tensor
     norm_weight: Tensor
     norm_bias: Tensor | None
@@ -101,32 +101,34 @@ class _LayerNormLinear(FusedNode):
     variadic = True
     single = False
     casts = ("layers",)
-    keeps = ("mean", "rstd")
-    saves = ("x", "norm_weight", "norm_bias", "mean", "rstd")
+    intermediates = ("mean", "rstd")
+    saved = ("x", "norm_weight", "norm_bias", "mean", "rstd")
 
     @staticmethod
     def compute(t: _Inputs) -> Computed:
         o, (weights, biases) = t.options, _halves(t.layers)
-        y, mean, rstd = layer_norm_fwd(t.x, t.norm_weight, t.norm_bias, o.eps, weights[0].dtype, o.rms, path=t.path)
-        kept = {"mean": mean, "rstd": rstd}
+        y, mean, rstd = layer_norm_fwd(t.x, t.norm_weight, t.norm_bias, o.eps, weights[0].dtype, o.rms, route=t.route)
+        intermediates = {"mean": mean, "rstd": rstd}
         if o.op == "layer_norm_linear" and len(weights) > 1:
-            return (side_by_side(y, weights, biases),), kept
-        return tuple([unviewed(F.linear(y, *layer)) for layer in zip(weights, biases, strict=True)]), kept
+            return (side_by_side(y, weights, biases),), intermediates
+        return tuple([unviewed(F.linear(y, *layer)) for layer in zip(weights, biases, strict=True)]), intermediates
 
     @staticmethod
-    def reads(t: _Inputs, kept: dict[str, Any], wants: Any) -> dict[str, bool]:
-        wants_norm = wants.x or wants.norm_weight or wants.norm_bias
-        return {"x": wants_norm or any(_halves(wants.layers)[0]), "mean": not t.options.rms}
+    def needed(t: _Inputs, intermediates: dict[str, Any], needs_grad: Any) -> dict[str, bool]:
+        wants_norm = needs_grad.x or needs_grad.norm_weight or needs_grad.norm_bias
+        return {"x": wants_norm or any(_halves(needs_grad.layers)[0]), "mean": not t.options.rms}
 
     @staticmethod
-    def gradients(s: dict[str, Any], douts: Any, o: _Options, wants: Any, path: Path) -> dict[str, Any]:
+    def gradients(s: dict[str, Any], douts: Any, o: _Options, needs_grad: Any, route: Route) -> dict[str, Any]:
         weights = [*s.values()][5:]
         if len(douts) == len(weights):
             parts = [None if dout is None else as_rows(dout) for dout in douts]
         else:
             parts = [*by_layer(as_rows(douts[0]), weights)]
-        halves = _halves(wants.layers)
-        of_norm, dweights, dbiases, _ = norm_linear_backward(s, o, parts, weights, Residual(), wants, *halves, path)
+        halves = _halves(needs_grad.layers)
+        of_norm, dweights, dbiases, _ = norm_linear_backward(
+            s, o, parts, weights, Residual(), needs_grad, *halves, route
+        )
         return of_norm | {"layers": (*dweights, *dbiases)}
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fastvit.ops.dropout import aten
 from fastvit.ops.runtime.autograd import Computed, FusedNode, inputs, needs_autograd
-from fastvit.ops.runtime.backend import Path
+from fastvit.ops.runtime.backend import Route
 from fastvit.ops.runtime.checks import check_dropout, check_float
 from fastvit.ops.runtime.epilogue import Epilogue
 from fastvit.ops.runtime.registry import register
@@ -43,22 +43,22 @@ class _Options(NamedTuple):
 
 class _Dropout(FusedNode):
     Inputs = inputs("x", "seed")
-    saves = ("seed",)
+    saved = ("seed",)
 
     @staticmethod
     def compute(t: Any) -> Computed:
-        return (dropout_op(t.x, t.seed, t.options.p, path=t.path),), {}
+        return (dropout_op(t.x, t.seed, t.options.p, route=t.route),), {}
 
     @staticmethod
-    def gradients(s: dict[str, Any], douts: Any, o: _Options, wants: Any, path: Path) -> dict[str, Any]:
-        return {"x": dropout_op(*douts, s["seed"], o.p, path=path)}
+    def gradients(s: dict[str, Any], douts: Any, o: _Options, needs_grad: Any, route: Route) -> dict[str, Any]:
+        return {"x": dropout_op(*douts, s["seed"], o.p, route=route)}
 
 
 def dropout(x: Tensor, p: float, *, training: bool = True) -> Tensor:
     """Zero each element with probability p and divide the rest by 1 - p (Srivastava et al. 2014).
 
     The backward pass needs one seed and no mask. Reproducible under torch.manual_seed and activation checkpointing.
-    The masks of the Triton and the ATen path differ for equal seeds.
+    The masks of the Triton and the ATen route differ for equal seeds.
 
     Args:
         x: (...), float32, float16, bfloat16 or float64, any strides.

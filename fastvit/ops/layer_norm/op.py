@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fastvit.ops.layer_norm import aten
 from fastvit.ops.runtime.autograd import Computed, FusedNode, inputs, needs_autograd
-from fastvit.ops.runtime.backend import Path
+from fastvit.ops.runtime.backend import Route
 from fastvit.ops.runtime.checks import check_float, check_like, check_norm, check_row_scale
 from fastvit.ops.runtime.dtypes import autocast_dtype, stat_dtype
 from fastvit.ops.runtime.registry import register
@@ -123,14 +123,14 @@ _NO_RESIDUAL = Residual()
 
 def norm_backward(
     dy: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor, bias: Tensor | None,
-    residual: Residual = _NO_RESIDUAL, y: Tensor | None = None, *, want_y: bool, path: Path,
+    residual: Residual = _NO_RESIDUAL, y: Tensor | None = None, *, want_y: bool, route: Route,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Compute the backward pass of a norm within an op. Return the gradients of x, weight and bias; the norm's output,
     which is y, or computed again if wanted, or None; and the residual's total."""
     dresidual, row_scale, dtype = residual
     row_scale, want_y = None if dtype is None else row_scale, want_y and y is None
     dx, dweight, dbias, y_again, total = layer_norm_bwd(
-        dy, x, mean, rstd, weight, bias, dresidual, row_scale, dtype, want_y, path=path
+        dy, x, mean, rstd, weight, bias, dresidual, row_scale, dtype, want_y, route=route
     )
     return dx, dweight, dbias, y_again if want_y else y, total
 
@@ -149,24 +149,24 @@ class LayerNormNode(FusedNode):
     """LayerNorm or RMSNorm."""
 
     Inputs = NormInputs
-    keeps = ("mean", "rstd")
-    saves = ("x", "weight", "mean", "rstd")
+    intermediates = ("mean", "rstd")
+    saved = ("x", "weight", "mean", "rstd")
 
     @staticmethod
     def compute(t: Any) -> Computed:
         _, eps, out_dtype, rms = t.options
-        y, mean, rstd = layer_norm_fwd(t.x, t.weight, t.bias, eps, out_dtype, rms, path=t.path)
+        y, mean, rstd = layer_norm_fwd(t.x, t.weight, t.bias, eps, out_dtype, rms, route=t.route)
         return (y,), {"mean": mean, "rstd": rstd}
 
     @staticmethod
-    def reads(t: Any, kept: dict[str, Any], wants: Any) -> dict[str, bool]:
+    def needed(t: Any, intermediates: dict[str, Any], needs_grad: Any) -> dict[str, bool]:
         return {"mean": not t.options.rms}
 
     @staticmethod
-    def gradients(s: dict[str, Any], douts: Any, o: NormOptions, wants: Any, path: Path) -> dict[str, Any]:
+    def gradients(s: dict[str, Any], douts: Any, o: NormOptions, needs_grad: Any, route: Route) -> dict[str, Any]:
         saved = s["x"], s["mean"], s["rstd"], s["weight"], None
-        dx, dweight, dbias, *_ = layer_norm_bwd(*douts, *saved, None, path=path)
-        return {"x": dx, "weight": dweight, "bias": dbias if wants.bias else None}
+        dx, dweight, dbias, *_ = layer_norm_bwd(*douts, *saved, None, route=route)
+        return {"x": dx, "weight": dweight, "bias": dbias if needs_grad.bias else None}
 
 
 class _AddOptions(NamedTuple):
@@ -180,36 +180,36 @@ class _AddLayerNorm(FusedNode):
     """The sum, and its norm."""
 
     Inputs = inputs("residual", "branch", "weight", "bias", "layer_scale", "row_scale")
-    keeps = ("mean", "rstd")
-    saves = ("branch", "weight", "layer_scale", "row_scale", "result", "mean", "rstd")
+    intermediates = ("mean", "rstd")
+    saved = ("branch", "weight", "layer_scale", "row_scale", "result", "mean", "rstd")
     single = False
 
     @staticmethod
     def compute(t: Any) -> Computed:
-        o, path, *tensors = t
-        s, y, mean, rstd = add_layer_norm_fwd(*tensors, o.eps, o.rms, path=path)
+        o, route, *tensors = t
+        s, y, mean, rstd = add_layer_norm_fwd(*tensors, o.eps, o.rms, route=route)
         return (s, y), {"mean": mean, "rstd": rstd}
 
     @staticmethod
-    def reads(t: Any, kept: dict[str, Any], wants: Any) -> dict[str, bool]:
+    def needed(t: Any, intermediates: dict[str, Any], needs_grad: Any) -> dict[str, bool]:
         return {"branch": t.layer_scale is not None or t.row_scale is not None, "mean": not t.options.rms}
 
     @staticmethod
-    def gradients(s: dict[str, Any], douts: Any, o: _AddOptions, wants: Any, path: Path) -> dict[str, Any]:
+    def gradients(s: dict[str, Any], douts: Any, o: _AddOptions, needs_grad: Any, route: Route) -> dict[str, Any]:
         (dsum, dy), total, norm = douts, s["result"], (s["mean"], s["rstd"], s["weight"])
         dy = torch.zeros_like(total) if dy is None else dy
         dlayer_scale = None
         if s["branch"] is None:
-            dsum, dweight, dbias, *_ = layer_norm_bwd(dy, total, *norm, None, dsum, path=path)
+            dsum, dweight, dbias, *_ = layer_norm_bwd(dy, total, *norm, None, dsum, route=route)
             dbranch = dsum.to(o.dtypes[1])
         else:
             dsum, dbranch, dweight, dbias, dlayer_scale = add_layer_norm_bwd(
-                dy, dsum, total, *norm, s["branch"], s["layer_scale"], s["row_scale"], path=path
+                dy, dsum, total, *norm, s["branch"], s["layer_scale"], s["row_scale"], route=route
             )
         by_name = {"residual": dsum.to(o.dtypes[0]), "branch": dbranch, "weight": dweight}
         if s["layer_scale"] is not None:
             by_name["layer_scale"] = dlayer_scale
-        return by_name | {"bias": dbias if wants.bias else None}
+        return by_name | {"bias": dbias if needs_grad.bias else None}
 
 
 # ---- public functions ----

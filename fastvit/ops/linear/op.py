@@ -11,7 +11,7 @@ from torch import Tensor
 from fastvit.ops.linear import aten
 from fastvit.ops.runtime.activations import check_activation
 from fastvit.ops.runtime.autograd import Computed, FusedNode, inputs, needs_autograd
-from fastvit.ops.runtime.backend import Path
+from fastvit.ops.runtime.backend import Route
 from fastvit.ops.runtime.checks import check_float, check_like
 from fastvit.ops.runtime.dtypes import autocast_dtype
 from fastvit.ops.runtime.epilogue import Epilogue, LastLayer, scale_samples
@@ -111,26 +111,28 @@ class _Linear(FusedNode):
 
     Inputs = inputs("x", "weight", "bias", "layer_scale", "row_scale", "residual")
     casts = ("x", "weight", "bias")
-    saves = ("x", "weight", "bias", "layer_scale", "row_scale")
+    saved = ("x", "weight", "bias", "layer_scale", "row_scale")
 
     @staticmethod
     def compute(t: Any) -> Computed:
-        o, path, x, weight, bias, layer_scale, row_scale, residual = t
-        return (linear_fwd(x, weight, bias, o.activation, layer_scale, row_scale, residual, path=path),), {}
+        o, route, x, weight, bias, layer_scale, row_scale, residual = t
+        return (linear_fwd(x, weight, bias, o.activation, layer_scale, row_scale, residual, route=route),), {}
 
     @staticmethod
-    def reads(t: Any, kept: dict[str, Any], wants: Any) -> dict[str, bool]:
-        return {"x": wants.weight or wants.layer_scale, "bias": wants.layer_scale}
+    def needed(t: Any, intermediates: dict[str, Any], needs_grad: Any) -> dict[str, bool]:
+        return {"x": needs_grad.weight or needs_grad.layer_scale, "bias": needs_grad.layer_scale}
 
     @staticmethod
-    def gradients(s: dict[str, Any], douts: Any, o: _Options, wants: Any, path: Path) -> dict[str, Any]:
+    def gradients(s: dict[str, Any], douts: Any, o: _Options, needs_grad: Any, route: Route) -> dict[str, Any]:
         (dout,) = douts
-        by_name = {"residual": dout.to(o.residual_dtype) if wants.residual else None}
-        if not (wants.x or wants.weight or wants.bias or wants.layer_scale):
+        by_name = {"residual": dout.to(o.residual_dtype) if needs_grad.residual else None}
+        if not (needs_grad.x or needs_grad.weight or needs_grad.bias or needs_grad.layer_scale):
             return by_name
-        layer = LastLayer(s["weight"], s["bias"], s["layer_scale"], wants.weight, wants.bias, wants.layer_scale)
+        layer = LastLayer(
+            s["weight"], s["bias"], s["layer_scale"], needs_grad.weight, needs_grad.bias, needs_grad.layer_scale
+        )
         g = scale_samples(dout.to(layer.weight.dtype), s["row_scale"])
-        dx = torch.matmul(*layer.input_operands(g)) if wants.x else None
+        dx = torch.matmul(*layer.input_operands(g)) if needs_grad.x else None
         dweight, dbias, dlayer_scale = layer.gradients(layer.product(g, s["x"]), layer.total(g))
         return by_name | {"x": dx, "weight": dweight, "bias": dbias, "layer_scale": dlayer_scale}
 
@@ -140,25 +142,25 @@ class _LinearAct(FusedNode):
 
     Inputs = inputs("x", "weight", "bias")
     casts = ("x", "weight", "bias")
-    keeps = ("pre",)
-    saves = ("x", "weight", "pre")
+    intermediates = ("pre",)
+    saved = ("x", "weight", "pre")
 
     @staticmethod
     def compute(t: Any) -> Computed:
-        h, pre = linear_act_fwd(t.x, t.weight, t.bias, t.options.activation, path=t.path)
+        h, pre = linear_act_fwd(t.x, t.weight, t.bias, t.options.activation, route=t.route)
         return (h,), {"pre": pre}
 
     @staticmethod
-    def reads(t: Any, kept: dict[str, Any], wants: Any) -> dict[str, bool]:
-        return {"x": wants.weight}
+    def needed(t: Any, intermediates: dict[str, Any], needs_grad: Any) -> dict[str, bool]:
+        return {"x": needs_grad.weight}
 
     @staticmethod
-    def gradients(s: dict[str, Any], douts: Any, o: _Options, wants: Any, path: Path) -> dict[str, Any]:
-        dpre, dbias = act_bwd(*douts, s.pop("pre"), o.activation, path=path)
+    def gradients(s: dict[str, Any], douts: Any, o: _Options, needs_grad: Any, route: Route) -> dict[str, Any]:
+        dpre, dbias = act_bwd(*douts, s.pop("pre"), o.activation, route=route)
         return {
-            "x": dpre @ s["weight"] if wants.x else None,
-            "weight": as_rows(dpre).t() @ as_rows(s["x"]) if wants.weight else None,
-            "bias": dbias if wants.bias else None,
+            "x": dpre @ s["weight"] if needs_grad.x else None,
+            "weight": as_rows(dpre).t() @ as_rows(s["x"]) if needs_grad.weight else None,
+            "bias": dbias if needs_grad.bias else None,
         }
 
 

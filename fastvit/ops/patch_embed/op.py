@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastvit.ops.patch_embed import aten
 from fastvit.ops.runtime.autograd import Computed, FusedNode, inputs, needs_autograd
-from fastvit.ops.runtime.backend import Path
+from fastvit.ops.runtime.backend import Route
 from fastvit.ops.runtime.checks import check_float, check_image, check_like, check_statistics
 from fastvit.ops.runtime.device import is_fake
 from fastvit.ops.runtime.dtypes import autocast_dtype
@@ -61,41 +61,41 @@ class _Options(NamedTuple):
 class _PatchEmbed(FusedNode):
     Inputs = inputs("image", "weight", "bias", "pos_embed", "prefix", "normalize")
     casts = ("weight",)
-    saves = ("image", "weight", "normalize")
+    saved = ("image", "weight", "normalize")
 
     @staticmethod
     def compute(t: Any) -> Computed:
-        _, path, *tensors = t
-        return (patch_embed_fwd(*tensors, path=path),), {}
+        _, route, *tensors = t
+        return (patch_embed_fwd(*tensors, route=route),), {}
 
     @staticmethod
-    def reads(t: Any, kept: dict[str, Any], wants: Any) -> dict[str, bool]:
-        return {"image": wants.weight}
+    def needed(t: Any, intermediates: dict[str, Any], needs_grad: Any) -> dict[str, bool]:
+        return {"image": needs_grad.weight}
 
     @staticmethod
     def sizes(t: Any) -> tuple[int, ...]:
         return tuple(t.image.shape[2:])
 
     @staticmethod
-    def gradients(s: dict[str, Any], douts: Any, o: _Options, wants: Any, path: Path) -> dict[str, Any]:
+    def gradients(s: dict[str, Any], douts: Any, o: _Options, needs_grad: Any, route: Route) -> dict[str, Any]:
         (dout,), weight = douts, s["weight"]
         dtypes = dict(zip(("image", "weight", "bias", "pos_embed", "prefix"), o.dtypes, strict=True))
         found: dict[str, Tensor] = {}
-        if wants.image:
-            found["image"] = patch_embed_bwd_image(dout, weight, s["sizes"], dtypes["image"], path=path)
-        if wants.weight:
-            found["weight"] = patch_embed_bwd_weight(dout, s["image"], weight, s["normalize"], path=path)
-        if wants.bias or wants.pos_embed or wants.prefix:
+        if needs_grad.image:
+            found["image"] = patch_embed_bwd_image(dout, weight, s["sizes"], dtypes["image"], route=route)
+        if needs_grad.weight:
+            found["weight"] = patch_embed_bwd_weight(dout, s["image"], weight, s["normalize"], route=route)
+        if needs_grad.bias or needs_grad.pos_embed or needs_grad.prefix:
             # one pass over dout serves all three; plain sums are ATen's. A single image needs no sum over images
             wide = torch.promote_types(dout.dtype, torch.float32)
             sums = dout[0] if dout.shape[0] == 1 else dout.sum(0, dtype=wide)
             n = math.prod(aten.patch_grid(weight, s["sizes"]))
             prefix, patches = sums.split([sums.shape[0] - n, n])
-            if wants.bias:
+            if needs_grad.bias:
                 found["bias"] = patches.sum(0, dtype=wide)
-            if wants.pos_embed:
+            if needs_grad.pos_embed:
                 found["pos_embed"] = patches
-            if wants.prefix:
+            if needs_grad.prefix:
                 found["prefix"] = prefix
         return {name: t.to(dtypes[name]) for name, t in found.items()}
 

@@ -11,7 +11,7 @@ from fastvit.ops.layer_norm.op import Norm, checked_norm, layer_norm_bwd, layer_
 from fastvit.ops.qk_norm import aten
 from fastvit.ops.rotary.op import Rotary, broadcast_tables, check_tables
 from fastvit.ops.runtime.autograd import Computed, FusedNode, inputs, needs_autograd
-from fastvit.ops.runtime.backend import Path
+from fastvit.ops.runtime.backend import Route
 from fastvit.ops.runtime.checks import check_dimensions, check_head_dim, check_like
 from fastvit.ops.runtime.dtypes import autocast_dtype
 from fastvit.ops.runtime.registry import register
@@ -57,38 +57,38 @@ _STATISTICS = "q_mean", "q_rstd", "k_mean", "k_rstd"
 
 class _QkNorm(FusedNode):
     Inputs = inputs("q", "k", "q_weight", "q_bias", "k_weight", "k_bias", "sin", "cos")
-    saves = ("q", "k", "q_weight", "k_weight", "sin", "cos", *_STATISTICS)
+    saved = ("q", "k", "q_weight", "k_weight", "sin", "cos", *_STATISTICS)
     single = False
 
     @classmethod
-    def kept(cls, t: Any) -> tuple[str, ...]:
-        return _STATISTICS if t.path is Path.ATEN and t.sin is None else ()
+    def intermediates_of(cls, t: Any) -> tuple[str, ...]:
+        return _STATISTICS if t.route is Route.ATEN and t.sin is None else ()
 
     @classmethod
     def compute(cls, t: Any) -> Computed:
-        o, path, *tensors = t
-        if not cls.kept(t):
-            return qk_norm_fwd(*tensors, o.eps, o.rms, o.interleaved, path=path), {}
+        o, route, *tensors = t
+        if not cls.intermediates_of(t):
+            return qk_norm_fwd(*tensors, o.eps, o.rms, o.interleaved, route=route), {}
         # PyTorch's own norms keep what their backward pass reads
-        q, *of_q = layer_norm_fwd(t.q, t.q_weight, t.q_bias, o.eps, None, o.rms, path=path)
-        k, *of_k = layer_norm_fwd(t.k, t.k_weight, t.k_bias, o.eps, None, o.rms, path=path)
+        q, *of_q = layer_norm_fwd(t.q, t.q_weight, t.q_bias, o.eps, None, o.rms, route=route)
+        k, *of_k = layer_norm_fwd(t.k, t.k_weight, t.k_bias, o.eps, None, o.rms, route=route)
         return (q, k), dict(zip(_STATISTICS, (*of_q, *of_k), strict=True))
 
     @staticmethod
-    def reads(t: Any, kept: dict[str, Any], wants: Any) -> dict[str, bool]:
+    def needed(t: Any, intermediates: dict[str, Any], needs_grad: Any) -> dict[str, bool]:
         return {"q_mean": not t.options.rms, "k_mean": not t.options.rms}
 
     @staticmethod
-    def gradients(s: dict[str, Any], douts: Any, o: _Options, wants: Any, path: Path) -> dict[str, Any]:
+    def gradients(s: dict[str, Any], douts: Any, o: _Options, needs_grad: Any, route: Route) -> dict[str, Any]:
         douts = [torch.zeros_like(x) if dout is None else dout for dout, x in zip(douts, (s["q"], s["k"]), strict=True)]
         q, k, q_weight, k_weight, sin, cos, q_mean, q_rstd, k_mean, k_rstd = s.values()
         if q_rstd is None:
             options = o.eps, o.rms, o.has_bias, o.interleaved
-            gradients = qk_norm_bwd(*douts, q, k, q_weight, k_weight, sin, cos, *options, path=path)
+            gradients = qk_norm_bwd(*douts, q, k, q_weight, k_weight, sin, cos, *options, route=route)
             dq, dk, dq_weight, dk_weight, dq_bias, dk_bias = gradients
         else:
-            dq, dq_weight, dq_bias, *_ = layer_norm_bwd(douts[0], q, q_mean, q_rstd, q_weight, None, None, path=path)
-            dk, dk_weight, dk_bias, *_ = layer_norm_bwd(douts[1], k, k_mean, k_rstd, k_weight, None, None, path=path)
+            dq, dq_weight, dq_bias, *_ = layer_norm_bwd(douts[0], q, q_mean, q_rstd, q_weight, None, None, route=route)
+            dk, dk_weight, dk_bias, *_ = layer_norm_bwd(douts[1], k, k_mean, k_rstd, k_weight, None, None, route=route)
         by_name = {"q": dq, "k": dk, "q_weight": dq_weight, "k_weight": dk_weight}
         return by_name | {"q_bias": dq_bias, "k_bias": dk_bias} if o.has_bias else by_name
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fastvit.ops.rotary import aten
 from fastvit.ops.runtime.autograd import Computed, FusedNode, inputs, needs_autograd, unviewed
-from fastvit.ops.runtime.backend import Path
+from fastvit.ops.runtime.backend import Route
 from fastvit.ops.runtime.checks import check_dimensions, check_float, check_head_dim, check_like
 from fastvit.ops.runtime.registry import register
 from fastvit.ops.runtime.run import Prepared, run
@@ -51,24 +51,24 @@ class _Options(NamedTuple):
 
 class _Rotary(FusedNode):
     Inputs = inputs("x", "sin", "cos")
-    saves = ("x", "sin", "cos")
+    saved = ("x", "sin", "cos")
 
     @staticmethod
     def compute(t: Any) -> Computed:
         _, rotated, interleaved = t.options
-        y = rotary_op(_heads(t.x), t.sin, t.cos, rotated, interleaved, False, path=t.path)
+        y = rotary_op(_heads(t.x), t.sin, t.cos, rotated, interleaved, False, route=t.route)
         return (y if t.x.dim() == 4 else unviewed(y.view(t.x.shape)),), {}
 
     @staticmethod
-    def reads(t: Any, kept: dict[str, Any], wants: Any) -> dict[str, bool]:
-        return {"x": wants.sin or wants.cos}
+    def needed(t: Any, intermediates: dict[str, Any], needs_grad: Any) -> dict[str, bool]:
+        return {"x": needs_grad.sin or needs_grad.cos}
 
     @staticmethod
-    def gradients(s: dict[str, Any], douts: Any, o: _Options, wants: Any, path: Path) -> dict[str, Any]:
+    def gradients(s: dict[str, Any], douts: Any, o: _Options, needs_grad: Any, route: Route) -> dict[str, Any]:
         (dy,), x, sin, cos = douts, s["x"], s["sin"], s["cos"]
         dx = None
-        if wants.x:
-            dx = rotary_op(_heads(dy), sin, cos, o.rotated, o.interleaved, True, path=path).view(dy.shape)
+        if needs_grad.x:
+            dx = rotary_op(_heads(dy), sin, cos, o.rotated, o.interleaved, True, route=route).view(dy.shape)
         if x is None:
             return {"x": dx}
         g, x = (
@@ -77,7 +77,7 @@ class _Rotary(FusedNode):
         )
         products = (signed(g * swapped(x, o.interleaved), o.interleaved), sin), (g * x, cos)
         dsin, dcos = (t.sum(2).transpose(1, 2).sum_to_size(table.shape).to(table.dtype) for t, table in products)
-        return {"x": dx, "sin": dsin if wants.sin else None, "cos": dcos if wants.cos else None}
+        return {"x": dx, "sin": dsin if needs_grad.sin else None, "cos": dcos if needs_grad.cos else None}
 
 
 def _heads(x: Tensor) -> Tensor:

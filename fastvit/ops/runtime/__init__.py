@@ -1,1 +1,1 @@
-"""Everything the ops share: registration, the choice of a path, autograd, launches."""
+"""Everything the ops share: registration, the choice of a route, autograd, launches."""

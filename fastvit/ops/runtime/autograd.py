@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
-from fastvit.ops.runtime.backend import Path, is_jit_tracing
+from fastvit.ops.runtime.backend import Route, is_jit_tracing
 from fastvit.ops.runtime.call import begin
 from fastvit.ops.runtime.torch_private import (
     add_batch_dim,
@@ -78,31 +78,29 @@ Computed = tuple[tuple[Any, ...], dict[str, Any]]  # what `FusedNode.compute` re
 
 def inputs(*names: str) -> Any:
     """Return a class for `FusedNode.Inputs` of tensors, or None, of these names."""
-    return namedtuple("Inputs", ["options", "path", *names])
+    return namedtuple("Inputs", ["options", "route", *names])
 
 
 class FusedNode:
     """Base of the ops' autograd nodes. A subclass defines
 
-    Inputs: a NamedTuple of `options`, `path` and tensors or None. options is a NamedTuple of plain values, of which
-        `op` is the public op's name, and `cast` autocast's dtype, if the op casts inputs. path: for the ops within.
+    Inputs: a NamedTuple of `options`, `route` and tensors or None. options is a NamedTuple of plain values, of which
+        `op` is the public op's name, and `cast` autocast's dtype, if the op casts inputs. route: for the ops within.
     casts: names of the inputs that autocast casts; of a variadic op its last field. Autograd casts the gradients back.
-    keeps: names of the tensors that `compute` makes for the backward pass.
-    saves: names of what the backward pass reads: inputs, tensors of `keeps`, and "result", the first result. In this
-        order: inputs, then the others.
+    intermediates: names of the tensors that `compute` makes for the backward pass.
+    saved: names of what the backward pass reads: inputs, then `intermediates` and "result", the first result.
     single: whether the op returns a tensor, not a tuple.
     variadic: whether the last field of Inputs, and of its gradients, is a tuple of any number of weights and as many
         biases. The weights are saved, too, under numbers.
-    compute(t): a tuple of the results, and a dict of the tensors of `keeps`.
-    gradients(s, douts, o, wants, path): a dict of gradients by the names of inputs; missing ones are None. s: what was
-        saved, by name; memory that is popped from it is free while the function runs, unless the graph is retained.
-        douts: gradients of the results, not all of them None. o: the options. wants: Inputs of bools, whether an input
-        needs a gradient.
+    compute(t): a tuple of the results, and a dict of the tensors of `intermediates`.
+    gradients(s, douts, o, needs_grad, route): a dict of gradients by the names of inputs; missing ones are None. s:
+        what was saved, by name; memory that is popped from it is free while the function runs, unless the graph is
+        retained. douts: gradients of the results, not all of them None. o: the options. needs_grad: Inputs of bools.
 
     and, where it differs from the default,
 
-    kept(t): `keeps`, if it depends on the inputs.
-    reads(t, kept, wants): for names of `saves` that the backward pass may not need, whether it does.
+    intermediates_of(t): `intermediates`, if it depends on the inputs.
+    needed(t, intermediates, needs_grad): for names of `saved` that the backward pass may not need, whether it does.
     sizes(t): numbers for the backward pass that torch.compile may have to treat as symbols, in s["sizes"].
 
     It gets two autograd Functions. torch.compile and functorch take `in_two_steps`, whose tensors for the backward pass
@@ -111,26 +109,26 @@ class FusedNode:
 
     Inputs: Any
     casts: tuple[str, ...] = ()
-    keeps: tuple[str, ...] = ()
-    saves: tuple[str, ...] = ()
+    intermediates: tuple[str, ...] = ()
+    saved: tuple[str, ...] = ()
     single = True
     variadic = False
     in_one_step: Callable[..., Any]
     in_two_steps: Any
-    named: Callable[..., Any]  # (tensors, options, path) -> Inputs
-    saved_inputs: tuple[str, ...]  # of `saves`
+    named: Callable[..., Any]  # (tensors, options, route) -> Inputs
+    saved_inputs: tuple[str, ...]  # of `saved`
 
     @classmethod
-    def kept(cls, t: Any) -> tuple[str, ...]:
+    def intermediates_of(cls, t: Any) -> tuple[str, ...]:
         """Return the names of the tensors that `compute` makes for the backward pass."""
-        return cls.keeps
+        return cls.intermediates
 
     @staticmethod
     def compute(t: Any) -> Computed:
         raise NotImplementedError
 
     @staticmethod
-    def reads(t: Any, kept: dict[str, Any], wants: Any) -> dict[str, bool]:
+    def needed(t: Any, intermediates: dict[str, Any], needs_grad: Any) -> dict[str, bool]:
         return {}
 
     @staticmethod
@@ -138,7 +136,7 @@ class FusedNode:
         return ()
 
     @staticmethod
-    def gradients(s: dict[str, Any], douts: Any, o: Any, wants: Any, path: Any) -> dict[str, Any]:
+    def gradients(s: dict[str, Any], douts: Any, o: Any, needs_grad: Any, route: Any) -> dict[str, Any]:
         raise NotImplementedError
 
     @classmethod
@@ -158,61 +156,69 @@ class FusedNode:
         return cls.Inputs(*[cast(x) if name in cls.casts else x for name, x in zip(t._fields, t, strict=True)])
 
     @classmethod
-    def saved(cls, t: Any, kept: dict[str, Any], results: Any, wants: Any) -> dict[Any, Any]:
+    def saved_tensors(cls, t: Any, intermediates: dict[str, Any], results: Any, needs_grad: Any) -> dict[Any, Any]:
         """Return what the backward pass reads, by name, without None."""
         values: dict[Any, Any] = {name: getattr(t, name) for name in cls.saved_inputs}
-        values |= {name: results[0] if name == "result" else kept.get(name) for name in cls.saves if name not in values}
+        values |= {
+            name: results[0] if name == "result" else intermediates.get(name)
+            for name in cls.saved
+            if name not in values
+        }
         if cls.variadic:
             values |= dict(enumerate(t[-1][: len(t[-1]) // 2]))
-        reads = cls.reads(t, kept, wants)
-        return {name: value for name, value in values.items() if value is not None and reads.get(name, True)}
+        needed = cls.needed(t, intermediates, needs_grad)
+        return {name: value for name, value in values.items() if value is not None and needed.get(name, True)}
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         Inputs, fixed = cls.Inputs, len(cls.Inputs._fields) - 3  # tensors before the variadic field
 
-        def named(tensors: Sequence[Any], options: Any = None, path: Any = None) -> Any:
+        def named(tensors: Sequence[Any], options: Any = None, route: Any = None) -> Any:
             if cls.variadic:
-                return Inputs(options, path, *tensors[:fixed], tensors[fixed:])
-            return Inputs(options, path, *tensors)
+                return Inputs(options, route, *tensors[:fixed], tensors[fixed:])
+            return Inputs(options, route, *tensors)
 
-        def forward(options: Any, path: Path, *tensors: Any) -> Any:
-            t = named(tensors, options, path)
-            results, kept = cls.compute(t)
-            return *results, *[kept[name] for name in cls.kept(t)]
+        def forward(options: Any, route: Route, *tensors: Any) -> Any:
+            t = named(tensors, options, route)
+            results, intermediates = cls.compute(t)
+            return *results, *[intermediates[name] for name in cls.intermediates_of(t)]
 
         def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
             t = named(inputs[2:], *inputs[:2])
-            kept, needs = cls.kept(t), ctx.needs_input_grad[2:]
-            count = len(output) - len(kept)
+            intermediates, needs_input_grad = cls.intermediates_of(t), ctx.needs_input_grad[2:]
+            count = len(output) - len(intermediates)
             ctx.mark_non_differentiable(*[t for t in output[count:] if t is not None])
-            values = cls.saved(t, dict(zip(kept, output[count:], strict=True)), output, named(needs))
-            ctx.of_backward = OfBackward(t.options, tuple(values), cls.sizes(t), needs, count)
+            values = cls.saved_tensors(
+                t, dict(zip(intermediates, output[count:], strict=True)), output, named(needs_input_grad)
+            )
+            ctx.of_backward = OfBackward(t.options, tuple(values), cls.sizes(t), needs_input_grad, count)
             ctx.save_for_backward(*values.values())
             ctx.set_materialize_grads(False)
 
         def backward(ctx: Any, *douts: Any) -> Any:
             return None, None, *_backward(ctx, cls, douts)
 
-        def forward_in_one_step(ctx: Any, work: Callable[..., Any], places: Places | None, *tensors: Any) -> Any:
-            outputs, ctx.of_backward = work(*tensors, needs=ctx.needs_input_grad[2:])
-            count, ctx.places = ctx.of_backward.results, places
+        def forward_in_one_step(
+            ctx: Any, work: Callable[..., Any], indices: GradientIndices | None, *tensors: Any
+        ) -> Any:
+            outputs, ctx.of_backward = work(*tensors, needs_input_grad=ctx.needs_input_grad[2:])
+            count, ctx.indices = ctx.of_backward.results, indices
             ctx.save_for_backward(*outputs[count:])
             ctx.set_materialize_grads(False)
             return outputs[:count]
 
         def backward_in_one_step(ctx: Any, *douts: Any) -> Any:
             gradients = _backward(ctx, cls, douts)
-            if ctx.places is None:
+            if ctx.indices is None:
                 return None, None, *gradients
-            places, shapes = ctx.places
-            placed = [None if place < 0 else gradients[place] for place in places]
+            indices, shapes = ctx.indices
+            of_given = [None if index < 0 else gradients[index] for index in indices]
             for i, shape in shapes.items():
-                placed[i] = None if placed[i] is None else placed[i].reshape(shape)
-            return None, None, *placed
+                of_given[i] = None if of_given[i] is None else of_given[i].reshape(shape)
+            return None, None, *of_given
 
         cls.named = staticmethod(named)
-        cls.saved_inputs = tuple([name for name in cls.saves if name in Inputs._fields])
+        cls.saved_inputs = tuple([name for name in cls.saved if name in Inputs._fields])
         two: dict[str, Any] = {"forward": forward, "setup_context": setup_context, "backward": backward}
         one: dict[str, Any] = {"forward": forward_in_one_step, "backward": backward_in_one_step}
         cls.in_two_steps = _function(cls.__name__, two, generate_vmap_rule=True)
@@ -220,19 +226,19 @@ class FusedNode:
         cls.in_one_step = super(torch.autograd.Function, _function(cls.__name__, one)).apply  # type: ignore[misc]
 
 
-# For each given tensor the place of its gradient among those of a node's tensors, or -1; and, by its number, the shape
+# For each given tensor the index of its gradient among those of a node's tensors, or -1; and, by its number, the shape
 # of a given tensor whose gradient has another one with as many elements. Autograd sums a gradient with more.
-Places = tuple[list[int], dict[int, torch.Size]]
+GradientIndices = tuple[list[int], dict[int, torch.Size]]
 
 
 class OfBackward(NamedTuple):
-    """Tell a backward pass what the saved tensors do not say. needs: by input, whether it needs a gradient. results:
-    how many there are."""
+    """Tell a backward pass what the saved tensors do not say. needs_input_grad: a bool for each input. results: how
+    many there are."""
 
     options: Any
     names: tuple[Any, ...]  # of the saved tensors
     sizes: tuple[int, ...]
-    needs: tuple[bool, ...]
+    needs_input_grad: tuple[bool, ...]
     results: int
 
 
@@ -261,28 +267,28 @@ class _DifferentiableOnce(torch.autograd.Function):
 def _backward(ctx: Any, node: type[FusedNode], douts: tuple[Any, ...]) -> Any:
     """Return the gradients of all inputs. Differentiating them again raises an error that names the op; an opaque op
     alone would give no gradient."""
-    o, names, sizes, needs, count = of_backward = ctx.of_backward
+    o, names, sizes, needs_input_grad, count = of_backward = ctx.of_backward
     douts = douts[:count]
     if all([dout is None for dout in douts]):
-        return (None,) * len(needs)
+        return (None,) * len(needs_input_grad)
 
-    def gradients(inputs: list[Any], path: Path) -> tuple[Any, ...]:
-        douts, s = (*inputs[:count],), dict.fromkeys(node.saves) | dict(zip(names, inputs[count:], strict=True))
+    def gradients(inputs: list[Any], route: Route) -> tuple[Any, ...]:
+        douts, s = (*inputs[:count],), dict.fromkeys(node.saved) | dict(zip(names, inputs[count:], strict=True))
         inputs.clear()
         if sizes:
             s["sizes"] = sizes
-        wants = node.named(needs)
-        found = node.gradients(s, douts, o, wants, path)
-        each = tuple([found.pop(name, None) for name in wants._fields[2:]])
-        assert not found, f"{node.__name__} returns gradients {[*found]} of inputs {wants._fields}"
-        return (*each[:-1], *(each[-1] or (None,) * len(wants[-1]))) if node.variadic else each
+        needs_grad = node.named(needs_input_grad)
+        found = node.gradients(s, douts, o, needs_grad, route)
+        each = tuple([found.pop(name, None) for name in needs_grad._fields[2:]])
+        assert not found, f"{node.__name__} returns gradients {[*found]} of inputs {needs_grad._fields}"
+        return (*each[:-1], *(each[-1] or (None,) * len(needs_grad[-1]))) if node.variadic else each
 
     def work(saved: list[Any], *douts: Any) -> Any:
         inputs = [*douts, *saved]
         saved.clear()
         call, _ = begin(node.__name__, tuple(inputs), of_backward)
         del _  # holds tensors
-        return call.run(lambda inputs: gradients(inputs, call.path), inputs)
+        return call.run(lambda inputs: gradients(inputs, call.route), inputs)
 
     saved = [*ctx.saved_tensors]
     if torch.is_grad_enabled():

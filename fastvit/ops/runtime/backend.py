@@ -1,4 +1,4 @@
-"""Decide which path a call of an op takes: PyTorch's dispatcher, Triton or ATen; and whether calls are replayed.
+"""Decide which route a call of an op takes: PyTorch's dispatcher, Triton or ATen; and whether calls are replayed.
 
 The first tensor's device decides for each call, and
 
@@ -59,7 +59,7 @@ replays = _is_on("FASTVIT_REPLAY")  # whether calls are recorded and replayed; `
 HAVE_TRITON = which_triton.is_installed()
 
 
-class Path(Enum):
+class Route(Enum):
     """The ways to run an op. DISPATCHER calls the registered op, which everything that observes a call can see, and
     whose results are new tensors; the registered op then runs one of the other two."""
 
@@ -197,8 +197,8 @@ def hidden_from_profilers() -> Iterator[None]:
         profiler_enabled = before
 
 
-def choose_path(*args: Any) -> Path:
-    """Return the path of an op on these arguments, and of further ops on its results.
+def choose_route(*args: Any) -> Route:
+    """Return the route of an op on these arguments, and of further ops on its results.
 
     The dispatcher runs calls that are observed or under autocast, and calls with tensor subclasses or other devices;
     for Triton also those on a GPU that is not the current one, and those with lazy negations (as gradients of conj()
@@ -210,12 +210,12 @@ def choose_path(*args: Any) -> Path:
         or not _PLAIN_TYPES.issuperset(map(type, args))
         or not (x.is_cpu or x.is_cuda)
     ):
-        return Path.DISPATCHER
+        return Route.DISPATCHER
     if not wants_triton(x):
-        return Path.ATEN
+        return Route.ATEN
     if not is_on_current_device(x) or has_lazy_values([a for a in args if isinstance(a, Tensor)]):
-        return Path.DISPATCHER
-    return Path.TRITON
+        return Route.DISPATCHER
+    return Route.TRITON
 
 
 def is_on_current_device(x: Tensor) -> bool:

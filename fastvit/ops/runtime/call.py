@@ -14,10 +14,10 @@ allocations, views. So like calls are prepared once.
     call, _ = begin("backward of linear", inputs, (options,))
     gradients = call.run(function, inputs)
 
-Two calls are alike if op, path and options are equal, their types included, and grad mode, autocast's dtype and the
+Two calls are alike if op, route and options are equal, their types included, and grad mode, autocast's dtype and the
 precision of float32 matmuls; and if their tensors have the same classes, dtypes, devices, shapes, strides,
-requires_grad and dispatch keys, and are repeated at the same places. Nothing is kept of a call on the dispatcher's
-path, and no tensor of any call. Without a C compiler nothing is kept.
+requires_grad and dispatch keys, and are repeated at the same indices. Nothing is kept of a call on the dispatcher's
+route, and no tensor of any call. Without a C compiler nothing is kept.
 
 So what is kept cannot be stale: all that a call decides follows from what is compared. It may also depend on what a
 launch means in tests and plans of memory: when that changes, everything is forgotten. Addresses are looked at in every
@@ -37,7 +37,7 @@ from torch.nn import Parameter
 
 from fastvit.ops.runtime import backend
 from fastvit.ops.runtime.backend import (
-    Path,
+    Route,
     fall_back,
     has_lazy_values,
     is_observed,
@@ -54,7 +54,7 @@ Alike = Callable[..., bool]  # whether tensors are like those of the recorded ca
 
 
 class Call:
-    """A call on a path.
+    """A call on a route.
 
     replay: (tensors) -> results, or None, with the list as it was, for tensors that it does not take; or it is None,
         for a call that runs in Python. It may empty the list.
@@ -62,12 +62,12 @@ class Call:
     is_plain: whether its tensors are known to have memory of their own.
     """
 
-    __slots__ = ("is_plain", "path", "replay", "single")
+    __slots__ = ("is_plain", "replay", "route", "single")
 
     def __init__(
-        self, path: Path, replay: Replay | None = None, *, single: bool = False, is_plain: bool = False
+        self, route: Route, replay: Replay | None = None, *, single: bool = False, is_plain: bool = False
     ) -> None:
-        self.path = path
+        self.route = route
         self.replay = replay
         self.single = single
         self.is_plain = is_plain
@@ -84,8 +84,8 @@ class RecordedCall(Call):
 
     __slots__ = ("_kept", "_key", "_signature")
 
-    def __init__(self, path: Path, key: Key, signature: tuple[Any, ...]) -> None:
-        super().__init__(path, is_plain=True)
+    def __init__(self, route: Route, key: Key, signature: tuple[Any, ...]) -> None:
+        super().__init__(route, is_plain=True)
         self._key = key
         self._signature = signature
         self._kept = _kept  # may be forgotten before the call has succeeded
@@ -101,12 +101,12 @@ class RecordedCall(Call):
         """Let later calls be replayed, or run in Python for None."""
         if len(self._kept) >= _MOST:
             self._kept.clear()
-        later = Call(self.path, replay, single=single, is_plain=True)
+        later = Call(self.route, replay, single=single, is_plain=True)
         self._kept[self._key] = (*self._kept.get(self._key, ()), (*self._signature, later))
 
 
-UNKEPT = {path: Call(path) for path in Path}
-_DISPATCHED: tuple[Call, list[Any]] = UNKEPT[Path.DISPATCHER], []
+UNKEPT = {route: Call(route) for route in Route}
+_DISPATCHED: tuple[Call, list[Any]] = UNKEPT[Route.DISPATCHER], []
 
 _MOST = 4096  # keys; then all calls are forgotten
 _MOST_ALIKE = 32  # calls of one key, some 20 KB each; others run in Python
@@ -120,15 +120,15 @@ _TENSORS = frozenset({Tensor, Parameter, type(None)})  # no subclass such as a f
 
 
 def begin(op: str, arguments: tuple[Any, ...], options: Key = ()) -> tuple[Call, list[Any]]:
-    """Begin a call: choose its path, and find what is kept of calls like it. Also return its tensors, if it is recorded
-    or replayed.
+    """Begin a call: choose its route, and find what is kept of calls like it. Also return its tensors, if it is
+    recorded or replayed.
 
-    The path is that of `backend.choose_path`, but under autocast a call that runs kernels stays on the Triton path,
+    The route is that of `backend.choose_route`, but under autocast a call that runs kernels stays on the Triton route,
     because ops cast their inputs themselves.
 
     Args:
         arguments: tensors, None, plain values, and tuples and lists of these; one at least is a tensor, and the first
-            of them is x. Arguments of other kinds go by the dispatcher's path, and the op's checks see them.
+            of them is x. Arguments of other kinds go by the dispatcher's route, and the op's checks see them.
         options: plain values, or tuples of them.
     """
     if is_observed():
@@ -164,22 +164,22 @@ def _unknown(op: str, arguments: tuple[Any, ...], options: Key) -> tuple[Call, l
         if any(t.layout is not torch.strided for t in tensors):
             if wants_triton(tensors[0]):
                 fall_back(op, "a tensor has no strides")
-            return UNKEPT[Path.ATEN], []
+            return UNKEPT[Route.ATEN], []
         settings, shape = _settings(tensors[0]), tensors[0].shape
     except (AttributeError, TypeError, RuntimeError):  # RuntimeError: from a nested tensor, which has no shape
         return _DISPATCHED
     if settings is None:
         return _DISPATCHED
-    path = Path.TRITON if settings[0] else Path.ATEN
-    if path is Path.TRITON and has_lazy_values(tensors):
+    route = Route.TRITON if settings[0] else Route.ATEN
+    if route is Route.TRITON and has_lazy_values(tensors):
         return _DISPATCHED
     if unwrap_if_dead is not None and any(unwrap_if_dead(t) is not t for t in tensors):
         return _DISPATCHED  # it knows what is in the wrapper of a functorch transform that has ended
     key = op, shape
-    in_python: tuple[Call, list[Any]] = UNKEPT[path], []
+    in_python: tuple[Call, list[Any]] = UNKEPT[route], []
     if not backend.replays or unwrap_if_dead is None or TensorGuards is None:
         return in_python
-    if path is Path.TRITON and launches_are_watched():
+    if route is Route.TRITON and launches_are_watched():
         return in_python
     if len(tensors) > _MOST_TENSORS or len(_kept.get(key, ())) >= _MOST_ALIKE:
         return in_python
@@ -194,7 +194,7 @@ def _unknown(op: str, arguments: tuple[Any, ...], options: Key) -> tuple[Call, l
     _module = available()
     if _module is None:
         return in_python
-    return RecordedCall(path, key, (pattern, pattern_of_options, settings, _guards(tensors))), tensors
+    return RecordedCall(route, key, (pattern, pattern_of_options, settings, _guards(tensors))), tensors
 
 
 _module: Any = None  # of replay.c, from the first call that is recorded
@@ -231,8 +231,8 @@ def _guards(tensors: Sequence[Tensor]) -> Alike:
     """Return a comparison of class, dtype, device, shape, strides, requires_grad and the dispatcher's keys, which show
     lazy negations, functorch wrappers, autocast and inference mode. It takes 1.5 us for 17 tensors and holds none."""
     first = {id(t): i for i, t in reversed([*enumerate(tensors)])}
-    places = sorted(first.values())
-    once = [tensors[i] for i in places]
+    firsts = sorted(first.values())
+    once = [tensors[i] for i in firsts]
     layout = {
         "dynamic_dims_sizes": [list(t.shape) for t in once],
         "dynamic_dims_strides": [list(t.stride()) for t in once],
@@ -242,7 +242,7 @@ def _guards(tensors: Sequence[Tensor]) -> Alike:
         return alike
     again = [(i, first[id(t)]) for i, t in enumerate(tensors) if first[id(t)] != i]
 
-    each = operator.itemgetter(*places, places[0])  # a tuple also of one
+    each = operator.itemgetter(*firsts, firsts[0])  # a tuple also of one
 
     def alike_with_repeats(*others: Any) -> bool:
         for i, j in again:

@@ -50,11 +50,11 @@ class Described:
         like = {i: t for i, t in enumerate(self.described(arguments)) if type(t) is TensorDescriptor}
         makers, bare = _makers(run, like)
         rest = _FIRST + self.tensors
-        places = [(_FIRST + at, makers.get(i)) for i, at in enumerate(self.takes)]
+        sources = [(_FIRST + at, makers.get(i)) for i, at in enumerate(self.takes)]
 
         def launch(*call: Any) -> None:
             filled = [*call[:_FIRST]]
-            for at, make in places:
+            for at, make in sources:
                 if make is None:
                     filled.append(call[at])
                     continue

@@ -19,8 +19,8 @@ from torch import Tensor
 from fastvit.ops.runtime import record
 from fastvit.ops.runtime.backend import (
     KernelUnsupported,
-    Path,
-    choose_path,
+    Route,
+    choose_route,
     fall_back,
     is_jit_tracing,
     wants_triton,
@@ -30,12 +30,12 @@ from fastvit.ops.runtime.torch_private import is_any_autocast_enabled
 
 _LIB = torch.library.Library("fastvit", "DEF")
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {}  # overload -> its decomposition
-IMPLEMENTATIONS: dict[Any, Callable[..., Any]] = {}  # overload -> its implementation: (*arguments, path=, out=)
+IMPLEMENTATIONS: dict[Any, Callable[..., Any]] = {}  # overload -> its implementation: (*arguments, route=, out=)
 LAUNCH_MODULES: set[str] = set()  # names of modules, imported when a kernel is first wanted
 _EXC = "torch._inductor.exc"
 _SHOWS_LATER = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 _done: set[int] = set()
-_DISPATCHER, _ATEN = Path.DISPATCHER, Path.ATEN
+_DISPATCHER, _ATEN = Route.DISPATCHER, Route.ATEN
 
 
 def register(
@@ -47,8 +47,8 @@ def register(
     decomposition: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
     """Define `fastvit::<schema>` and return the function that the rest of the package calls. It runs the registered op,
-    or, where nothing observes the call, the implementation without the dispatcher's 3 us. path=: of the call that it is
-    a part of; without one, its own is chosen. out=: for an op whose implementations take it, a tensor or tensors to
+    or, where nothing observes the call, the implementation without the dispatcher's 3 us. route=: of the call that it
+    is a part of; without one, its own is chosen. out=: for an op whose implementations take it, a tensor or tensors to
     write results into, which may be arguments; the dispatcher's op returns new ones all the same, see `takes_out`.
 
     schema: "name(Tensor x, ...) -> ..."; the first argument is a tensor on the op's device. No argument is mutated
@@ -70,17 +70,17 @@ def register(
         function: Callable[..., Any] = getattr(importlib.import_module(launch_module), name)
         return function
 
-    def op(*args: Any, path: Path | None = None, out: Any = None) -> Any:
-        if path is None:
-            path = choose_path(*args)
-        if path is _DISPATCHER:
+    def op(*args: Any, route: Route | None = None, out: Any = None) -> Any:
+        if route is None:
+            route = choose_route(*args)
+        if route is _DISPATCHER:
             if runner is not None:
                 with _isolated(args[0]):
                     return runner(overload, args, {} if out is None else {"out": out})
             if decomposition is not None and _wants_functions_of_torch():
                 return decomposition(*args)
             return overload(*args)
-        if path is _ATEN:
+        if route is _ATEN:
             return aten(*args) if out is None else aten(*args, out=out)
         try:
             return launcher()(*args) if out is None else launcher()(*args, out=out)
@@ -97,11 +97,11 @@ def register(
             with torch.no_grad():
                 return dispatched(*args)
         call, _ = begin(dispatched_name, args)
-        if call.path is _DISPATCHER or is_any_autocast_enabled is None or is_any_autocast_enabled():
+        if call.route is _DISPATCHER or is_any_autocast_enabled is None or is_any_autocast_enabled():
             with _isolated(x):
-                results = op(*args, path=Path.TRITON if wants_triton(x) else Path.ATEN)
+                results = op(*args, route=Route.TRITON if wants_triton(x) else Route.ATEN)
                 return _as_tuple(x, results) if has_results else results
-        results = call.run(lambda _: _as_tuple(x, op(*args, path=call.path)), [*args])
+        results = call.run(lambda _: _as_tuple(x, op(*args, route=call.route)), [*args])
         return results if has_results else results[0]
 
     @functools.wraps(fake)
@@ -175,9 +175,9 @@ Runner = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 runner: Runner | None = None  # see `run_by`
 
 
-def takes_out(path: Path) -> bool:
-    """Return whether ops on the path write into the tensors that they are given for results."""
-    return path is not Path.DISPATCHER or runner is not None
+def takes_out(route: Route) -> bool:
+    """Return whether ops on the route write into the tensors that they are given for results."""
+    return route is not Route.DISPATCHER or runner is not None
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fastvit.ops.attention.within import unpacked
+from fastvit.ops.attention.groups import unpacked
 
 _SOFTMAX = ("aten::_softmax", "aten::_safe_softmax")
 _CAUGHT = "fastvit::patch_embed_fwd", "fastvit::attention_fwd", "aten::convolution"

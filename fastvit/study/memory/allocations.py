@@ -20,10 +20,10 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_iter, tree_map, tre
 
 from fastvit import ops
 from fastvit._base import which_triton
-from fastvit.ops.attention.within import tokens_of
+from fastvit.ops.attention.groups import tokens_of
 from fastvit.ops.runtime import backend as backends
 from fastvit.ops.runtime import registry
-from fastvit.ops.runtime.backend import Path
+from fastvit.ops.runtime.backend import Route
 from fastvit.study.memory.convolutions import Scratch, scratch_of
 
 _ROUNDED = 512  # CUDA's caching allocator rounds up to multiples of it
@@ -151,8 +151,8 @@ class Allocations(TorchDispatchMode):
         events, storages = len(self.events), len(self.storages)
         outermost, self._inside = not self._inside, True
         try:
-            path = Path.TRITON if self.gpu else Path.ATEN
-            out = registry.IMPLEMENTATIONS[op](*args, path=path, **keywords)
+            route = Route.TRITON if self.gpu else Route.ATEN
+            out = registry.IMPLEMENTATIONS[op](*args, route=route, **keywords)
         finally:
             self._inside = not outermost
         outputs = tuple(number for number in self.see(out) if number >= storages)  # others were written in place

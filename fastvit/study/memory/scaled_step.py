@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import TreeSpec
 
 from fastvit.ops.runtime import registry
-from fastvit.ops.runtime.backend import Path
+from fastvit.ops.runtime.backend import Route
 from fastvit.study.memory.allocations import Allocations, OpTrace, as_on, without_data
 from fastvit.study.memory.peak import running_peak
 from fastvit.study.memory.plan import Parts, trace_step
@@ -133,12 +133,12 @@ def _scratch_of_run(op: Any, leaves: tuple[Any, ...], nested: TreeSpec, gpu: boo
     """Run a fused op on tensors without data, and return the most scratch memory that it holds. A GPU's launchers take
     meta tensors, which are faster to make; a CPU's functions depend on the device."""
     device, fakes = ("meta", contextlib.nullcontext()) if gpu else ("cpu", FakeTensorMode())
-    seen, path = Allocations(gpu), Path.TRITON if gpu else Path.ATEN
+    seen, route = Allocations(gpu), Route.TRITON if gpu else Route.ATEN
     with fakes:
         arguments, keywords = without_data(leaves, nested, device)
         given = set(seen.see((arguments, keywords)))
         with seen:
-            result = registry.IMPLEMENTATIONS[op](*arguments, path=path, **keywords)
+            result = registry.IMPLEMENTATIONS[op](*arguments, route=route, **keywords)
     return _most(seen, range(len(seen.events)), set(range(len(seen.storages))) - given - set(seen.see(result)))
 
 

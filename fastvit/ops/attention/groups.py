@@ -1,5 +1,6 @@
-"""Samples, packed sequences and windows of a grid: which keys a query of attention sees. Both paths, the fakes and the
-counts of FLOPs ask here."""
+"""Groups: tokens that attend to each other. A group is a sample, a packed sequence, or a window of a grid. Both routes,
+the fakes and the counts of FLOPs ask here which groups a call has; `Workload` (workload.py) describes one to a kernel.
+"""
 
 # No `annotations` from __future__: pdoc cannot resolve string annotations of a NamedTuple re-exported elsewhere
 
@@ -25,7 +26,7 @@ class Relative(NamedTuple):
     columns: Tensor
 
 
-class Positions(NamedTuple):
+class LastArguments(NamedTuple):
     """The last arguments of the registered ops, in their order. Without any of them a query sees its sample.
 
     Attributes:
@@ -78,7 +79,7 @@ class Windows(NamedTuple):
 
     @property
     def hides(self) -> bool:
-        """Return whether windows have places that do not exist, or tokens that the roll has made neighbours."""
+        """Return whether windows have tokens that do not exist, or some that the roll has made neighbours."""
         return any(self.shift) or any(size % side for size, side in zip(self.grid, self.window, strict=True))
 
 
@@ -87,7 +88,7 @@ def _windows_of(grid: Sequence[int], window: Sequence[int]) -> int:
     return down * across
 
 
-Within = Sequences | Windows | None  # None: samples
+Groups = Sequences | Windows | None  # None: samples
 Heads = tuple[Tensor, Tensor, Tensor]  # q, k and v, or their gradients
 
 
@@ -108,24 +109,24 @@ def unpacked(q: Any, k: Any = None, v: Any = None) -> Heads:
     return q.unbind(-3) if k is None else (q, k, v)
 
 
-def within_of(q: Tensor, positions: Positions) -> Within:
-    """Return what the queries q (B, M, H, d), (T, H, d) or (B, gh, gw, H, d) are within."""
-    if positions.ends is not None:
-        return Sequences(positions.ends, positions.max_seqlen, positions.ends_k, positions.max_seqlen_k)
+def groups_of(q: Tensor, last: LastArguments) -> Groups:
+    """Return the groups of the queries q (B, M, H, d), (T, H, d) or (B, gh, gw, H, d)."""
+    if last.ends is not None:
+        return Sequences(last.ends, last.max_seqlen, last.ends_k, last.max_seqlen_k)
     if q.dim() != 5:
         return None
-    window, rows, columns = positions.window, positions.rows, positions.columns
+    window, rows, columns = last.window, last.rows, last.columns
     if rows is not None and columns is not None:
         window = rows.shape[-1], columns.shape[-1]
-    (gh, gw), (sh, sw) = q.shape[1:3], positions.shift or (0, 0)
-    return Windows((gh, gw), (window[0], window[1]), (sh % max(gh, 1), sw % max(gw, 1)), positions.shift_bias)
+    (gh, gw), (sh, sw) = q.shape[1:3], last.shift or (0, 0)
+    return Windows((gh, gw), (window[0], window[1]), (sh % max(gh, 1), sw % max(gw, 1)), last.shift_bias)
 
 
-def as_samples(x: Tensor, within: Within) -> Tensor:
+def as_samples(x: Tensor, groups: Groups) -> Tensor:
     """Return x as (B, N, H, d): sequences make one sample, and the rows of a grid follow each other."""
-    if within is None:
+    if groups is None:
         return x
-    return x[None] if isinstance(within, Sequences) else x.flatten(1, 2)
+    return x[None] if isinstance(groups, Sequences) else x.flatten(1, 2)
 
 
 def is_added(mask: Tensor | None) -> bool:
@@ -133,27 +134,27 @@ def is_added(mask: Tensor | None) -> bool:
     return mask is not None and mask.dtype is not torch.bool
 
 
-def lse_shape(q: Tensor, mask: Tensor | None, within: Within) -> tuple[int, ...]:
-    """Return the shape of the LSE of q, as `within_of` takes it: (B, H, M), with windows for samples, or with a mask of
+def lse_shape(q: Tensor, mask: Tensor | None, groups: Groups) -> tuple[int, ...]:
+    """Return the shape of the LSE of q, as `groups_of` takes it: (B, H, M), with windows for samples, or with a mask of
     numbers (B, H, 2, M). That of sequences is flat: one after the other (H, M) or (H, 2, M)."""
     numbers = (2,) if is_added(mask) else ()
-    if isinstance(within, Sequences):
+    if isinstance(groups, Sequences):
         T, H, _ = q.shape
         return (T * H * (numbers or (1,))[0],)
     B, M, H = q.shape[0], q.shape[1], q.shape[-2]
-    if within is not None:
-        B, M = B * within.per_sample, within.tokens
+    if groups is not None:
+        B, M = B * groups.per_sample, groups.tokens
     return (B, H, *numbers, M)
 
 
 def tokens_of(
     q: Tensor, k: Any, v: Any, mask: Any, seed: Any, scale: float, dropout_p: float, causal: bool = False,
-    *positions: Any,
+    *last: Any,
 ) -> int:  # fmt: skip
     """Return N, the tokens among which a call of the forward op attends: those of all sequences together."""
     q, *_ = unpacked(q, k, v)
-    within = within_of(q, Positions(*positions))
-    return within.tokens if isinstance(within, Windows) else q.shape[0 if within else 1]
+    groups = groups_of(q, LastArguments(*last))
+    return groups.tokens if isinstance(groups, Windows) else q.shape[0 if groups else 1]
 
 
 def flops(
