@@ -13,10 +13,11 @@ from typing import Literal, NamedTuple
 from torch import nn
 
 from fastvit.blocks.read import LINEAR
+from fastvit.blocks.spec import AdaptedLinear
 from fastvit.blocks.submodules import CannotFuse, class_name, qualified_name
-from fastvit.integrations.forward import ClassHandler, check_forward, reason_of
+from fastvit.integrations.forward import ClassHandler, check_forward, parts_of, reason_of
 from fastvit.integrations.libraries import dino, pytorch, timm, torchvision
-from fastvit.integrations.op_names import calls, ops_that_run
+from fastvit.integrations.op_names import ops_that_run
 from fastvit.integrations.transformers import classes, grids, layers, varlen
 from fastvit.report import FUSED_ALREADY, Status
 
@@ -76,7 +77,7 @@ def decide(
             reason = None if _convolutions(module) and not _linear_layers(module) else reason_of(error)
         else:
             yield Decision(name, module, "accelerated", ops_that_run(module, description, handler.op), handler)
-            called = {id(inner) for call in calls(description) for inner in call.module.modules()}
+            called = {id(inner) for call in parts_of(description, AdaptedLinear) for inner in call.module.modules()}
             yield from _all_in(module, name, seen, "part of", name, called)
             return
     inside: list[Decision] = []

@@ -6,7 +6,7 @@ import inspect
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from fastvit.blocks.recompute import recompute_of
 from fastvit.blocks.submodules import CannotFuse, class_name, has_own_forward
 from fastvit.blocks.unchanged import read_once
 
+T = TypeVar("T")
 Call = tuple[Any, dict[str, Any]]  # the input of a call, and what else of it `ClassHandler.run` takes, by name
 
 
@@ -154,14 +155,15 @@ def check_input(x: Any, description: Any, handler: ClassHandler) -> None:
     if not x.is_floating_point() and not pixels:
         raise CannotFuse(f"its input is {x.dtype}")
     any_dtype = pixels or (not x.is_meta and torch.is_autocast_enabled(x.device.type))  # an error for meta
-    for tensor in _tensors((x, description)):
+    for tensor in parts_of((x, description), Tensor):
         if hasattr(type(tensor), "__tensor_flatten__"):  # made of other tensors, like DTensor
             raise CannotFuse(f"a {type(tensor).__name__}")
         if x.dtype != tensor.dtype and not any_dtype:
             raise CannotFuse(f"its input is {x.dtype} and its parameters are {tensor.dtype}")
 
 
-def _tensors(description: Any) -> list[Tensor]:
-    if isinstance(description, Tensor):
+def parts_of(description: Any, kind: type[T]) -> list[T]:
+    """Return what a description has of a class, at any depth."""
+    if isinstance(description, kind):
         return [description]
-    return [t for part in description for t in _tensors(part)] if isinstance(description, tuple) else []
+    return [found for part in description for found in parts_of(part, kind)] if isinstance(description, tuple) else []

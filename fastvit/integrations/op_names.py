@@ -12,21 +12,15 @@ from fastvit.blocks.run import runs_in_steps
 from fastvit.blocks.spec import AdaptedLinear, AttentionSpec, HalfSpec, MlpSpec, PlainLinear
 from fastvit.blocks.submodules import class_name
 from fastvit.blocks.windows import WindowBlock
+from fastvit.integrations.forward import parts_of
 from fastvit.ops import Norm
-
-
-def calls(description: Any) -> list[AdaptedLinear]:
-    """Return the layers in a description that run as modules."""
-    if isinstance(description, AdaptedLinear):
-        return [description]
-    return [call for part in description for call in calls(part)] if isinstance(description, tuple) else []
 
 
 def ops_that_run(module: nn.Module, description: Any, ops: str = "") -> str:
     """Return the names of the ops that run a module, and the layers that run as modules. ops: the names, if the
     description does not determine them."""
     ops = ops or ", ".join(dict.fromkeys(_ops(description)))
-    called = {id(call.module): call.module for call in calls(description)}
+    called = {id(call.module): call.module for call in parts_of(description, AdaptedLinear)}
     if not called:
         return ops
     names = [name for name, inner in module.named_modules() if id(inner) in called]
@@ -51,7 +45,7 @@ def _ops(part: Any) -> Iterator[str]:
     elif isinstance(part, HalfSpec):
         is_attention = isinstance(part.branch, AttentionSpec)
         if runs_in_steps(part.branch):
-            yield "layer_norm_linear" if is_attention and not calls(part.branch) else f"{part.norm.kind}_norm"
+            yield "layer_norm_linear" if is_attention and not part.branch.adapted else f"{part.norm.kind}_norm"
             yield from _ops(part.branch)
         else:
             yield "layer_norm_attention" if is_attention else "layer_norm_mlp"
