@@ -10,8 +10,9 @@ import torch
 
 from benchmarks.harness.clock import Quantiles
 from benchmarks.harness.timing import Ceilings
+from fastvit._base.version import version_of
 from fastvit.ops.runtime.backend import wants_triton
-from fastvit.study.machine import cpu_name, version_of
+from fastvit.study.machine import cpu_name
 
 
 @dataclass

@@ -1,8 +1,16 @@
-"""The version of fastvit."""
+"""The versions of installed packages, fastvit's among them."""
 
-from importlib.metadata import PackageNotFoundError, version
+from __future__ import annotations
 
-try:
-    __version__ = version("fastvit")
-except PackageNotFoundError:  # a checkout on the path, not installed
-    __version__ = "0.0.0+unknown"
+from importlib import metadata
+
+
+def version_of(package: str) -> str | None:
+    """Return the version of an installed package, or None."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+__version__ = version_of("fastvit") or "0.0.0+unknown"  # a checkout on the path need not be installed

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
-import importlib.util
 import os
 import platform
 import shutil
@@ -16,7 +14,7 @@ from pathlib import Path
 import torch
 
 from fastvit._base import which_triton
-from fastvit._base.version import __version__
+from fastvit._base.version import __version__, version_of
 
 OK, NOTE, TROUBLE = "ok", "note", "trouble"
 _PACKAGES = {  # optional packages, and their use
@@ -191,14 +189,6 @@ def _packages() -> Iterator[Finding]:
             yield Finding("packages", name, why, TROUBLE)
         else:
             yield Finding("packages", name, f"{version}, for {use}")
-
-
-def version_of(package: str) -> str | None:
-    """Return the version of an installed package, or None."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def cpu_name() -> str:
