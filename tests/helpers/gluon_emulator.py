@@ -30,10 +30,7 @@ from triton.experimental.gluon.language.nvidia import hopper
 
 from fastvit.kernels import _hopper
 
-__all__ = ["ASM", "Fault", "launch"]
-
-ASM = {}  # the text of inline assembly: a function of its arguments
-
+__all__ = ["Fault", "launch"]
 
 # ---- names of Hopper, Gluon and Triton -------------------------------------------------------------------------------
 
@@ -121,7 +118,7 @@ def static_assert(condition, message=""):
     assert condition, message
 
 
-def allocate_shared_memory(dtype, shape, layout=None, value=None):
+def allocate_shared_memory(dtype, shape, layout=None):
     shape = [int(n) for n in shape]
     data = torch.full(shape, -1, dtype=dtype_of(dtype))
     if data.is_floating_point():
@@ -129,10 +126,7 @@ def allocate_shared_memory(dtype, shape, layout=None, value=None):
     now().bytes += data.nbytes
     if now().bytes > MEMORY:
         raise Fault("bounds", f"{now().bytes} bytes of shared memory")
-    view = Shared(Fields(name=f"memory of {where()}", accesses=[]), data, torch.arange(data.numel()).view(shape))
-    if value is not None:
-        view.store(value)
-    return view
+    return Shared(Fields(name=f"memory of {where()}", accesses=[]), data, torch.arange(data.numel()).view(shape))
 
 
 def load(pointer, mask=None, other=0, **_):
@@ -146,11 +140,6 @@ def store(pointer, value, mask=None, **_):
     offset, mask, memory = pointer.at(mask)
     memory[offset[mask]] = torch.as_tensor(value).to(memory.dtype).broadcast_to(offset.shape)[mask]
     now().count_stores(pointer.tensor, offset[mask] + pointer.tensor.storage_offset())
-
-
-def inline_asm_elementwise(asm, constraints, args, dtype, is_pure, pack):
-    now().pause()
-    return ASM[asm](*args)
 
 
 def warp_specialize(functions_and_args, worker_num_warps, worker_num_regs=None):
@@ -182,7 +171,7 @@ LANGUAGE = SimpleNamespace(
     arange=lambda start, end, layout=None: registers(torch.arange(start, end, dtype=torch.int32)),
     full=full, zeros=lambda shape, dtype, layout=None: full(shape, 0, dtype),
     where=torch.where, convert_layout=lambda x, layout, assert_trivial=False: x, expand_dims=torch.unsqueeze,
-    load=load, store=store, static_assert=static_assert, inline_asm_elementwise=inline_asm_elementwise,
+    load=load, store=store, static_assert=static_assert,
     allocate_shared_memory=allocate_shared_memory, warp_specialize=warp_specialize,
 )  # fmt: skip
 MODULES = {
