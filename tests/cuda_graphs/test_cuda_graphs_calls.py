@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from cuda_graphs_models import IMAGE, Reads, check, ours, replays, runs_plainly
+from cuda_graphs_models import IMAGE, check, ours, reads, replays, runs_plainly
 from graph_models import FunctionModule
 from library_models import vit
 from torch import Tensor, nn
@@ -98,7 +98,7 @@ SETTINGS: dict[str, tuple[Callable[[], float], Callable[[bool], Any]]] = {
 def test_settings_belong_to_the_kind(name: str) -> None:
     """A function that reads them has the right results after each change."""
     read, put = SETTINGS[name]
-    before, model = read(), Reads(None, lambda x, _: x.float() + read()).requires_grad_(False)
+    before, model = read(), reads(None, lambda x, _: x.float() + read()).requires_grad_(False)
     plain = copy.deepcopy(model)
     report, x = fastvit.graphs(model), torch.ones(2, 4)
     with torch.no_grad():

@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -42,36 +43,33 @@ def test_batches(library: str, recorders: list[HostRecorder]) -> None:
     assert [graph.training for graph in report.graphs][-1], "exact sizes in training"
 
 
-class AcrossTheBatch(nn.Module):
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.kind, self.linear = kind, nn.Linear(4, 4)
+def in_steps_of_127(m: Any, x: Tensor, out: Tensor) -> Tensor:
+    scale = x.abs().amax() / 127
+    return m.linear((x / scale).round() * scale)
 
-    def forward(self, x: Tensor, y: Tensor | None = None) -> Any:
-        out = self.linear(x)
-        if self.kind == "mean":
-            return out, out.mean()
-        if self.kind == "pairs":
-            return out @ out.T
-        if self.kind == "masked":
-            return out.masked_fill(out > 0, -torch.inf)
-        if self.kind == "draws":
-            return F.dropout(out)
-        if self.kind == "scale":
-            scale = x.abs().amax() / 127
-            return self.linear((x / scale).round() * scale)
-        if self.kind == "number":
-            return {"out": out, "rows": len(x)}
-        if self.kind == "table":
-            return out, self.linear.weight * 1
-        if self.kind == "size":
-            return out * (1 + 1e-4 * len(x))
-        return out + {"centred": 1.0, "weakly": 1e-5}[self.kind] * out.mean(0)
+
+KINDS: dict[str, Callable[[Any, Tensor, Tensor], Any]] = {  # of the module, its input and its linear layer's output
+    "mean": lambda m, x, out: (out, out.mean()),
+    "pairs": lambda m, x, out: out @ out.T,
+    "masked": lambda m, x, out: out.masked_fill(out > 0, -torch.inf),
+    "draws": lambda m, x, out: F.dropout(out),
+    "scale": in_steps_of_127,
+    "number": lambda m, x, out: {"out": out, "rows": len(x)},
+    "table": lambda m, x, out: (out, m.linear.weight * 1),
+    "size": lambda m, x, out: out * (1 + 1e-4 * len(x)),
+    "centred": lambda m, x, out: out + out.mean(0),
+    "weakly": lambda m, x, out: out + 1e-5 * out.mean(0),
+}
+
+
+def across_the_batch(kind: str) -> nn.Module:
+    model = FunctionModule(lambda m, x, *_: KINDS[kind](m, x, m.linear(x)), linear=nn.Linear(4, 4))
+    return model.eval()
 
 
 @pytest.mark.parametrize("kind", ["mean", "pairs", "centred", "weakly", "scale", "size", "number"])
 def test_results_that_depend_on_the_whole_batch_are_not_rounded(kind: str) -> None:
-    model = AcrossTheBatch(kind).eval()
+    model = across_the_batch(kind)
     plain = copy.deepcopy(model)
     report = fastvit.graphs(model, batches=(4,))
     x = torch.randn(4, 4)
@@ -110,7 +108,7 @@ def test_lists_of_images(name: str, pool: str) -> None:
 
 
 def test_tables_that_have_as_many_rows_as_a_batch_and_empty_batches() -> None:
-    model = AcrossTheBatch("table").eval()
+    model = across_the_batch("table")
     plain = copy.deepcopy(model)
     fastvit.graphs(model, batches=(8,))
     with torch.no_grad(), warnings.catch_warnings(action="ignore"):
@@ -163,7 +161,7 @@ def test_comparing_leaves_tensors_as_they_are(count: Any) -> None:
 
 
 def test_results_with_infinities_are_compared() -> None:
-    model = AcrossTheBatch("masked").eval()
+    model = across_the_batch("masked")
     plain = copy.deepcopy(model)
     report = fastvit.graphs(model, batches=(4,))
     x = torch.randn(3, 4)
@@ -191,7 +189,7 @@ def test_an_error_while_rows_are_compared_is_no_error_of_the_call() -> None:
 
 def test_comparing_draws_nothing() -> None:
     """The comparison leaves the generator where the call left it."""
-    model = AcrossTheBatch("draws").eval()
+    model = across_the_batch("draws")
     plain = copy.deepcopy(model)
     fastvit.graphs(model, batches=(4,))
     results = []

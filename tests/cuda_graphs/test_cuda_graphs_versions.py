@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cuda_graphs_models import IMAGE, Reads, check, ours, replays, runs_plainly
+from cuda_graphs_models import IMAGE, check, ours, reads, replays, runs_plainly
 from torch import Tensor, nn
 
 import fastvit
@@ -121,7 +121,7 @@ for name, change in {
 @pytest.mark.parametrize("in_submodule", [False, True])
 def test_what_a_model_holds_changes_inside(name: str, in_submodule: bool) -> None:
     held, read, change = INSIDE[name]
-    models = [nn.Sequential(Reads(held(), read)) if in_submodule else Reads(held(), read) for _ in range(2)]
+    models = [nn.Sequential(reads(held(), read)) if in_submodule else reads(held(), read) for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
     report = fastvit.graphs(models[0])
     x = torch.randn(2, 4)
@@ -141,7 +141,7 @@ def test_what_a_model_holds_changes_inside(name: str, in_submodule: bool) -> Non
     ],
 )  # fmt: skip
 def test_a_container_of_another_type_with_the_same_members(held: Any, other: Any) -> None:
-    model = Reads(held, lambda x, _: x)
+    model = reads(held, lambda x, _: x)
     report = fastvit.graphs(model)
     with torch.no_grad():
         for _ in range(3):
@@ -168,7 +168,7 @@ def test_a_parameter_swapped_for_a_sparse_one() -> None:
 
 def test_numbers_on_another_device_are_refused() -> None:
     """A kernel has them among its arguments, whatever they become."""
-    model = Reads(torch.ones((), device="meta"), lambda x, _: x)
+    model = reads(torch.ones((), device="meta"), lambda x, _: x)
     with torch.no_grad():
         runs_plainly(model, lambda: model(torch.ones(2, 4)), "tensors on several devices")
 
@@ -201,7 +201,7 @@ HIDDEN: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", HIDDEN)
 def test_objects_that_cannot_be_compared(name: str) -> None:
-    model = Reads({"held": [HIDDEN[name]]}, lambda x, _: x)
+    model = reads({"held": [HIDDEN[name]]}, lambda x, _: x)
     with torch.no_grad():
         runs_plainly(model, lambda: model(torch.ones(2, 4)), f"the model holds a {name}, which could", calls=120)
 
@@ -215,7 +215,7 @@ PLAIN = [torch.Size([2]), Color.RED, enum.IntFlag("Bits", "A"), type("Text", (st
 
 @pytest.mark.parametrize("held", PLAIN, ids=lambda held: type(held).__name__)
 def test_values_that_cannot_change(held: Any) -> None:
-    model = Reads(held, lambda x, _: x)
+    model = reads(held, lambda x, _: x)
     report = fastvit.graphs(model)
     with torch.no_grad():
         check(model, copy.deepcopy(model), torch.ones(2, 4))
@@ -235,7 +235,7 @@ class Unhashable(type):
 
 @pytest.mark.parametrize("make", [cycle, Unhashable("Odd", (), {})], ids=["cycle", "unhashable class"])
 def test_more_than_can_be_compared(make: Callable[[], Any]) -> None:
-    model = Reads(make(), lambda x, _: x)
+    model = reads(make(), lambda x, _: x)
     with torch.no_grad():
         runs_plainly(model, lambda: model(torch.ones(2, 4)), "values than can be compared", calls=120)
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from graph_models import FunctionModule
 from library_models import output_of
 from torch import Tensor, nn
 
@@ -55,15 +57,29 @@ class TwoHeads(nn.Module):
         return {"logits": out, "again": [out], "unread": unread, "most": out.argmax(1), "rows": len(x), "fixed": fixed}
 
 
-class Reads(nn.Module):
-    """Computes with what it holds: a function of its input and of that object."""
+def reads(held: Any, read: Callable[[Tensor, Any], Tensor]) -> nn.Module:
+    """Return a model that computes with what it holds: a function of its input and of that object."""
+    return FunctionModule(lambda m, x: read(m.linear(x), m.held), linear=nn.Linear(4, 4), held=held)
 
-    def __init__(self, held: Any, read: Callable[[Tensor, Any], Tensor]) -> None:
+
+class Ends(nn.Module):
+    """Does something in a capture, of its forward or its backward pass, that ends it."""
+
+    def __init__(self, way: Callable[[Tensor], object], where: str) -> None:
         super().__init__()
-        self.linear, self.held, self.read = nn.Linear(4, 4), held, read
+        self.body, self.way, self.where = nn.Linear(3072, 8), way, where
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.read(self.linear(x), self.held)
+        x = F.dropout(self.body(x.flatten(1)), training=self.training)
+        if self.where == "forward":
+            self.end(x)
+        elif x.requires_grad:
+            x.register_hook(self.end)
+        return 2 * x
+
+    def end(self, x: Tensor) -> None:
+        if torch.cuda.is_current_stream_capturing():
+            self.way(x)
 
 
 def check(model: nn.Module, plain: nn.Module, *args: Any, calls: int = 4, **kwargs: Any) -> None:

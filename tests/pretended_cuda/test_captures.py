@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from cuda_graphs_models import IMAGE, ours, replays
+from cuda_graphs_models import IMAGE, Ends, ours, replays
 from device_trace import counts, problems, recorded
 from torch import Tensor, nn
 
@@ -73,26 +73,6 @@ WAYS: dict[str, Callable[[Tensor], object]] = {
     "error": fails,
     "interrupt": is_interrupted,
 }
-
-
-class Ends(nn.Module):
-    """Does something in a capture, of its forward or its backward pass, that ends it."""
-
-    def __init__(self, way: Callable[[Tensor], object], where: str) -> None:
-        super().__init__()
-        self.body, self.way, self.where = nn.Linear(3072, 8), way, where
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.body(x.flatten(1))
-        if self.where == "forward":
-            self.end(x)
-        elif x.requires_grad:
-            x.register_hook(self.end)
-        return 2 * x
-
-    def end(self, x: Tensor) -> None:
-        if torch.cuda.is_current_stream_capturing():
-            self.way(x)
 
 
 @pytest.mark.filterwarnings("ignore:.*runs as without fastvit.graphs")

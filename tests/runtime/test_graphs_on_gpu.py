@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from cuda_graphs_models import (
     DROPOUT,
     SIZES,
+    Ends,
     assert_equal,
     assert_passes_agree,
     assert_trains_as_without,
@@ -204,24 +205,9 @@ def test_an_operation_that_waits() -> None:
     assert torch.equal(draws(), before)
 
 
-def wait_if_captured(*_: Any) -> None:
-    """Wait for the GPU, which CUDA does not allow in a capture, where no call before the capture has waited."""
-    if torch.cuda.is_current_stream_capturing():
-        torch.cuda.current_stream().synchronize()
-
-
-class WaitsWhenCaptured(nn.Module):
-    def __init__(self, where: str) -> None:
-        super().__init__()
-        self.body, self.where = nn.Linear(3072, 8), where
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = F.dropout(self.body(x.flatten(1)), training=self.training)
-        if self.where == "forward":
-            wait_if_captured()
-        elif x.requires_grad:
-            x.register_hook(wait_if_captured)
-        return 2 * x
+def waits(_: Tensor) -> None:
+    """Wait for the GPU, which CUDA does not allow in a capture."""
+    torch.cuda.current_stream().synchronize()
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
@@ -230,7 +216,7 @@ def test_a_capture_that_fails(where: str) -> None:
     before = draws()
     earlier = pair(vit(**DROPOUT))
     train(earlier[0], 2), train(earlier[1], 2)
-    model, graphed, report = pair(WaitsWhenCaptured(where).cuda())
+    model, graphed, report = pair(Ends(waits, where).cuda())
     with pytest.warns(UserWarning, match="its capture failed at"):
         losses = train(graphed)
     assert all(map(torch.equal, losses, train(model)))
