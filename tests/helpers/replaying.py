@@ -8,7 +8,7 @@ import torch
 from op_cases import ROWS
 
 from fastvit import ops
-from fastvit.ops.runtime import autograd, backend, record
+from fastvit.ops.runtime import autograd, backend, record, registry
 from fastvit.ops.runtime import call as runtime_call
 from fastvit.ops.runtime import run as runtime_run
 
@@ -17,20 +17,26 @@ CALLS = 6  # one that runs in Python, one that is recorded, and others that are 
 NODES = [name for name in ROWS if name.startswith(("layer_norm_attention", "mlp", "layer_norm_mlp"))]
 
 
-@contextlib.contextmanager
 def by_dispatcher():
     """Let ops call their registered ops within the context, as a compiled graph does."""
-
-    def begin(*_):
-        return runtime_call.UNKEPT[backend.Route.DISPATCHER], []
-
-    with mock.patch.object(autograd, "begin", begin), mock.patch.object(runtime_run, "begin", begin):
-        yield
+    dispatched = runtime_call.UNKEPT[backend.Route.DISPATCHER]
+    return _beginning(lambda *_: (dispatched, []), autograd, runtime_run)
 
 
 def in_python():
     """Replay nothing within the context."""
-    return mock.patch.object(backend, "replays", False)
+    begin = runtime_call.begin
+    return _beginning(
+        lambda *arguments: (runtime_call.UNKEPT[begin(*arguments)[0].path], []), autograd, registry, runtime_run
+    )
+
+
+@contextlib.contextmanager
+def _beginning(begin, *modules):
+    with contextlib.ExitStack() as stack:
+        for module in modules:
+            stack.enter_context(mock.patch.object(module, "begin", begin))
+        yield
 
 
 def replay_at_once():
