@@ -27,6 +27,7 @@ from torch import Tensor, nn
 import fastvit
 from benchmarks.coverage import small_timm, small_transformers
 from benchmarks.coverage.graph_checks import Model, infer
+from benchmarks.gpu.results_file import words
 from benchmarks.harness.libraries import load, randomize
 from benchmarks.harness.program import parser
 from benchmarks.harness.provenance import write_text
@@ -160,8 +161,7 @@ def _check(subject: Model, row: Row) -> None:
 def _short(error: Exception) -> str:
     """Return an error's message in one line, and where it was raised."""
     where = traceback.extract_tb(error.__traceback__)[-1]
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {' '.join(lines)[:200]} ({Path(where.filename).name}:{where.lineno})"
+    return f"{words(error)} ({Path(where.filename).name}:{where.lineno})"
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -16,7 +16,6 @@ not begin.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import math
 import signal
@@ -30,29 +29,25 @@ import torch
 from benchmarks.gpu import commands, summary
 from benchmarks.gpu.results_file import DONE, REHEARSAL, ResultsFile, device_name, results_folder
 from benchmarks.gpu.runner import Command, Runner
+from benchmarks.harness.program import parser
 from benchmarks.harness.provenance import commit, write_text
 from benchmarks.harness.record import environment
 from fastvit._base.output import not_writable
 from fastvit.cli import terminal
 from fastvit.study.machine import why_no_gpu
 
-_PACKAGES = {
-    "triton": "triton",
-    "pytest": "pytest",
-    "pytest_benchmark": "pytest-benchmark",
-    "rich": "rich",
-}  # module -> its package
+_PACKAGES = ("triton", "pytest", "pytest-benchmark", "rich")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--first", action="store_true", help="only the first nine minutes")
-    parser.add_argument("--minutes", type=float, help="for all of it; default: 9 with --first, else no limit")
-    parser.add_argument("--steps", nargs="+", metavar="PREFIX", help='only these commands: tests, or "bench model"')
-    parser.add_argument("--list", action="store_true", help="print the commands and their status")
-    parser.add_argument("--rehearse", action="store_true", help="every kind of command in miniature, on a CPU")
-    parser.add_argument("--out", type=Path, help="results folder; default benchmarks/results/<gpu>")
-    chosen = parser.parse_args(arguments)
+    options = parser("benchmarks.gpu", __doc__)
+    options.add_argument("--first", action="store_true", help="only the first nine minutes")
+    options.add_argument("--minutes", type=float, help="for all of it; default: 9 with --first, else no limit")
+    options.add_argument("--steps", nargs="+", metavar="PREFIX", help='only these commands: tests, or "bench model"')
+    options.add_argument("--list", action="store_true", help="print the commands and their status")
+    options.add_argument("--rehearse", action="store_true", help="every kind of command in miniature, on a CPU")
+    options.add_argument("--out", type=Path, help="results folder; default benchmarks/results/<gpu>")
+    chosen = options.parse_args(arguments)
     if not chosen.list and (reason := complaint(rehearse=chosen.rehearse)):
         print(reason, file=sys.stderr)
         return 2
@@ -62,7 +57,7 @@ def main(arguments: list[str] | None = None) -> int:
     if not (chosen.rehearse or chosen.first):
         every += commands.rest(folder)
     if chosen.steps and not (every := [c for c in every if c.name.startswith(tuple(chosen.steps))]):
-        parser.error(f"no command begins with {' or '.join(map(repr, chosen.steps))}")
+        options.error(f"no command begins with {' or '.join(map(repr, chosen.steps))}")
     if reason := not_writable(folder):
         print(f"{reason}; --out chooses another folder", file=sys.stderr)
         return 2
@@ -86,7 +81,7 @@ def complaint(*, rehearse: bool) -> str:
             f"make gpu needs a GPU: {reason}, in {sys.executable}.\n"
             "fastvit doctor says more; --rehearse runs every command in miniature without one."
         )
-    missing = [package for module, package in _PACKAGES.items() if importlib.util.find_spec(module) is None]
+    missing = [name for name in _PACKAGES if importlib.util.find_spec(name.replace("-", "_")) is None]
     words = " ".join(missing)
     return f"make gpu: missing {words}: {sys.executable} -m pip install {words}" if missing else ""
 

@@ -8,7 +8,6 @@ once. What is there already is left out.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import sys
 import time
@@ -21,6 +20,7 @@ import torch
 from benchmarks.gpu.results_file import DONE, MODES, ResultsFile, device_name, words
 from benchmarks.harness.clock import Clock, Quantiles
 from benchmarks.harness.draw import Draw
+from benchmarks.harness.program import parser
 from benchmarks.harness.providers import compiled
 from benchmarks.harness.timing import measured, per_call
 from benchmarks.harness.workloads import Step, Workload
@@ -44,14 +44,14 @@ def warm(workload: Workload, provider: str, mode: str, device: torch.device, opt
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True, help="folder of the results")
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--provider", choices=("sdpa", "fastvit", "graph"), required=True)
-    parser.add_argument("--rehearse", action="store_true", help="one image of CIFAR on a CPU, compiled by no backend")
-    chosen = parser.parse_args(arguments)
+    options = parser("benchmarks.gpu.compiled", __doc__)
+    options.add_argument("--out", type=Path, required=True, help="folder of the results")
+    options.add_argument("--model", required=True)
+    options.add_argument("--provider", choices=("sdpa", "fastvit", "graph"), required=True)
+    options.add_argument("--rehearse", action="store_true", help="one image of CIFAR on a CPU, compiled by no backend")
+    chosen = options.parse_args(arguments)
     if not chosen.rehearse and not torch.cuda.is_available():
-        parser.error("no GPU; --rehearse runs the steps without one")
+        options.error("no GPU; --rehearse runs the steps without one")
     if chosen.rehearse:
         torch.set_num_threads(1)
     device = torch.device("cpu" if chosen.rehearse else "cuda")

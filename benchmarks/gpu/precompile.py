@@ -7,7 +7,6 @@ The launches are recorded on meta tensors (fastvit/warmup.py), so that this proc
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import multiprocessing
 import os
@@ -19,6 +18,7 @@ import torch
 
 from benchmarks.codegen.launches import DTYPES, Launch, record, recording
 from benchmarks.gpu.runner import SKIPPED
+from benchmarks.harness.program import parser
 from benchmarks.harness.workloads import workloads
 from fastvit.cli.terminal import guarded
 from fastvit.ops.runtime.backend import KernelUnsupported
@@ -43,9 +43,9 @@ def record_checks(target: str, multiprocessors: int) -> list[Launch]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rehearse", action="store_true", help="in miniature on a CPU")
-    chosen = parser.parse_args(arguments)
+    options = parser("benchmarks.gpu.precompile", __doc__)
+    options.add_argument("--rehearse", action="store_true", help="in miniature on a CPU")
+    chosen = options.parse_args(arguments)
     if torch.version.hip:
         print("SKIPPED: kernels are compiled beforehand for NVIDIA GPUs only")
         return SKIPPED

@@ -10,7 +10,6 @@ benchmarks/codegen/traffic_counter.py finds accesses outside the arguments and e
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import os
 import re
@@ -26,6 +25,7 @@ import torch
 import fastvit
 from benchmarks.gpu.runner import SKIPPED
 from benchmarks.harness.draw import Draw
+from benchmarks.harness.program import parser
 from benchmarks.harness.provenance import ROOT
 from benchmarks.harness.workloads import workloads
 from fastvit.cli.terminal import guarded
@@ -82,13 +82,13 @@ def rehearse(op: str) -> list[str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--tool", choices=("memcheck", "racecheck", "initcheck", "synccheck"))
-    parser.add_argument("--op", action="append", choices=(*ops(), GRAPHS), help="default: all ops")
-    parser.add_argument("--rehearse", action="store_true", help="in the interpreter, without the tool")
-    chosen = parser.parse_args(arguments)
+    options = parser("benchmarks.gpu.sanitize", __doc__)
+    options.add_argument("--tool", choices=("memcheck", "racecheck", "initcheck", "synccheck"))
+    options.add_argument("--op", action="append", choices=(*ops(), GRAPHS), help="default: all ops")
+    options.add_argument("--rehearse", action="store_true", help="in the interpreter, without the tool")
+    chosen = options.parse_args(arguments)
     if not chosen.rehearse and not torch.cuda.is_available():
-        parser.error("no GPU; --rehearse runs the steps without one")
+        options.error("no GPU; --rehearse runs the steps without one")
     names = chosen.op or ops()
     torch.manual_seed(0)
     if chosen.tool is None:

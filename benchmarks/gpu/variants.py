@@ -10,7 +10,6 @@ against float64 in the emulator. What wins moves into the kernel; what loses bec
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import importlib.util
 import statistics
@@ -28,7 +27,8 @@ import torch
 from benchmarks.harness import graphs
 from benchmarks.harness.clock import Clock
 from benchmarks.harness.columns import make
-from benchmarks.harness.timing import orders, paired_interval
+from benchmarks.harness.program import parser
+from benchmarks.harness.timing import interleave, paired_interval
 from fastvit import ops
 from fastvit.cli.terminal import guarded
 from fastvit.ops.runtime import call
@@ -102,12 +102,12 @@ def using(module: str, found: ModuleType) -> Iterator[None]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--only", default="", help="variants whose name has this")
-    parser.add_argument("--rounds", type=int, default=60)
-    chosen = parser.parse_args(arguments)
+    options = parser("benchmarks.gpu.variants", __doc__)
+    options.add_argument("--only", default="", help="variants whose name has this")
+    options.add_argument("--rounds", type=int, default=60)
+    chosen = options.parse_args(arguments)
     if not torch.cuda.is_available():
-        parser.error("no GPU")
+        options.error("no GPU")
     clock, wrong = Clock(torch.device("cuda")), 0
     with tempfile.TemporaryDirectory() as folder:
         for module in dict.fromkeys(module for module, _ in VARIANTS.values()):
@@ -142,10 +142,7 @@ def _measured(
     most = TOLERANCE * float(expected.abs().max())
     agree = {name: bool(((got.float() - expected).abs() <= most).all()) for name, got in results.items()}
     replays, remarks = graphs.capture_all({name: work for name, work in works.items() if agree[name]})
-    samples: dict[str, list[float]] = {name: [] for name in replays}
-    for names in orders(replays, rounds):
-        for name in names:
-            samples[name].append(clock.time(replays[name]))
+    samples = interleave(clock, replays, rounds)
     rows: list[tuple[str, ...]] = []
     for name in modules:
         if name not in samples:

@@ -22,9 +22,9 @@ from benchmarks.harness.record import Provider, Record, environment
 from benchmarks.harness.sdpa_backend import BY_NAME, SdpaBackend, kernel_of, with_kernel
 from benchmarks.harness.timing import (
     Ceilings,
+    interleave,
     measure_ceilings,
     measured,
-    orders,
     paired_interval,
     per_call,
     plan_rounds,
@@ -206,17 +206,3 @@ def _time_calls(steps: Mapping[str, Step], device: torch.device, record: Record)
 
 def _over_fastvit(samples: Mapping[str, Sequence[float]], name: str) -> tuple[float, float] | None:
     return paired_interval(samples[name], samples["fastvit"]) if name != "fastvit" and "fastvit" in samples else None
-
-
-def interleave(clock: Clock, steps: Mapping[str, Step], rounds: int) -> dict[str, list[float]]:
-    """Run so many rounds, in which every provider runs once, in random order. Return every provider's samples, round by
-    round."""
-    samples: dict[str, list[float]] = {name: [] for name in steps}
-    gc.collect()
-    gc.disable()  # for all alike
-    try:
-        for name in itertools.chain(*orders(steps, rounds)):
-            samples[name].append(clock.time(steps[name]))
-    finally:
-        gc.enable()
-    return samples

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
 import math
 import random
 import time
@@ -77,6 +79,20 @@ def orders(names: Iterable[str], rounds: int) -> list[list[str]]:
     """
     draw, names = random.Random(0), list(names)
     return [draw.sample(names, len(names)) for _ in range(rounds)]
+
+
+def interleave(clock: Clock, steps: Steps, rounds: int) -> dict[str, list[float]]:
+    """Run so many rounds, in which every provider runs once, in random order. Return every provider's samples, round by
+    round."""
+    samples: dict[str, list[float]] = {name: [] for name in steps}
+    gc.collect()
+    gc.disable()  # for all alike
+    try:
+        for name in itertools.chain(*orders(steps, rounds)):
+            samples[name].append(clock.time(steps[name]))
+    finally:
+        gc.enable()
+    return samples
 
 
 def _wait(device: torch.device) -> None:
