@@ -62,16 +62,16 @@ results: $(INSTALLED)  ## the results page, the README's tables and the pictures
 
 TRAIN := $(BIN)/python -m benchmarks.harness.libraries benchmarks/examples/train.py
 DIGITS := --epochs 60 --batch 64 --lr 2e-3
-SHORT := $(DIGITS) --steps 200 --log-every 1 --dropout 0
+SHORT := $(DIGITS) --epochs 9 --log-every 1 --dropout 0
 
 training: $(INSTALLED)  ## on digits: a ViT against a ResNet, and against itself in plain PyTorch; in out/training
 	rm -rf out/training
 	$(TRAIN) run $(DIGITS) --out out/training/vit
 	$(TRAIN) run $(DIGITS) --model resnet --out out/training/resnet
-	$(TRAIN) run $(SHORT) --out out/training/vit_200_steps
-	$(TRAIN) run $(SHORT) --plain --out out/training/plain_200_steps
+	$(TRAIN) run $(SHORT) --out out/training/vit_9_epochs
+	$(TRAIN) run $(SHORT) --plain --out out/training/plain_9_epochs
 	$(TRAIN) compare $(addprefix out/training/,vit resnet) --plot benchmarks/results/cpu/training.svg
-	$(TRAIN) compare $(addprefix out/training/,vit resnet vit_200_steps plain_200_steps) \
+	$(TRAIN) compare $(addprefix out/training/,vit resnet vit_9_epochs plain_9_epochs) \
 		--json benchmarks/results/cpu/training.json
 
 traffic: $(INSTALLED)  ## bytes that every kernel moves against the least possible, counted in the interpreter

@@ -13,7 +13,7 @@ import time
 
 import torch
 from torch import Tensor, nn
-from training import check_installed
+from train import check_installed
 
 import fastvit
 from fastvit.cli import options, terminal
