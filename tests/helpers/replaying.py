@@ -27,7 +27,7 @@ def in_python():
     """Replay nothing within the context."""
     begin = runtime_call.begin
     return _beginning(
-        lambda *arguments: (runtime_call.UNKEPT[begin(*arguments)[0].path], []), autograd, registry, runtime_run
+        lambda *arguments: (runtime_call.UNKEPT[begin(*arguments)[0].route], []), autograd, registry, runtime_run
     )
 
 
