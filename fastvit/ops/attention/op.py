@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastvit.ops.attention import aten, exported
+from fastvit.ops.attention import aten, plain
 from fastvit.ops.attention.groups import LastArguments, flops, groups_of, lse_shape, unpacked
 from fastvit.ops.runtime.autograd import Computed, FusedNode, inputs
 from fastvit.ops.runtime.backend import Route
@@ -61,7 +61,7 @@ attention_fwd = register(
     "attention_fwd(Tensor q, Tensor? k, Tensor? v, Tensor? mask, Tensor? seed, float scale, float dropout_p,"
     f" bool causal=False, {_LAST_ARGUMENTS}) -> (Tensor o, Tensor lse)",
     aten=aten.attention_fwd, fake=_fwd_fake, flops=flops,
-    decomposition=exported.attention_fwd,
+    plain=plain.attention_fwd,
 )  # fmt: skip
 attention_bwd = register(
     "attention_bwd(Tensor do, Tensor q, Tensor? k, Tensor? v, Tensor? mask, Tensor o, Tensor lse, Tensor? seed,"

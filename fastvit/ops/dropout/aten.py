@@ -20,6 +20,6 @@ def dropout(x: Tensor, seed: Tensor, p: float, *epilogue: Tensor | None) -> Tens
     return add_residual_(out.mul_(x).mul_(1 / (1 - p)), *epilogue)
 
 
-def exported(x: Tensor, seed: Tensor, p: float, *epilogue: Tensor | None) -> Tensor:
+def plain(x: Tensor, seed: Tensor, p: float, *epilogue: Tensor | None) -> Tensor:
     """The op for exporters, which draws other masks."""
     return add_branch(F.dropout(x, p), *epilogue)

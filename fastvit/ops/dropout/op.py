@@ -27,7 +27,7 @@ dropout_op = register(
     " -> Tensor",
     aten=aten.dropout,
     fake=_fake,
-    decomposition=aten.exported,
+    plain=aten.plain,
 )
 
 

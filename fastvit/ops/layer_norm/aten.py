@@ -13,7 +13,7 @@ from torch import Tensor
 from fastvit.ops.runtime.dtypes import stat_dtype
 from fastvit.ops.runtime.epilogue import by_sample, rows_per_sample
 from fastvit.ops.runtime.rows import as_rows
-from fastvit.reference import ops as plain
+from fastvit.reference import ops as reference
 
 _CHUNK = 1 << 19  # products for LayerScale's gradient that exist at a time: 2 MB, which stay in the cache
 
@@ -171,22 +171,22 @@ def _dlayer_scale(ds: Tensor, branch: Tensor, row_scale: Tensor | None) -> Tenso
 # ---- for exporters: nothing is computed in place ----
 
 
-def exported_norm(
+def plain_norm(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, out_dtype: torch.dtype | None, rms: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     out_dtype, wide = out_dtype or x.dtype, x.to(stat_dtype(x))
     if weight.dtype is not x.dtype:
         x, weight, bias = wide, weight.to(wide.dtype), None if bias is None else bias.to(wide.dtype)
-    y = plain.layer_norm(x, weight, bias, eps, "rms" if rms else "layer").to(out_dtype)
+    y = reference.layer_norm(x, weight, bias, eps, "rms" if rms else "layer").to(out_dtype)
     if rms:
         return y, x.new_empty(0), (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
     return y, wide.mean(-1, keepdim=True), (wide.var(-1, correction=0, keepdim=True) + eps).rsqrt()
 
 
-def exported_add_norm(
+def plain_add_norm(
     residual: Tensor, branch: Tensor, weight: Tensor, bias: Tensor | None, layer_scale: Tensor | None,
     row_scale: Tensor | None, eps: float, rms: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    total = plain.add_branch(branch, layer_scale, row_scale, residual)
+    total = reference.add_branch(branch, layer_scale, row_scale, residual)
     total = total.to(torch.promote_types(residual.dtype, branch.dtype))
-    return total, *exported_norm(total, weight, bias, eps, None, rms)
+    return total, *plain_norm(total, weight, bias, eps, None, rms)

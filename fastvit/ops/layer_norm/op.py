@@ -78,7 +78,7 @@ layer_norm_fwd = register(
     " -> (Tensor y, Tensor mean, Tensor rstd)",
     aten=aten.layer_norm_fwd,
     fake=_fwd_fake,
-    decomposition=aten.exported_norm,
+    plain=aten.plain_norm,
 )
 layer_norm_bwd = register(
     "layer_norm_bwd(Tensor dy, Tensor x, Tensor? mean, Tensor rstd, Tensor weight, Tensor? bias, Tensor? dresidual,"
@@ -92,7 +92,7 @@ add_layer_norm_fwd = register(
     " Tensor? row_scale, float eps, bool rms=False) -> (Tensor sum, Tensor y, Tensor mean, Tensor rstd)",
     aten=aten.add_layer_norm_fwd,
     fake=_add_fwd_fake,
-    decomposition=aten.exported_add_norm,
+    plain=aten.plain_add_norm,
 )
 add_layer_norm_bwd = register(
     "add_layer_norm_bwd(Tensor dy, Tensor? dsum, Tensor sum, Tensor? mean, Tensor rstd, Tensor weight, Tensor branch,"

@@ -14,7 +14,7 @@ from torch import Tensor
 from fastvit.ops.runtime.activations import activate, activate_, activate_backward, activate_backward_
 from fastvit.ops.runtime.epilogue import add_residual_
 from fastvit.ops.runtime.rows import as_rows
-from fastvit.reference import ops as plain
+from fastvit.reference import ops as reference
 
 
 def linear_fwd(
@@ -92,21 +92,21 @@ def side_by_side(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor |
 # ---- for exporters: nothing is computed in place ----
 
 
-def exported(
+def plain(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, layer_scale: Tensor | None = None,
     row_scale: Tensor | None = None, residual: Tensor | None = None, value_weight: Tensor | None = None,
     value_bias: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    h, _ = exported_act(x, weight, bias, activation, value_weight, value_bias)
-    return plain.add_branch(h, layer_scale, row_scale, residual)
+    h, _ = plain_act(x, weight, bias, activation, value_weight, value_bias)
+    return reference.add_branch(h, layer_scale, row_scale, residual)
 
 
-def exported_act(
+def plain_act(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, value_weight: Tensor | None = None,
     value_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     pre = F.linear(x, weight, bias)
-    h = pre if activation == "none" else plain.ACTIVATIONS[activation](pre)
+    h = pre if activation == "none" else reference.ACTIVATIONS[activation](pre)
     if value_weight is None:
         return h, pre
     value = F.linear(x, value_weight, value_bias)

@@ -72,13 +72,13 @@ linear_fwd = register(
     "linear_fwd(Tensor x, Tensor weight, Tensor? bias, str activation, Tensor? layer_scale=None,"
     " Tensor? row_scale=None, Tensor? residual=None, Tensor? value_weight=None, Tensor? value_bias=None) -> Tensor",
     aten=aten.linear_fwd, fake=_fwd_fake, flops=_fwd_flops,
-    decomposition=aten.exported,
+    plain=aten.plain,
 )  # fmt: skip
 linear_act_fwd = register(
     "linear_act_fwd(Tensor x, Tensor weight, Tensor? bias, str activation, Tensor? value_weight=None,"
     " Tensor? value_bias=None) -> (Tensor h, Tensor pre)",
     aten=aten.linear_act_fwd, fake=_act_fwd_fake, flops=_act_fwd_flops,
-    decomposition=aten.exported_act,
+    plain=aten.plain_act,
 )  # fmt: skip
 gated_act = register(
     "gated_act(Tensor pre, str activation) -> Tensor",

@@ -124,7 +124,7 @@ def patch_embed_bwd_image(dout: Tensor, weight: Tensor, size: Sequence[int], dty
     return dimage
 
 
-def exported(
+def plain(
     image: Tensor, weight: Tensor, bias: Tensor | None,
     pos_embed: Tensor | None, prefix: Tensor | None, normalize: Tensor | None,
 ) -> Tensor:  # fmt: skip

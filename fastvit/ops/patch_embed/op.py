@@ -33,7 +33,7 @@ patch_embed_fwd = register(
     aten=aten.patch_embed_fwd,
     fake=aten.new_tokens,
     flops=lambda image, weight, *_, out_shape=None, **__: _gemm_flops(image, weight),
-    decomposition=aten.exported,
+    plain=aten.plain,
 )
 patch_embed_bwd_weight = register(
     "patch_embed_bwd_weight(Tensor dout, Tensor image, Tensor weight, Tensor? normalize) -> Tensor",

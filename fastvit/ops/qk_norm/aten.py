@@ -35,7 +35,7 @@ def qk_norm_bwd(
     return dq, dk, dq_weight, dk_weight, *((dq_bias, dk_bias) if has_bias else (None, None))
 
 
-def exported(
+def plain(
     q: Tensor, k: Tensor, q_weight: Tensor, q_bias: Tensor | None, k_weight: Tensor, k_bias: Tensor | None,
     sin: Tensor | None, cos: Tensor | None, eps: float, rms: bool, interleaved: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -46,7 +46,7 @@ def exported(
         bias = None if bias is None else bias.to(wide)
         y = layer_norm(x.to(wide), weight.to(wide), bias, eps, "rms" if rms else "layer")
         if sin is not None and cos is not None:
-            y = rotary.exported(y, sin, cos, x.shape[2], interleaved, False)
+            y = rotary.plain(y, sin, cos, x.shape[2], interleaved, False)
         normed.append(y.to(x.dtype).contiguous())
     return normed[0], normed[1]
 

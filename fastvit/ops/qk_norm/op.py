@@ -33,7 +33,7 @@ qk_norm_fwd = register(
     " Tensor? cos, float eps, bool rms, bool interleaved) -> (Tensor q_out, Tensor k_out)",
     aten=aten.qk_norm_fwd,
     fake=lambda q, k, *_: (q, k),
-    decomposition=aten.exported,
+    plain=aten.plain,
 )
 qk_norm_bwd = register(
     "qk_norm_bwd(Tensor dq_out, Tensor dk_out, Tensor q, Tensor k, Tensor q_weight, Tensor k_weight, Tensor? sin,"

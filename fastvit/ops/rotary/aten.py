@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fastvit.ops.runtime.dtypes import promoted_dtype
-from fastvit.reference import ops as plain
+from fastvit.reference import ops as reference
 
 
 def rotary(
@@ -19,23 +19,23 @@ def rotary(
         return out
     x = rotated_part(out, sin, rotated)
     wide = _wide(out, sin, cos)
-    cos, sin = _by_token(cos.to(wide)), _by_token(plain.signed(sin.to(wide), interleaved))
+    cos, sin = _by_token(cos.to(wide)), _by_token(reference.signed(sin.to(wide), interleaved))
     if transposed:
-        sin = plain.swapped(sin, interleaved)
+        sin = reference.swapped(sin, interleaved)
     turned = x.to(wide)  # one dtype, since ATen's functions copy mixed ones; x itself if it is wide
-    partners = plain.swapped(turned, interleaved)
+    partners = reference.swapped(turned, interleaved)
     turned.mul_(cos).addcmul_(partners, sin)
     if turned is not x:
         x.copy_(turned)
     return out
 
 
-def exported(x: Tensor, sin: Tensor, cos: Tensor, rotated: int, interleaved: bool, transposed: bool) -> Tensor:
+def plain(x: Tensor, sin: Tensor, cos: Tensor, rotated: int, interleaved: bool, transposed: bool) -> Tensor:
     """Rotate x forward, and change nothing in place."""
     H = sin.shape[1] if sin.shape[1] > 1 else rotated  # heads that the tables are for
     tables = sin, cos, x.shape[1] - sin.shape[2], interleaved
     parts = x[:, :, :rotated].to(_wide(x, sin, cos)).split(H, 2)
-    return torch.cat([*(plain.rotary(part, tables).to(x.dtype) for part in parts), x[:, :, rotated:]], 2)
+    return torch.cat([*(reference.rotary(part, tables).to(x.dtype) for part in parts), x[:, :, rotated:]], 2)
 
 
 def rotated_part(x: Tensor, table: Tensor, rotated: int) -> Tensor:

@@ -39,7 +39,7 @@ rotary_op = register(
     "rotary(Tensor x, Tensor sin, Tensor cos, int rotated, bool interleaved, bool transposed) -> Tensor",
     aten=aten.rotary,
     fake=lambda x, *_: x,
-    decomposition=aten.exported,
+    plain=aten.plain,
 )
 
 

@@ -1,5 +1,5 @@
-"""Register an op: one schema with two implementations, one on PyTorch's own functions (`aten.py` of the op's folder)
-and one that launches Triton kernels (`launch.py`, imported by the first such call).
+"""Register an op: one schema with two implementations, one on PyTorch's own functions and one that launches Triton
+kernels (`launch.py` of the op's folder, imported by the first such call).
 
 Both are one op of the `fastvit::` namespace, with a fake implementation for `torch.compile` and `torch.export`.
 `backend.py` and `call.py` decide for each call which one runs."""
@@ -41,10 +41,10 @@ _DISPATCHER, _ATEN = Route.DISPATCHER, Route.ATEN
 def register(
     schema: str,
     *,
-    aten: Callable[..., Any],
     fake: Callable[..., Any],
+    plain: Callable[..., Any] | None = None,
+    aten: Callable[..., Any] | None = None,
     flops: Callable[..., int] | None = None,
-    decomposition: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
     """Define `fastvit::<schema>` and return the function that the rest of the package calls. It runs the registered op,
     or, where nothing observes the call, the implementation without the dispatcher's 3 us. route=: of the call that it
@@ -53,17 +53,19 @@ def register(
 
     schema: "name(Tensor x, ...) -> ..."; the first argument is a tensor on the op's device. No argument is mutated
         and no output aliases an input or another output.
-    aten: positional arguments as in the schema. Of several results, None is one that the call does not have; the
-        dispatcher's op, and `fake`, return an empty tensor instead. `launch.py` next to its module has a function of
-        the op's name with the same arguments for Triton, which may raise `KernelUnsupported`.
     fake: the op on fake tensors; shapes, dtypes and strides exactly as both implementations return them. An argument
-        stands for a contiguous result like it.
+        stands for a contiguous result like it. `launch.py` next to its module has a function of the op's name, with
+        arguments as in the schema, for Triton; it may raise `KernelUnsupported`.
+    plain: a forward op in plain PyTorch, most of it calls of `reference.ops`, arguments as in the schema. Exporters
+        record it, so it changes nothing in place.
+    aten: what a CPU runs instead of `plain`, if that earns its lines by a figure, and for a backward op. Of several
+        results, None is one that the call does not have; the dispatcher's op, and `fake`, return an empty tensor.
     flops: as `torch.utils.flop_counter.register_flop_formula` takes it, shapes for tensors, `out_shape` by keyword.
-    decomposition: the op in functions that exporters know, for a forward op.
     """
     name = schema[: schema.index("(")]
-    launch_module = aten.__module__.removesuffix("aten") + "launch"
+    launch_module = fake.__module__.rpartition(".")[0] + ".launch"
     LAUNCH_MODULES.add(launch_module)
+    on_aten: Any = aten or plain
 
     @functools.cache
     def launcher() -> Callable[..., Any]:
@@ -77,11 +79,11 @@ def register(
             if runner is not None:
                 with _isolated(args[0]):
                     return runner(overload, args, {} if out is None else {"out": out})
-            if decomposition is not None and _wants_functions_of_torch():
-                return decomposition(*args)
+            if plain is not None and _wants_functions_of_torch():
+                return plain(*args)
             return overload(*args)
         if route is _ATEN:
-            return aten(*args) if out is None else aten(*args, out=out)
+            return on_aten(*args) if out is None else on_aten(*args, out=out)
         try:
             return launcher()(*args) if out is None else launcher()(*args, out=out)
         except KernelUnsupported as reason:
@@ -89,7 +91,7 @@ def register(
             if (recorder := record.current()) is not None:
                 recorder.refusal = "a kernel was refused"
             with _isolated(args[0]):
-                return aten(*args) if out is None else aten(*args, out=out)
+                return on_aten(*args) if out is None else on_aten(*args, out=out)
 
     def dispatched(*args: Any) -> Any:
         x = args[0]
@@ -119,8 +121,8 @@ def register(
     torch.library.register_fake(f"fastvit::{name}", faked, lib=_LIB)
     overload = getattr(torch.ops.fastvit, name).default
     IMPLEMENTATIONS[overload] = op
-    if decomposition is not None:
-        DECOMPOSITIONS[overload] = decomposition
+    if plain is not None:
+        DECOMPOSITIONS[overload] = plain
     if flops is not None:
         from torch.utils.flop_counter import register_flop_formula
 
