@@ -2,8 +2,7 @@
 
 Read it next to the paper. It is written to be checked by eye, not to be fast: attention materialises its N x N matrix,
 every step is its own line. The tests compare the fused model with it, and the benchmarks use it as their baseline. It
-takes the same constructor arguments and the same `state_dict` as `fastvit.VisionTransformer` and shares no code with
-it.
+takes the same constructor arguments and the same `state_dict` as `fastvit.VisionTransformer`.
 
 Later additions to the paper's model, each off by default:
 
