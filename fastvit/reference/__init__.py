@@ -1,5 +1,6 @@
-"""The Vision Transformer (`vit.py`) and its blocks (`block.py`) in plain PyTorch, straight from the papers. The plain
-form of `fastvit.Eva` and of models with a distillation token is timm's, with the same state_dict.
+"""Plain PyTorch: every op (`ops.py`, `windows.py`), and the Vision Transformer (`vit.py`) and its blocks (`block.py`),
+straight from the papers. The plain form of `fastvit.Eva` and of models with a distillation token is timm's, with the
+same state_dict.
 
 `benchmarks/examples/worked_example.py` computes a tiny ViT step by step, next to numbers that were worked by hand.
 """

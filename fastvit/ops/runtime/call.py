@@ -114,9 +114,15 @@ _MOST_TENSORS = 64  # of a call that is kept, as in replay.c
 # (op, shape of the first tensor) -> calls: patterns of arguments and options, settings, guards, and what later calls
 # are. `find` of replay.c looks it up.
 _kept: dict[Key, tuple[tuple[Any, Key, Key, Alike, Call], ...]] = {}
-launches_are_watched: Callable[[], bool] = bool  # False, until `launch.py` is imported and asks Triton's hooks
 _VALUES = frozenset({bool, int, float, str, type(None), torch.dtype, type})  # the same where they are equal
 _TENSORS = frozenset({Tensor, Parameter, type(None)})  # no subclass such as a fake, a distributed or a tracer's
+
+
+def _no_launches() -> bool:
+    return False
+
+
+launches_are_watched: Callable[[], bool] = _no_launches  # `launch.py`, once imported, asks Triton's hooks
 
 
 def begin(op: str, arguments: tuple[Any, ...], options: Key = ()) -> tuple[Call, list[Any]]:
