@@ -82,17 +82,14 @@ def add_layer_norm_fwd(
     residual: Tensor, branch: Tensor, weight: Tensor, bias: Tensor | None, layer_scale: Tensor | None,
     row_scale: Tensor | None, eps: float, rms: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:  # fmt: skip
+    total = _sum(residual, branch, layer_scale, row_scale)
+    return total, *layer_norm_fwd(total, weight, bias, eps, None, rms)
+
+
+def _sum(residual: Tensor, branch: Tensor, layer_scale: Tensor | None, row_scale: Tensor | None) -> Tensor:
     dtype = torch.promote_types(residual.dtype, branch.dtype)
-    residual, branch, scale = residual.contiguous(), branch.to(dtype), _scale(layer_scale, row_scale, dtype)
-    if scale is None:
-        s = residual + branch
-    elif row_scale is None:
-        s = torch.addcmul(residual, branch, scale)
-    else:  # `detach`: no view, as in aten.linear
-        s = torch.addcmul(by_sample(residual, row_scale), by_sample(branch, row_scale), scale)
-        s = s.view(residual.shape).detach()
-    s = s.to(dtype)
-    return s, *layer_norm_fwd(s, weight, bias, eps, None, rms)
+    total = reference.add_branch(branch.to(dtype), layer_scale, row_scale, residual.contiguous())
+    return total.to(dtype)
 
 
 def add_layer_norm_bwd(
@@ -187,6 +184,5 @@ def plain_add_norm(
     residual: Tensor, branch: Tensor, weight: Tensor, bias: Tensor | None, layer_scale: Tensor | None,
     row_scale: Tensor | None, eps: float, rms: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    total = reference.add_branch(branch, layer_scale, row_scale, residual)
-    total = total.to(torch.promote_types(residual.dtype, branch.dtype))
+    total = _sum(residual, branch, layer_scale, row_scale)
     return total, *plain_norm(total, weight, bias, eps, None, rms)
