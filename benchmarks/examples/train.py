@@ -111,7 +111,7 @@ def train(args: argparse.Namespace) -> None:
         kept = f"`train.py resume {out}` goes on after the last whole epoch"
         raise KeyboardInterrupt(kept if (out / "checkpoint.pt").exists() else "no epoch was saved") from None
     except (ValueError, OSError) as error:  # a worker's has its traceback in its text, and its own words last
-        raise ValueError(str(error).strip().splitlines()[-1]) from None
+        raise ValueError(str(error).strip().rpartition("\n")[2]) from None
     finally:
         dist.destroy_process_group()
 

@@ -198,8 +198,11 @@ class Trainer:
             raise ValueError(f"--batch must be at most the {len(train)} training images, got {args.batch}")
         random_seed(args.seed)
         self.model = model = build(args, device, args.weights)
-        with FlopCounterMode(display=False) as counter:  # of one image forward; a multiply-add counts as two
-            model.eval()(torch.zeros(1, 3, args.image_size, args.image_size, device=device))
+        try:
+            with FlopCounterMode(display=False) as counter:  # of one image forward; a multiply-add counts as two
+                model.eval()(torch.zeros(1, 3, args.image_size, args.image_size, device=device))
+        except (RuntimeError, AttributeError, AssertionError) as error:  # of timm's models, which check little
+            raise ValueError(f"the model does not run at {args.image_size} px, see --set: {error}") from None
         args.flops, args.parameters = counter.get_total_flops(), sum(p.numel() for p in model.parameters())
         args.device = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
         args.images, args.torch = len(train), torch.__version__
@@ -212,6 +215,8 @@ class Trainer:
                 fully_shard(part)
         elif self.world > 1:
             self.call = nn.parallel.DistributedDataParallel(model)
+        if args.compile and args.compile not in torch._dynamo.list_backends(exclude_tags=()):
+            raise ValueError(f"--compile must name a backend of torch.compile, got {args.compile!r}")
         if args.compile:
             self.call = torch.compile(self.call, backend=args.compile)
         self.autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.amp)
