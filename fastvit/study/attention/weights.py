@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fastvit.ops.runtime.checks import check_tensor
+from fastvit.reference.ops import visible_softmax
 from fastvit.study.attention import recording
 from fastvit.study.attention.recording import AttentionCall, Patches
 
@@ -149,7 +150,7 @@ def softmax(
     q, k, dtype = call.q, call.k, wide(call.q)
     with torch.autocast(q.device.type, enabled=False):
         scores = call.scale * q[:, rows][heads].to(dtype) @ k[heads][:, keys].to(dtype).transpose(-2, -1)
-        return (scores if call.bias is None else scores + call.bias[:, rows][heads][..., keys]).softmax(-1)
+        return visible_softmax(scores, None if call.bias is None else call.bias[:, rows][heads][..., keys])
 
 
 def chunks(call: AttentionCall, first: int = 0) -> Iterator[slice]:
