@@ -69,6 +69,16 @@ def test_dropout_decomposed(device):
     assert float((y == 0).float().mean()) == pytest.approx(0.25, abs=0.01)
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_the_gradient_of_a_rotation_decomposed(interleaved, device):
+    """It is the same op, transposed; the two partners of a pair have sines of their own."""
+    x, sin, cos = (torch.randn(shape, device=device) for shape in ((2, 5, 6, 16), (1, 3, 4, 16), (1, 3, 4, 16)))
+    rotary = torch.ops.fastvit.rotary.default
+    for heads in (3, 6):  # of 6: the others are copied
+        arguments = x, sin, cos, heads, interleaved, True
+        torch.testing.assert_close(fastvit.export.decompositions()[rotary](*arguments), rotary(*arguments))
+
+
 def gradients(outputs, inputs):
     return [*outputs, *torch.autograd.grad(sum(out.sin().sum() for out in outputs), inputs)]
 

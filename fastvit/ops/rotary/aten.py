@@ -31,7 +31,9 @@ def rotary(
 
 
 def plain(x: Tensor, sin: Tensor, cos: Tensor, rotated: int, interleaved: bool, transposed: bool) -> Tensor:
-    """Rotate x forward, and change nothing in place."""
+    """Rotate x, and change nothing in place."""
+    if transposed:
+        sin = -reference.swapped(sin, interleaved)
     H = sin.shape[1] if sin.shape[1] > 1 else rotated  # heads that the tables are for
     tables = sin, cos, x.shape[1] - sin.shape[2], interleaved
     parts = x[:, :, :rotated].to(_wide(x, sin, cos)).split(H, 2)
