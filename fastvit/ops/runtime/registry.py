@@ -54,18 +54,22 @@ def register(
     schema: "name(Tensor x, ...) -> ..."; the first argument is a tensor on the op's device. No argument is mutated
         and no output aliases an input or another output.
     fake: the op on fake tensors; shapes, dtypes and strides exactly as both implementations return them. An argument
-        stands for a contiguous result like it. `launch.py` next to its module has a function of the op's name, with
-        arguments as in the schema, for Triton; it may raise `KernelUnsupported`.
+        stands for a new contiguous tensor of its shape and dtype. It is defined in the op's folder: `launch.py` there
+        has a function of the op's name, with arguments as in the schema, for Triton. That may raise
+        `KernelUnsupported`; then the call runs on ATen.
     plain: a forward op in plain PyTorch, most of it calls of `reference.ops`, arguments as in the schema. Exporters
         record it, so it changes nothing in place.
     aten: what a CPU runs instead of `plain`, if that earns its lines by a figure, and for a backward op. Of several
-        results, None is one that the call does not have; the dispatcher's op, and `fake`, return an empty tensor.
-    flops: as `torch.utils.flop_counter.register_flop_formula` takes it, shapes for tensors, `out_shape` by keyword.
+        results, None is one that the call does not have; the dispatcher's op, and `fake`, return an empty tensor. One
+        of plain and aten must be given.
+    flops: as `torch.utils.flop_counter.register_flop_formula` takes it, shapes for tensors, `out_shape` by keyword;
+        None for an op without a matmul.
     """
     name = schema[: schema.index("(")]
     launch_module = fake.__module__.rpartition(".")[0] + ".launch"
     LAUNCH_MODULES.add(launch_module)
     on_aten: Any = aten or plain
+    assert on_aten is not None, f"{name} has neither plain nor aten"
 
     @functools.cache
     def launcher() -> Callable[..., Any]:
