@@ -48,9 +48,8 @@ def _part_of_gpu(parts: int) -> Iterator[None]:
         backends.use_backend("triton", strict=True),
         mock.patch.object(devices, "multiprocessors", return_value=round(SMS / parts)),
         mock.patch.object(_configs, "gemm", lambda m, *rest: gemm(m * parts, *rest)),
-        mock.patch.object(
-            linear_launch, "_gemm_plan", linear_launch._gemm_plan.__wrapped__
-        ),  # which remembers configurations
+        # which remembers configurations
+        mock.patch.object(linear_launch, "_gemm_plan", linear_launch._gemm_plan.__wrapped__),
     ):
         yield
 

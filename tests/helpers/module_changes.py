@@ -110,7 +110,7 @@ def another_class(block: nn.Module) -> None:
 
 
 def another_block_class(block: nn.Module) -> None:
-    """As token merging does it."""
+    """Give it a class that overrides forward, as token merging does."""
     kind: Any = type(block)
     block.__class__ = type("Halved", (kind,), {"forward": lambda self, x: kind.forward(self, x) / 2})
 

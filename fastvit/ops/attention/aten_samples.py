@@ -260,8 +260,10 @@ def _scores(
 def _hides_rows(scores: Tensor, mask: Tensor | None) -> bool:
     """Return whether a mask hides all keys of a row. The mask often has fewer elements than the scores, so asking it
     first is cheap, and filling rows costs as much as softmax."""
-    if mask is None or scores.shape[-1] == 0 or is_fake(scores):
-        return mask is not None and scores.shape[-1] > 0
+    if mask is None or scores.shape[-1] == 0:
+        return False
+    if is_fake(scores):  # which have no values; filling needs the most memory
+        return True
     may_hide = mask.dtype is torch.bool or bool((mask <= torch.finfo(scores.dtype).min / 2).any())
     return may_hide and bool((scores.amax(-1) == -torch.inf).any())
 
