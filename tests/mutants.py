@@ -24,13 +24,19 @@ from collections.abc import Callable, Iterator
 from difflib import unified_diff
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from cosmic_ray import plugins
 from cosmic_ray.ast import ast_nodes, get_ast
 from cosmic_ray.mutating import mutate_code
 
 ROOT = Path(__file__).resolve().parents[1]
-ROOMS = tomllib.loads(Path(__file__).with_name("rooms.toml").read_text())
+OPS = sorted(path.parent.name for path in ROOT.glob("fastvit/ops/*/op.py"))
+ROOMS: dict[str, dict[str, Any]] = {
+    op: {"code": [f"fastvit/ops/{op}/*.py", f"kernels/{op}*.py"], "tests": f"tests/ops tests/kernels -k {op}"}
+    for op in OPS
+}
+ROOMS |= tomllib.loads(Path(__file__).with_name("rooms.toml").read_text())
 OPERATORS = [name for name in plugins.operator_names() if not name.startswith("core/Variable")]
 LIMIT = 1800.0  # seconds of a room's tests: a mutant that never ends has been noticed
 PYTEST = (sys.executable, "-m", "pytest", "-x", "-q", "--tb=no", "-p", "no:cacheprovider", "-m", "not nightly")

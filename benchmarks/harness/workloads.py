@@ -113,7 +113,11 @@ def workloads(*uses: str, ops: tuple[str, ...] = ()) -> list[Workload]:
     if unknown := [op for op in ops if op not in OPS]:
         near = difflib.get_close_matches(unknown[0], OPS, 4, 0.3) or sorted(OPS)
         raise ValueError(f"no op {unknown[0]!r}; did you mean {', '.join(near)}?")
-    return [w for w in _all() if w.uses & {*uses} and (not ops or w.op in ops)]
+    chosen = [w for w in _all() if w.uses & {*uses} and (not ops or w.op in ops)]
+    if not chosen:
+        having = sorted({w.op for w in _all() if w.uses & {*uses}})
+        raise ValueError(f"no workload of {', '.join(ops)} is for {' or '.join(uses)}; there are: {', '.join(having)}")
+    return chosen
 
 
 def on_the_page() -> set[tuple[str, str]]:

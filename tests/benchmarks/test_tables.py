@@ -149,6 +149,8 @@ def test_files_of_another_kind_are_refused(tmp_path):
         plot.save([a_record("memory, attention")], "a CPU", tmp_path)
     with pytest.raises(ValueError, match=r"no op 'atention'; did you mean attention"):
         workloads("traffic", ops=("atention",))
+    with pytest.raises(ValueError, match="no workload of linear is for traffic; there are: add_layer_norm, attention,"):
+        workloads("traffic", ops=("linear",))
 
 
 def test_the_page_says_where_each_file_comes_from():

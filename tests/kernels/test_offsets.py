@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
+from op_cases import FORMULAS, ROWS, function, made, outputs_and_gradients, outputs_of
 from oracle import inputs
 
 from fastvit import ops
@@ -52,6 +53,52 @@ def far_apart(t, dim, stride):
     front = steps * stride
     out = reserved(front + steps * stride + inner.numel(), t.dtype, t.device).as_strided(t.shape, strides, front)
     return out.copy_(t)
+
+
+def spread(key, t, dim):
+    """Spread a dimension of more than two elements. A row, and a patch of an image, is read as a whole."""
+    whole = t.dim() - 1 if key not in ("image", "pixels") else 1
+    return far_apart(t, dim, FAR) if dim < whole and t.shape[dim] > 2 else t
+
+
+OPS_OF_FORMULAS = {ROWS[name].op for name in FORMULAS}
+EVERY_OP = FORMULAS + [name for name, row in ROWS.items() if row.op not in OPS_OF_FORMULAS]
+
+
+@pytest.mark.parametrize("name", EVERY_OP)
+def test_every_op(name, device):
+    """All tensors of a call, and the gradients of its results, are spread at once, one dimension after the other. Rows
+    are those of one sample: launchers copy rows of several samples that do not follow each other."""
+    if device.type == "cuda":
+        pytest.skip("reserves more memory than a GPU has")
+
+    def run(dim):
+        leaves = {key: spread(key, t.detach(), dim).requires_grad_(t.requires_grad) for key, t in tensors.items()}
+        op = lambda **given: tuple(Spread.apply(y, dim) for y in outputs_of(function(name)(**given)))  # noqa: E731
+        outputs, gradients = outputs_and_gradients(op, leaves)
+        return *outputs, *gradients.values()
+
+    windows = "windows" in name  # which are many programs
+    heads = 1 if windows else 2 if name.startswith("layer_norm_attention") else 3
+    for B, dims in ((3, [0][windows:]), (1, [1, 2, 3])):
+        tensors = made(name, B, 6, device, H=heads)
+        used = [dim for dim in dims if any(dim < t.dim() - 1 and t.shape[dim] > 2 for t in tensors.values())]
+        near = run(9) if used else ()
+        for dim in used:
+            assert all(map(torch.equal, run(dim), near)), f"dimension {dim}"
+
+
+class Spread(torch.autograd.Function):
+    """The same tensor. Its gradient is spread."""
+
+    @staticmethod
+    def forward(ctx, y, dim):
+        ctx.dim = dim
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return spread("dy", dy, ctx.dim), None
 
 
 def results(op, tensors, dy):

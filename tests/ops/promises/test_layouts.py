@@ -8,6 +8,8 @@ from layouts import ALIGNED, UNALIGNED, odd_ones
 from op_cases import ROWS, function, made, on_both, outputs_and_gradients, outputs_of, wanted
 from oracle import inputs
 
+from fastvit.study.accuracy.cases import X
+
 # of a gradient: one number for all elements, as a sum has
 ONE_NUMBER = {"one number": lambda t: torch.ones((), dtype=t.dtype, device=t.device).expand(t.shape)}
 LAID_OUT = [name for name in ROWS if "recompute" not in name and "attention dropout" not in name]
@@ -81,20 +83,34 @@ def test_strides_of_dimensions_of_one(name, backend, device):
         assert torch.equal(gradient, other_gradients[key]), key
 
 
-OF_SAMPLES = [name for name, row in ROWS.items() if "row_scale" in row.tensors and "attention" not in name]
+OF_SAMPLES = [name for name, row in ROWS.items() if row.tensors.get("x", ()) == X["x"] and "attention" not in name]
+OF_SAMPLES += ["add_layer_norm"]
 
 
-@on_both("name", OF_SAMPLES, ["add_layer_norm", "linear residual"])
-def test_a_sample_of_rows_and_columns(name, backend, device):
-    """A sample (h, w, D) is one of h * w tokens, with one row_scale."""
+@pytest.mark.parametrize("name", OF_SAMPLES)
+def test_any_number_of_dimensions(name, backend, device):
+    """A sample (h, w, D) is one of h * w tokens, with one row_scale. Without row_scale tokens may stand alone, and
+    numbers if they are all that there is."""
     tensors = {key: t.detach() for key, t in made(name, 3, 6, device).items()}
-    images = {key: t.unflatten(1, (2, 3)) if t.dim() == 3 else t for key, t in tensors.items()}
-    runs = []
-    for arguments in (images, tensors):
+    of_tokens = [key for key, t in tensors.items() if ROWS[name].tensors[key] == X["x"]]
+
+    def run(tensors):
         torch.manual_seed(4)
-        runs.append(outputs_of(function(name)(**arguments)))
-    for a, b in zip(*runs, strict=True):
-        assert torch.equal(a.flatten(1, 2), b)
+        return outputs_of(function(name)(**tensors))
+
+    def check(shape, tensors):
+        changed = tensors | {key: tensors[key].reshape(shape) for key in of_tokens}
+        for got, want in zip(run(changed), run(tensors), strict=True):
+            assert got.shape[:-1] == shape[:-1]
+            assert torch.equal(got.reshape(want.shape), want)
+
+    check((3, 2, 3, 16), tensors)
+    if "row_scale" in tensors:
+        tensors["row_scale"] = None
+    check((3 * 6, 16), tensors)
+    check((16,), tensors | {key: tensors[key][:1, :1] for key in of_tokens})
+    if [*tensors] == ["x"]:
+        check((), {"x": tensors["x"][:1, :1, :1]})
 
 
 def empty_inputs(name):
