@@ -5,6 +5,7 @@ row of the table of ops, or one of `VARIANTS`, with what it changes.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -15,6 +16,7 @@ import torch
 from op_cases import FORMULAS, RMS_NORM, ROWS, tensors_of
 from torch import Tensor
 
+from fastvit import ops
 from fastvit.reference import ops as formulas
 from fastvit.study.accuracy.cases import FC, HEAD, NORM, OF_TOKENS, QKV, SCALES, OpCase, Shapes, X, sizes
 
@@ -392,16 +394,22 @@ IMAGES = [
 CASES = [*LINEAR, *NORMS, *MLPS, *BLOCKS, *ATTENTION, *MASKS, *RELATIVE, *PACKS, *WINDOWS, *HEADS, *IMAGES]
 
 
-def at_every_kind_of_size(name: str) -> list[ValueCase]:
-    """Return cases of a row for an op of which nothing is known: sizes that fill no block of a power of two, one token,
-    many tokens, many columns."""
-    return [
+def of_any_op(name: str) -> list[ValueCase]:
+    """Return cases of an op of which nothing is known: sizes that fill no block of a power of two, few, many tokens,
+    many columns; without each tensor that it can do without; rows that are as small as eps."""
+    parameters = inspect.signature(getattr(ops, ROWS[name].op)).parameters
+    found = [
         case(name, F32, 3, 7, D=72, H=3, d=24, hidden=90, gated=50),
         case(name, F16, 1, 2, D=13, H=1, hidden=27, gated=9),
         case(name, BF16, 1, 300, D=24, H=1, d=72),
         case(name, F32, 2, 5, D=2500, H=1, d=32),
     ]
+    optional = [key for key in ROWS[name].tensors if key in parameters and parameters[key].default is None]
+    found += [case(name, F32, 3, 7, D=72, **without(key)) for key in optional]
+    if "eps" in parameters:  # 0.01 is the variance, 0.85 the norm
+        found += [case(name, F32, 3, 7, D=72, kind="small", options={"eps": eps}) for eps in (0.01, 0.85)]
+    return found
 
 
 KNOWN = {known.row.op for known in CASES}
-CASES += [one for name in FORMULAS if ROWS[name].op not in KNOWN for one in at_every_kind_of_size(name)]
+CASES += [one for name in FORMULAS if ROWS[name].op not in KNOWN for one in of_any_op(name)]

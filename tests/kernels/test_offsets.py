@@ -55,10 +55,10 @@ def far_apart(t, dim, stride):
     return out.copy_(t)
 
 
-def spread(key, t, dim):
+def spread(key, t, dim, stride=FAR):
     """Spread a dimension of more than two elements. A row, and a patch of an image, is read as a whole."""
     whole = t.dim() - 1 if key not in ("image", "pixels") else 1
-    return far_apart(t, dim, FAR) if dim < whole and t.shape[dim] > 2 else t
+    return far_apart(t, dim, stride) if dim < whole and t.shape[dim] > 2 else t
 
 
 OPS_OF_FORMULAS = {ROWS[name].op for name in FORMULAS}
@@ -89,7 +89,7 @@ def test_every_op(name, device):
 
 
 class Spread(torch.autograd.Function):
-    """The same tensor. Its gradient is spread."""
+    """The same tensor. Its gradient is spread, with a stride of its own."""
 
     @staticmethod
     def forward(ctx, y, dim):
@@ -98,7 +98,7 @@ class Spread(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        return spread("dy", dy, ctx.dim), None
+        return spread("dy", dy, ctx.dim, FAR + 10_000), None
 
 
 def results(op, tensors, dy):

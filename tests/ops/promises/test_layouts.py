@@ -91,26 +91,27 @@ OF_SAMPLES += ["add_layer_norm"]
 def test_any_number_of_dimensions(name, backend, device):
     """A sample (h, w, D) is one of h * w tokens, with one row_scale. Without row_scale tokens may stand alone, and
     numbers if they are all that there is."""
-    tensors = {key: t.detach() for key, t in made(name, 3, 6, device).items()}
-    of_tokens = [key for key, t in tensors.items() if ROWS[name].tensors[key] == X["x"]]
-
-    def run(tensors):
-        torch.manual_seed(4)
-        return outputs_of(function(name)(**tensors))
+    tensors = made(name, 3, 6, device)
+    of_tokens = [key for key in tensors if ROWS[name].tensors[key] == X["x"]]
 
     def check(shape, tensors):
-        changed = tensors | {key: tensors[key].reshape(shape) for key in of_tokens}
-        for got, want in zip(run(changed), run(tensors), strict=True):
+        changed = tensors | {key: tensors[key].detach().reshape(shape).requires_grad_() for key in of_tokens}
+        outputs, gradients = outputs_and_gradients(function(name), changed)
+        wanted_outputs, wanted_gradients = outputs_and_gradients(function(name), tensors)
+        for got, want in zip(outputs, wanted_outputs, strict=True):
             assert got.shape[:-1] == shape[:-1]
             assert torch.equal(got.reshape(want.shape), want)
+        for key, want in wanted_gradients.items():
+            torch.testing.assert_close(gradients[key].reshape(want.shape), want)
 
     check((3, 2, 3, 16), tensors)
     if "row_scale" in tensors:
         tensors["row_scale"] = None
     check((3 * 6, 16), tensors)
-    check((16,), tensors | {key: tensors[key][:1, :1] for key in of_tokens})
+    one = {key: tensors[key].detach()[:1, :1].requires_grad_() for key in of_tokens}
+    check((16,), tensors | one)
     if [*tensors] == ["x"]:
-        check((), {"x": tensors["x"][:1, :1, :1]})
+        check((), {"x": tensors["x"].detach()[:1, :1, :1].requires_grad_()})
 
 
 def empty_inputs(name):

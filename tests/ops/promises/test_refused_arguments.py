@@ -42,12 +42,20 @@ def argument_of(name: str, key: str) -> str:
     return "q" if name == "qk_norm" and key == "qkv" else PARTS.get(key, key)
 
 
+# tensors of any float dtype
+ANY_DTYPE = {"row_scale", "attn_mask", "residual", "branch", "sin", "cos", "fixed_sin", "fixed_cos"}
+
+
 def wrong_tensors(name: str, key: str, t: Tensor) -> Iterator[tuple[type[Exception], Tensor]]:
     """Yield tensors that differ from t in one way, and what they raise. A row_scale is cast if it is real. Tokens have
-    any number of dimensions, an op of x alone takes any shape, and a single tensor may be on any
-    device."""
+    any number of dimensions but none, an op of x alone takes any shape, and a single tensor may be on any device."""
     other = torch.float32 if "seqlens" in key else torch.long
     yield TypeError, t.to(torch.complex64 if key == "row_scale" else other)
+    of_one_dtype = {*ROWS[name].tensors} - ANY_DTYPE - ({"layer_scale"} if name == "add_layer_norm" else set())
+    if key in of_one_dtype and len(of_one_dtype) > 1 and t.is_floating_point():
+        yield TypeError, t.half()
+    if key == "x" and len(ROWS[name].tensors) > 1:
+        yield ValueError, t.flatten()[0]
     if len(ROWS[name].tensors) > 1:
         yield ValueError, t.to("meta")
     if ROWS[name].tensors.keys() != {"x"}:
@@ -66,7 +74,7 @@ def test_a_wrong_tensor(name: str, device: torch.device) -> None:
         for error, wrong in wrong_tensors(name, key, t.detach()):
             with ops.use_backend("aten"), pytest.raises(error) as raised:
                 function(name)(**tensors | {key: wrong})
-            mentioned = {argument_of(name, key)} if error is TypeError else names
+            mentioned = {argument_of(name, key)} if error is TypeError and wrong.dtype != torch.half else names
             assert any(each in str(raised.value) for each in mentioned), f"{key}: {raised.value}"
 
 
