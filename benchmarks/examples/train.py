@@ -58,7 +58,7 @@ def run_options(parser: argparse.ArgumentParser) -> None:
     add("--layer-decay", type=amount, help="each layer learns more slowly than the next one by this factor")
     add("--clip", type=amount, default=1.0, help="largest norm of the gradient; 0: not clipped")
     add("--crop", type=amount, help="least area of RandomResizedCrop; default: 0.3, 0.7 under 32 px")
-    add("--rand-augment", type=int, choices=range(10), help="its magnitude; 0: none; default: 9, 5 under 16 px")
+    add("--rand-augment", type=int, choices=range(10), help="its magnitude; 0: none; default: 9, 0 under 16 px")
     add("--mixup", type=amount, default=0.8, help="alpha of MixUp; 0: none")
     add("--cutmix", type=amount, default=1.0, help="alpha of CutMix; 0: none")
     add("--smoothing", type=amount, default=0.1, help="label smoothing")

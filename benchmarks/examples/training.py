@@ -40,7 +40,7 @@ from fastvit.study.pictures import read_rgb
 from fastvit.study.sources.baselines import plain_model
 
 WHOLE = states.StateDictOptions(full_state_dict=True, cpu_offload=True)  # of all processes
-# With patch_init="kaiming", `make training` ended at 84 % instead of 93 %: positions are small next to such patches
+# With patch_init="kaiming", `make training` ends at 95.3 and 96.9 % for seeds 0 and 2, not at 96.1 and 97.8 %
 SMALL_VIT = {"embed_dim": 96, "depth": 4, "num_heads": 3, "patch_init": ""}  # for images smaller than CIFAR's
 
 
@@ -79,7 +79,8 @@ def read(source: str) -> tuple[Images, Images, list[str], int]:
                            for part in ("train", "val"))  # fmt: skip
         except Exception as error:  # a failing download and a damaged archive raise many kinds of errors
             where = f"benchmarks/examples/README.md says which files belong into {root}"
-            raise ValueError(f"--data {source} cannot be read: {error} ({where})") from None
+            said = " ".join(str(error).split())  # torchvision's has several lines
+            raise ValueError(f"--data {source} cannot be read: {said} ({where})") from None
         classes, size = list(train.classes), 224 if name == "folder" else train[0][0].width
         if only := ", ".join(sorted({*classes} ^ {*test.classes})[:3]):
             raise ValueError(f"--data {source}: train and val must have the same classes, only one has {only}")
@@ -104,7 +105,8 @@ def loaders(args: argparse.Namespace, train: Any, test: Any, device: torch.devic
         args.mixup, args.cutmix, prob=float(args.mixup + args.cutmix > 0), label_smoothing=args.smoothing,
         num_classes=len(args.classes),
     )  # fmt: skip
-    magnitude = (5 if args.image_size < 16 else 9) if args.rand_augment is None else args.rand_augment
+    # With a magnitude of 5, `make training` ended at 74 to 94 % for seeds 0 to 3; without, at 96.1 to 97.8 %
+    magnitude = (0 if args.image_size < 16 else 9) if args.rand_augment is None else args.rand_augment
     train_loader = create_loader(
         train, is_training=True, scale=(args.crop or (0.7 if args.image_size < 32 else 0.3), 1.0), color_jitter=0.0,
         hflip=0.0 if args.data == "digits" else 0.5, collate_fn=mixed, **common,

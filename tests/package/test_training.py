@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from library_imports import import_timm
+from library_imports import import_library, import_timm
 from PIL import Image
 from safetensors.torch import load_file
 
@@ -158,8 +158,8 @@ def test_mistakes_are_one_line(tmp_path, capsys, monkeypatch):
     broken = image_folder(tmp_path / "broken")
     (broken / "train" / "dark" / "0.jpg").write_bytes(b"no picture")
     monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
-    datasets = pytest.importorskip("torchvision.datasets")
-    monkeypatch.setattr(datasets.FashionMNIST, "download", lambda self: (_ for _ in ()).throw(OSError("no network")))
+    datasets = import_library("torchvision").datasets
+    monkeypatch.setattr(datasets.FashionMNIST, "download", lambda self: (_ for _ in ()).throw(OSError("no\nnetwork")))
     for options, message in {
         tuple(settings): "the loss is",
         ("--epochs", "2"): f"has a run: `train.py resume {out}` continues it",
@@ -169,7 +169,7 @@ def test_mistakes_are_one_line(tmp_path, capsys, monkeypatch):
         (
             "--data",
             "fashion-mnist",
-        ): f"no network (benchmarks/examples/README.md says which files belong into {tmp_path}",
+        ): f"mnist cannot be read: no network (benchmarks/examples/README.md says which files belong into {tmp_path}",
         ("--batch", "7"): "an even number of images",
         ("--set", "dept=2"): "dept",
     }.items():
