@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from op_at_sizes import case, packed
 from op_cases import ROWS, function, made, outputs_and_gradients
 from oracle import assert_op_as_accurate
 from torch.utils.flop_counter import FlopCounterMode
-from value_cases import case, packed
 
 from fastvit import ops
 from fastvit.reference import ops as formulas

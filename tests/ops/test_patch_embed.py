@@ -5,10 +5,10 @@ import importlib
 import pytest
 import torch
 import torch.nn.functional as F
+from op_at_sizes import case, patches
 from op_cases import function, made, results
 from oracle import assert_op_as_accurate, assert_op_is_exact, inputs
 from torch._subclasses.fake_tensor import FakeTensorMode
-from value_cases import case, patches
 
 from fastvit import ops
 from fastvit.ops.runtime import backend as backends
