@@ -89,7 +89,7 @@ def test_every_op(name, device):
 
 
 class Spread(torch.autograd.Function):
-    """The same tensor. Its gradient is spread, with a stride of its own."""
+    """Return the tensor. Its gradient is spread, with a stride of its own."""
 
     @staticmethod
     def forward(ctx, y, dim):
