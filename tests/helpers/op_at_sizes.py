@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -12,6 +13,7 @@ import torch
 from op_cases import RMS_NORM, ROWS, tensors_of
 from torch import Tensor
 
+from fastvit import ops
 from fastvit.reference import ops as formulas
 from fastvit.study.accuracy.cases import FC, HEAD, NORM, OF_TOKENS, QKV, SCALES, OpCase, Shapes, X, sizes
 
@@ -194,3 +196,20 @@ def bytes_of(C: int, grid: tuple[int, ...], patch: tuple[int, ...]) -> dict[str,
     names = ("B", "C", "frames", "height", "width") if len(grid) == 3 else ("B", "C", "height", "width")
     options = {"mean": (0.485, 0.456, 0.406, 0.5)[:C], "std": (0.229, 0.224, 0.225, 0.25)[:C]}
     return {**patches(C, grid, patch, 24, 1), "tensors": {"image": None, "pixels": names}, "options": options}
+
+
+def of_any_op(name: str) -> list[ValueCase]:
+    """Return cases of an op of which nothing is known: sizes that fill no block of a power of two, few tokens, many
+    tokens, many columns; without each tensor that may be None; rows that are as small as eps."""
+    parameters = inspect.signature(getattr(ops, ROWS[name].op)).parameters
+    found = [
+        case(name, F32, 3, 7, D=72, H=3, d=24, hidden=90, gated=50),
+        case(name, F16, 1, 2, D=13, H=1, hidden=27, gated=9),
+        case(name, BF16, 1, 300, D=24, H=1, d=72),
+        case(name, F32, 2, 5, D=2500, H=1, d=32),
+    ]
+    optional = [key for key in ROWS[name].tensors if key in parameters and parameters[key].default is None]
+    found += [case(name, F32, 3, 7, D=72, **without(key)) for key in optional]
+    if "eps" in parameters:  # such rows have a variance of 0.01 and a norm of 0.85
+        found += [case(name, F32, 3, 7, D=72, kind="small", options={"eps": eps}) for eps in (0.01, 0.85)]
+    return found

@@ -5,13 +5,10 @@ row of the table of ops, or one of op_at_sizes.py, with what it changes.
 
 from __future__ import annotations
 
-import inspect
-
 import torch
-from op_at_sizes import BF16, F16, F32, FIXED, ValueCase, bytes_of, case, in_windows, masked, packed, patches, without
+from op_at_sizes import BF16, F16, F32, FIXED, bytes_of, case, in_windows, masked, of_any_op, packed, patches, without
 from op_cases import FORMULAS, ROWS
 
-from fastvit import ops
 from fastvit.study.accuracy.cases import NORM, X
 
 RMS = {"tensors": {"norm_bias": None}, "options": {"norm": "rms"}}
@@ -38,12 +35,11 @@ NORMS = [
     case("layer_norm", F32, 2, 197, D=48),
     case("layer_norm", BF16, 3, 7, D=1000),
     case("layer_norm", F32, 37, 130),
-    case("rms_norm", F32, 3, 7, D=1000),
+    *of_any_op("rms_norm"),
     # a mean of 1000, which shows a variance in one pass and masked lanes that enter it; rows as small as eps
     case("layer_norm", F32, 2, 5, D=769, kind="offset"),
     case("rms_norm", F32, 2, 5, D=769, kind="offset"),
     case("layer_norm", F32, 3, 7, D=40, kind="small", tensors={"bias": None}, options={"eps": 0.02}),
-    case("rms_norm", F32, 3, 7, D=40, kind="small", options={"eps": 0.02}),
     case("add_layer_norm", F32, 5, 13, D=72, **without("layer_scale", "row_scale")),
     case("add_layer_norm", BF16, 5, 13, D=72, **without("layer_scale", "bias")),
     case("add_layer_norm", F32, 5, 13, D=72, tensors={"bias": None}, options={"norm": "rms"}),
@@ -205,24 +201,5 @@ IMAGES = [
     case("patch_embed video", F16, 2, **bytes_of(3, (2, 3, 2), (2, 4, 4))),
 ]
 CASES = [*LINEAR, *NORMS, *MLPS, *BLOCKS, *ATTENTION, *MASKS, *RELATIVE, *PACKS, *WINDOWS, *HEADS, *IMAGES]
-
-
-def of_any_op(name: str) -> list[ValueCase]:
-    """Return cases of an op of which nothing is known: sizes that fill no block of a power of two, few, many tokens,
-    many columns; without each tensor that it can do without; rows that are as small as eps."""
-    parameters = inspect.signature(getattr(ops, ROWS[name].op)).parameters
-    found = [
-        case(name, F32, 3, 7, D=72, H=3, d=24, hidden=90, gated=50),
-        case(name, F16, 1, 2, D=13, H=1, hidden=27, gated=9),
-        case(name, BF16, 1, 300, D=24, H=1, d=72),
-        case(name, F32, 2, 5, D=2500, H=1, d=32),
-    ]
-    optional = [key for key in ROWS[name].tensors if key in parameters and parameters[key].default is None]
-    found += [case(name, F32, 3, 7, D=72, **without(key)) for key in optional]
-    if "eps" in parameters:  # 0.01 is the variance, 0.85 the norm
-        found += [case(name, F32, 3, 7, D=72, kind="small", options={"eps": eps}) for eps in (0.01, 0.85)]
-    return found
-
-
 KNOWN = {known.row.op for known in CASES}
 CASES += [one for name in FORMULAS if ROWS[name].op not in KNOWN for one in of_any_op(name)]

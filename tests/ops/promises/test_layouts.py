@@ -89,8 +89,8 @@ OF_SAMPLES += ["add_layer_norm"]
 
 @pytest.mark.parametrize("name", OF_SAMPLES)
 def test_any_number_of_dimensions(name, backend, device):
-    """A sample (h, w, D) is one of h * w tokens, with one row_scale. Without row_scale tokens may stand alone, and
-    numbers if they are all that there is."""
+    """A sample (h, w, D) is one of h * w tokens, with one row_scale. Without row_scale, tokens need no batch. An op of
+    x alone takes a single number, too."""
     tensors = made(name, 3, 6, device)
     of_tokens = [key for key in tensors if ROWS[name].tensors[key] == X["x"]]
 

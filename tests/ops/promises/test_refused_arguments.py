@@ -48,7 +48,7 @@ ANY_DTYPE = {"row_scale", "attn_mask", "residual", "branch", "sin", "cos", "fixe
 
 def wrong_tensors(name: str, key: str, t: Tensor) -> Iterator[tuple[type[Exception], Tensor]]:
     """Yield tensors that differ from t in one way, and what they raise. A row_scale is cast if it is real. Tokens have
-    any number of dimensions but none, an op of x alone takes any shape, and a single tensor may be on any device."""
+    one or more dimensions, an op of x alone takes any shape, and a single tensor may be on any device."""
     other = torch.float32 if "seqlens" in key else torch.long
     yield TypeError, t.to(torch.complex64 if key == "row_scale" else other)
     of_one_dtype = {*ROWS[name].tensors} - ANY_DTYPE - ({"layer_scale"} if name == "add_layer_norm" else set())
