@@ -56,6 +56,7 @@ ACTIVATIONS: dict[type | str, str] = {
     "timm.layers.activations.GELU": "gelu",
     "timm.layers.activations.GELUTanh": "gelu_tanh",
     "timm.layers.activations.QuickGELU": "quick_gelu",
+    "transformers.activations.FastGELUActivation": "gelu_tanh",
     "transformers.activations.GELUActivation": "gelu",
     "transformers.activations.GELUTanh": "gelu_tanh",
     "transformers.activations.NewGELUActivation": "gelu_tanh",

@@ -50,6 +50,9 @@ def read_mlp(mlp: Any, dropout: Dropout = None, layouts: Mapping[str, Layout] = 
             names = layouts[name]
             break
     submodules(mlp, names.classes)
+    for name, child in children.items():
+        if type(child) is nn.Dropout and name not in names.drops and child.training and child.p:
+            raise CannotFuse("a dropout in another place")
     act = _SILU if names.act is None else children[names.act]
     drop1, drop2 = (children[names.drops[0]], children[names.drops[1]]) if names.drops else (None, dropout)
     norm = read_inner_norm(mlp) if "norm" in children else None

@@ -16,6 +16,7 @@ from fastvit.integrations import pixels
 from fastvit.integrations.decide import advice, decide, part
 from fastvit.integrations.forward import fused_forward
 from fastvit.integrations.libraries import pytorch
+from fastvit.integrations.transformers import copies
 from fastvit.modules.arguments import checked_statistics
 from fastvit.report import Entry, Report
 
@@ -71,6 +72,8 @@ def accelerate(
     mean, std = checked_statistics(mean, std, channels)
     patches = pytorch.patches(mean, std)
     restore(model)  # checks that nothing was fitted
+    for kind in {type(module) for module in model.modules()}:
+        copies.learn(kind)
     decisions = list(decide(model, patches, set()))
     embeddings = [decision.name for decision in decisions if decision.handler is patches]
     if mean is not None:
@@ -79,7 +82,7 @@ def accelerate(
         Entry(name, type(module).__name__, status, detail, part(module))
         for name, module, status, detail, _ in decisions
     )
-    report = Report(entries, advice(model, decisions))
+    report = Report(entries, advice(decisions))
     if strict and report.skipped:
         raise ValueError(f"strict: {len(report.skipped)} modules cannot be accelerated\n{report}")
     if strict and not any(entry.fused for entry in entries):

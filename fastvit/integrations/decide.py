@@ -7,8 +7,9 @@ class name and layers: if it does work that the ops are for, it is skipped, and 
 from __future__ import annotations
 
 import re
+from collections import ChainMap
 from collections.abc import Collection, Iterator, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from torch import nn
 
@@ -18,12 +19,12 @@ from fastvit.blocks.submodules import CannotFuse, class_name, qualified_name
 from fastvit.integrations.forward import ClassHandler, check_forward, parts_of, reason_of
 from fastvit.integrations.libraries import dino, pytorch, timm, torchvision
 from fastvit.integrations.op_names import ops_that_run
-from fastvit.integrations.transformers import classes, grids, layers, varlen
+from fastvit.integrations.transformers import families, grids, layers, varlen
 from fastvit.report import FUSED_ALREADY, Status
 
-_FILES = (pytorch, timm, layers, grids, varlen, torchvision, dino)
-HANDLERS: dict[type | str, ClassHandler] = {name: row for file in _FILES for name, row in file.HANDLERS.items()}
-EMBEDDINGS = timm.EMBEDDINGS | classes.EMBEDDINGS | torchvision.EMBEDDINGS | dino.EMBEDDINGS
+_FILES = (pytorch, timm, layers, families, grids, varlen, torchvision, dino)
+HANDLERS: ChainMap[Any, ClassHandler] = ChainMap(*(file.HANDLERS for file in _FILES))
+EMBEDDINGS = timm.EMBEDDINGS | torchvision.EMBEDDINGS | dino.EMBEDDINGS
 
 _ATTENTION = re.compile(r"att(entio)?n", re.IGNORECASE)
 _MLP = re.compile(r"(mlp|ffn|feed_?forward|swiglu)(?!.*head)", re.IGNORECASE)
@@ -82,7 +83,7 @@ def decide(
             return
     inside: list[Decision] = []
     for child_name, child in module.named_children():
-        is_patches = EMBEDDINGS.get(qualified_name(module)) == child_name and type(child) in (nn.Conv2d, nn.Conv3d)
+        is_patches = type(child) in (nn.Conv2d, nn.Conv3d) and _embeds_patches(module, child_name)
         child_name = f"{name}.{child_name}" if name else child_name
         inside += decide(child, patches, seen, child_name, (*ancestors, module), patches if is_patches else None)
     left = {id(decision.module) for decision in inside if decision.status == "as it was"}
@@ -90,6 +91,14 @@ def decide(
         reason = _why_not_known(module, ancestors)
     yield Decision(name, module, "skipped" if reason else "as it was", reason or "")
     yield from inside
+
+
+def _embeds_patches(module: nn.Module, name: str) -> bool:
+    """Return whether a module's convolution of that name embeds patches."""
+    kind = qualified_name(module)
+    if not kind.startswith("transformers.models."):
+        return EMBEDDINGS.get(kind) == name
+    return name.startswith("patch_") or (name in ("proj", "projection") and "Embed" in type(module).__name__)
 
 
 def _all_in(
@@ -107,23 +116,11 @@ def _all_in(
                 yield Decision(child_name, child, status, detail)
 
 
-def advice(model: nn.Module, decisions: Sequence[Decision]) -> tuple[str, ...]:
-    """Say what to try for attention that is skipped because its class is not known."""
-    owners = {}
-    for name, attn, status, _, _ in decisions:
-        if status != "skipped" or part(attn) != "attention" or qualified_name(attn) in HANDLERS:
-            continue
-        path = name.split(".")
-        ancestors = {".".join(path[:i]): model.get_submodule(".".join(path[:i])) for i in range(len(path))}
-        with_choice = [name for name, m in ancestors.items() if hasattr(m, "set_attn_implementation")]
-        has_bias = _RELATIVE_POSITIONS in _obstacles(attn, list(ancestors.values()))
-        if with_choice and not has_bias and layers.takes_registered_attention(attn):
-            owners[type(attn).__name__] = ".".join(["model", *with_choice[0].split(".")]).rstrip(".")
-    return tuple(
-        f"to fuse the attention of {kind}: fastvit.integrations.transformers.register_attention(), then "
-        f'{owner}.set_attn_implementation("fastvit")'
-        for kind, owner in owners.items()
-    )
+def advice(decisions: Sequence[Decision]) -> tuple[str, ...]:
+    """Say what to try for attention and MLPs that are skipped because their class is not known."""
+    skipped = [module for _, module, status, _, _ in decisions if status == "skipped" and part(module)]
+    kinds = dict.fromkeys(type(module).__name__ for module in skipped if qualified_name(module) not in HANDLERS)
+    return (f'to fuse {", ".join(kinds)}: torch.compile(model, backend="fastvit"), by its graph',) if kinds else ()
 
 
 # ---- modules of unknown classes ----

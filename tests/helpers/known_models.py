@@ -77,9 +77,10 @@ def swin_of_transformers(size: int = 32, window: int = 4, **options: Any) -> nn.
 
 def class_of_transformers(file: str, kind: str) -> Any:
     import_library("transformers")
+    folder, _, own = file.rpartition(".")
     try:
-        return getattr(importlib.import_module(f"transformers.models.{file}.modeling_{file}"), kind)
-    except ImportError:
+        return getattr(importlib.import_module(f"transformers.models.{folder or file}.modeling_{own}"), kind)
+    except (ImportError, AttributeError):
         pytest.skip(f"this version of transformers has no {file}")
 
 
@@ -100,29 +101,41 @@ def grid_of_transformers(name: str, implementation: str = "eager", **options: An
     return model(config(**sizes, **options)).eval()
 
 
-def small(file: str, kind: str) -> nn.Module:
-    """Return a model of transformers from its own default configuration, shrunk."""
+def small(name: str, **options: Any) -> nn.Module:
+    """Return a model of transformers, "vit.ViTModel", from its own default configuration, shrunk."""
     from benchmarks.coverage import small_transformers
 
-    return small_transformers.build(class_of_transformers(file, kind)).eval()
+    kind = class_of_transformers(*name.rsplit(".", 1))
+    config = small_transformers.small_config(kind)
+    for option, value in options.items():
+        setattr(config, option, value)
+    return kind(config).eval()
+
+
+def small_inputs(model: nn.Module) -> dict[str, Tensor]:
+    from benchmarks.coverage import small_transformers
+
+    return small_transformers.inputs(model)
 
 
 def images_in_a_row(model: nn.Module) -> dict[str, Tensor]:
     """Two images one after the other, the second of half the first one's size."""
-    from benchmarks.coverage import small_transformers
-
-    inputs = small_transformers.inputs(model)
+    inputs = small_inputs(model)
     first = next(iter(inputs))
     return {**inputs, first: inputs[first][:24], "grid_thw": torch.tensor([[1, 4, 4], [1, 2, 4]])}
 
 
-def tower(file: str, kind: str, count: int = 2, mlps: int = 0) -> Known:
-    """A vision tower for images of several sizes, whose attention is known, but not its layers."""
-    left = ("Block", "Layer", "MLP", "Mlp", "Norm", "PatchEmbed", "PatchEmbedding", "PatchMerger", "Embeddings")
-    return Known(
-        partial(small, file, kind), blocks=(), count=count, mlps=mlps, patches=False, left=left, inputs=images_in_a_row,
-        std=0.02,
-    )  # fmt: skip
+def tower(name: str, count: int = 2, left: tuple[str, ...] = (), patches: bool = True) -> Known:
+    """A vision tower for images of several sizes."""
+    return Known(partial(small, name), count=count, patches=patches, left=left, inputs=images_in_a_row, std=0.02)
+
+
+def family(name: str, blocks: tuple[str, ...] = (BLOCK,), count: int = 2, **row: Any) -> tuple[str, Known]:
+    """A row for a model of transformers with its own inputs. row: also options of the configuration."""
+    options = {key: row.pop(key) for key in [*row] if key not in Known._fields}
+    return name, Known(
+        partial(small, name, **options), blocks=blocks, count=count, inputs=small_inputs, std=0.02, **row
+    )
 
 
 def model_of_dinov2(mlp: type[nn.Module] | None = None) -> nn.Module:
@@ -267,7 +280,7 @@ TRANSFORMERS = {
         hf("Siglip2VisionModel", num_patches=16, vision_use_head=False), patches=False, inputs=siglip2_inputs
     ),
     "AIMv2": Known(hf("Aimv2VisionModel", use_head=False)),
-    "Ovis2": Known(partial(small, "ovis2", "Ovis2VisionModel"), (3, 56, 56), count=2, std=0.05),
+    "Ovis2": Known(partial(small, "ovis2.Ovis2VisionModel"), (3, 56, 56), count=2, std=0.05),
     "InternVL": Known(hf("InternVLVisionModel")),
     "InternVL, norms": Known(hf("InternVLVisionModel", **INTERNVL), blocks=(WITH_NORMS,)),
     "Pixtral, masked": Known(hf("PixtralVisionModel", head_dim=16), inputs=pixtral_inputs),
@@ -296,19 +309,50 @@ TRANSFORMERS = {
     "Swin of transformers": Known(swin_of_transformers, blocks=GRID, count=3, alone=0),
     "Swin of transformers, padded": Known(partial(swin_of_transformers, 36), (3, 36, 36), GRID, 3, 0),
 }  # fmt: skip
+ROTARY_GRID = ("layer_norm_linear, attention, linear, layer_norm_mlp",)
+FAMILIES = dict([
+    family("vit_mae.ViTMAEModel"),
+    family("pixio.PixioModel"),
+    family("yolos.YolosModel", mlps=0),
+    family("vitpose_backbone.VitPoseBackbone", patches=False, left=("Conv2d",)),
+    family("beit.BeitModel"),
+    family("beit.BeitForImageClassification", use_relative_position_bias=True, layer_scale_init_value=0.3),
+    family(
+        "data2vec.data2vec_vision.Data2VecVisionModel", count=4, alone=0, mlps=0, use_shared_relative_position_bias=True
+    ),
+    family("flava.FlavaImageModel", alone=0, mlps=0),
+    family("altclip.AltCLIPVisionModel"),
+    family("owlvit.OwlViTVisionModel"),
+    family("kosmos2.Kosmos2VisionModel"),
+    family("git.GitVisionModel", alone=0),
+    family("idefics2.Idefics2VisionTransformer"),
+    family("granite_docling.GraniteDoclingVisionModel", count=3),
+    family("janus.JanusVisionModel"),
+    family("blip.BlipVisionModel", alone=0),
+    family("blip_2.Blip2VisionModel"),
+    family("radio.RadioModel", patches=False),
+    family("lw_detr.LwDetrViTBackbone", blocks=()),
+    family("mlcd.MLCDVisionModel"),
+    family("step3p7.Step3p7VisionModel", blocks=()),
+    family("llama4.Llama4VisionModel", left=("MLP2",), patches=False, alone=0),
+    family("mllama.MllamaVisionModel", count=10, alone=0),
+    family("paddleocr_vl.PaddleOCRVisionTransformer"),
+    family("timesformer.TimesformerModel", blocks=(), count=4, mlps=0),
+    family("seggpt.SegGptModel", blocks=(), count=5),
+    family("sam3.Sam3ViTModel", blocks=ROTARY_GRID, count=4, alone=0),
+    family("donut.donut_swin.DonutSwinModel", blocks=GRID, count=4, mlps=0, alone=0),
+    family("maskformer.maskformer_swin.MaskFormerSwinModel", blocks=GRID, count=5, mlps=0, alone=0),
+])  # fmt: skip
 TOWERS = {
-    "Qwen2-VL": tower("qwen2_vl", "Qwen2VisionTransformerPretrainedModel"),
-    "Qwen2.5-VL": tower("qwen2_5_vl", "Qwen2_5_VisionTransformerPretrainedModel", 4, mlps=4),
-    "Qwen3-VL": tower("qwen3_vl", "Qwen3VLVisionModel", 3),
-    "Qwen3-VL-MoE": tower("qwen3_vl_moe", "Qwen3VLMoeVisionModel", 3),
-    "Qwen3-Omni-MoE": tower("qwen3_omni_moe", "Qwen3OmniMoeVisionEncoder", 3),
-    "Qwen3.5": tower("qwen3_5", "Qwen3_5VisionModel"),
-    "Qwen3.5-MoE": tower("qwen3_5_moe", "Qwen3_5MoeVisionModel"),
-    "Qwen4": tower("qwen4_exp", "Qwen4ExpVisionModel"),
-    "Ernie 4.5": tower("ernie4_5_vl_moe", "Ernie4_5_VLMoeVisionTransformerPretrainedModel"),
-    "Cohere": tower("cohere_compass", "CohereCompassVisionModel", 3),
-    "GLM-4V": tower("glm4v", "Glm4vVisionModel", mlps=2),
-    "GLM-4V-MoE": tower("glm4v_moe", "Glm4vMoeVisionModel"),
+    "Qwen2-VL": tower("qwen2_vl.Qwen2VisionTransformerPretrainedModel"),
+    "Qwen2.5-VL": tower("qwen2_5_vl.Qwen2_5_VisionTransformerPretrainedModel", 4),
+    "Qwen2.5-Omni": tower("qwen2_5_omni.Qwen2_5OmniVisionEncoder", 4),
+    "Qwen3-VL": tower("qwen3_vl.Qwen3VLVisionModel", 3),
+    "Ernie 4.5": tower("ernie4_5_vl_moe.Ernie4_5_VLMoeVisionTransformerPretrainedModel", patches=False),
+    "GLM-4V": tower("glm4v.Glm4vVisionModel"),
+    "GLM-OCR": tower("glm_ocr.GlmOcrVisionModel"),
+    "EXAONE 4.5": tower("exaone4_5.Exaone4_5_VisionModel", 4),
+    "Kimi K2.5": tower("kimi_k25.Kimi_K25VisionModel", left=("PatchEmbed",)),
 }
 OTHERS = {
     "torchvision": Known(partial(torchvision_vit, depth=1), alone=0),
@@ -318,7 +362,7 @@ OTHERS = {
     "DINOv3's repository": Known(partial(model_of_dinov3, dinov3_layout.Mlp)),
     "DINOv3's repository, SwiGLU": Known(partial(model_of_dinov3, dinov3_layout.SwiGLUFFN)),
 }
-MODELS: dict[str, Known] = {**TIMM, **EVA, **GRIDS, **TRANSFORMERS, **TOWERS, **OTHERS}
+MODELS: dict[str, Known] = {**TIMM, **EVA, **GRIDS, **TRANSFORMERS, **FAMILIES, **TOWERS, **OTHERS}
 
 
 class Built:

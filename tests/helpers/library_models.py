@@ -95,7 +95,9 @@ def output_of(result: Any) -> Tensor:
     """Return the logits or the tokens: the only tensor, or the first of several."""
     for name in ("logits", "last_hidden_state"):
         result = getattr(result, name, result)
-    return result if isinstance(result, Tensor) else result[0]
+    while not isinstance(result, Tensor):
+        result = result[0]
+    return result
 
 
 def step(model: nn.Module, call: Call) -> Step:

@@ -46,7 +46,9 @@ def test_stochastic_depth_drops_as_timm_does(name: str, device: torch.device) ->
 
 def test_stochastic_depth_of_transformers() -> None:
     """Swin draws it otherwise, and for attention only."""
-    layer = swin_of_transformers(drop_path_rate=0.6).train().swin.encoder.layers[-1].blocks[-1]
+    model = swin_of_transformers(drop_path_rate=0.6).train()
+    fastvit.accelerate(model)
+    layer = model.swin.encoder.layers[-1].blocks[-1]
     block = grids.read_swin_layer(layer)
     assert (block.attention.drop_path, block.mlp.drop_path) == (0.6, 0.0)
 

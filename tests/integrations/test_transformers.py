@@ -12,6 +12,8 @@ from models import Calls, accelerate_as_it_was, close, randomised
 from torch import Tensor, nn
 
 import fastvit
+from fastvit.blocks.submodules import qualified_name
+from fastvit.integrations.decide import HANDLERS
 from fastvit.integrations.transformers import layers, register_attention
 
 
@@ -133,7 +135,7 @@ def test_rates_of_dropouts(model: str, options: dict[str, float], rates: tuple[f
     modules = hugging_face(f"{model}Model", **options).modules()
     layer = [module for module in modules if type(module).__name__ == f"{model}Layer"][-1]
     for training, wanted in ((True, rates), (False, (0.0,) * 5)):
-        half, mlp_half = layers.read_layer(model, layer.train(training))
+        half, mlp_half = HANDLERS[qualified_name(layer)].read(layer.train(training))
         attention, mlp = half.branch, mlp_half.branch
         assert (attention.attn_drop, attention.proj_drop, mlp.drop1, mlp.drop2, mlp_half.drop_path) == wanted
         assert half.drop_path == mlp_half.drop_path

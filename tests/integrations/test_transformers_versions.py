@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import fastvit
 from fastvit.integrations.transformers import layers
+from fastvit.integrations.transformers.classes import VIT
 
 D, H, HIDDEN = 48, 3, 96
 
@@ -106,7 +107,7 @@ def test_a_hook_is_honoured(layer: Any, x: Tensor, hooked: str) -> None:
 
 def test_dropout_applies_where_it_stands(layer: Any) -> None:
     for training, ps in ((True, (0.1, 0.2, 0.3)), (False, (0.0, 0.0, 0.0))):
-        attention, mlp = (half.branch for half in layers.read_layer("ViT", layer.train(training)))
+        attention, mlp = (half.branch for half in layers.read_layer(VIT, layer.train(training)))
         assert (attention.attn_drop, attention.proj_drop, mlp.drop2) == ps
 
 

@@ -1,4 +1,8 @@
-"""The families of Hugging Face transformers (version 5) that are known, and the names of their parts."""
+"""The classes of Hugging Face transformers (version 5) that are known by name, and the names of their parts.
+
+transformers copies code from model to model. So a class stands here for all with the same code, which `copies.py` adds
+to these tables: CLIPMLP is the MLP of some fifty models.
+"""
 
 from __future__ import annotations
 
@@ -6,108 +10,100 @@ from typing import NamedTuple
 
 from torch import nn
 
+from fastvit.blocks import read
 from fastvit.blocks.submodules import Classes
 
 
-class Names(NamedTuple):
-    """The names in one family. file: its module; norm1, attention, norm2, mlp: attributes of a layer; projection: an
-    attribute of attention. Class names are without the family's prefix: layer, attentions, mlps; patches: that of the
-    patch embedding, and the attribute of its convolution, or None if it has none. rotates: whether a call has rotary
-    positions. own_norm: whether there is an RMSNorm, with T5's code. on_grid: whether layers run over a grid."""
+class Parts(NamedTuple):
+    """The attributes of a layer. rotates: whether a call has rotary positions, cos and sin."""
 
-    file: str
     norm1: str
     attention: str
     norm2: str
-    projection: str
     mlp: str = "mlp"
-    layer: str = "Layer"
-    attentions: tuple[str, ...] = ("Attention",)
-    mlps: tuple[str, ...] = ("MLP",)
-    patches: tuple[str, str] | None = ("PatchEmbeddings", "projection")
     rotates: bool = False
-    own_norm: bool = False
-    on_grid: bool = False
 
 
-_VIT = "layernorm_before", "attention", "layernorm_after"
-_DINO = "norm1", "attention", "norm2", "o_proj"
-_CLIP = "layer_norm1", "self_attn", "layer_norm2", "out_proj", "mlp", "EncoderLayer", ("Attention",), ("MLP",)
-_AIMV2 = "rms_norm1", "attention", "rms_norm2", "out_proj", "ffn"
-_SAM = "layer_norm1", "attn", "layer_norm2", "proj", "mlp", "VisionLayer", ("VisionAttention", "VisionSdpaAttention")
-_CONVOLUTION = "VisionEmbeddings", "patch_embedding"
-_EMBEDDINGS = "Embeddings", "patch_embeddings"
-_SWIGLU, _GATED = ("MLP", "SwiGLUFFN"), ("MLP", "GatedMLP")
-SAM = {  # SAM's encoder, and those with the same code
-    prefix: Names(file, *_SAM, ("MLPBlock",), on_grid=True)
-    for prefix, file in {
-        "Sam": "sam", "SamHQ": "sam_hq", "DeepseekOcr2Sam": "deepseek_ocr2", "UnlimitedOcrSam": "unlimited_ocr",
-        "GotOcr2": "got_ocr2", "PPFormulaNet": "pp_formulanet", "SLANeXt": "slanext",
+def qualified(name: str) -> str:
+    """Return the full name of "vit.ViTLayer", or of "maskformer.maskformer_swin.MaskFormerSwinLayer"."""
+    folder, *_, file, kind = name.split(".")[0], *name.split(".")
+    return f"transformers.models.{folder}.modeling_{file}.{kind}"
+
+
+def _all(names: str) -> Classes:
+    return set(map(qualified, names.split()))
+
+
+VIT = Parts("layernorm_before", "attention", "layernorm_after")
+DINO = Parts("norm1", "attention", "norm2")
+CLIP = Parts("layer_norm1", "self_attn", "layer_norm2")
+SAM = Parts("layer_norm1", "attn", "layer_norm2")
+SAM3 = SAM._replace(attention="attention")
+LLAMA = Parts("input_layernorm", "self_attn", "post_attention_layernorm")
+# Layers that are called with tokens and a mask or rotary positions, and return tokens
+LAYERS = {
+    qualified(name): parts
+    for parts, names in {
+        VIT: "vit.ViTLayer internvl.InternVLVisionLayer videomae.VideoMAELayer pixio.PixioLayer "
+        "vitpose_backbone.VitPoseBackboneLayer",
+        DINO: "dinov2.Dinov2Layer",
+        DINO._replace(rotates=True): "dinov3_vit.DINOv3ViTLayer",
+        CLIP: "clip.CLIPEncoderLayer siglip.SiglipEncoderLayer blip.BlipEncoderLayer",
+        Parts("rms_norm1", "attention", "rms_norm2", "ffn"): "aimv2.Aimv2EncoderLayer",
+        Parts("attention_norm", "attention", "ffn_norm", "feed_forward", True): "pixtral.PixtralAttentionLayer",
     }.items()
-}  # fmt: skip
-FAMILIES = {  # by the prefix of its classes
-    "ViT": Names("vit", *_VIT, "o_proj"),
-    "DeiT": Names("deit", *_VIT, "o_proj"),
-    "IJepa": Names("ijepa", *_VIT, "o_proj"),
-    "Dinov2": Names("dinov2", *_DINO, mlps=_SWIGLU),
-    "Dinov2WithRegisters": Names("dinov2_with_registers", *_DINO, mlps=_SWIGLU),
-    "DINOv3ViT": Names("dinov3_vit", *_DINO, mlps=_GATED, patches=_EMBEDDINGS, rotates=True),
-    "Sapiens2": Names("sapiens2", *_DINO, mlps=_GATED, patches=_EMBEDDINGS, rotates=True, own_norm=True),
-    "CLIP": Names("clip", *_CLIP, _CONVOLUTION),
-    "Siglip": Names("siglip", *_CLIP, _CONVOLUTION),
-    "Siglip2": Names("siglip2", *_CLIP, None),
-    "Aimv2": Names("aimv2", *_AIMV2, "EncoderLayer", patches=("VisionEmbeddings", "patch_embed"), own_norm=True),
-    "Ovis2": Names("ovis2", *_AIMV2, "VisionEncoderLayer", ("VisionAttention",), patches=_CONVOLUTION, own_norm=True),
-    "InternVLVision": Names("internvl", *_VIT, "projection_layer", own_norm=True),
-    "Pixtral": Names(
-        "pixtral", "attention_norm", "attention", "ffn_norm", "o_proj", "feed_forward", "AttentionLayer",
-        patches=("VisionModel", "patch_conv"), rotates=True, own_norm=True,
-    ),
-    "VideoMAE": Names("videomae", *_VIT, "output", mlps=()),
-    "VJEPA2": Names(
-        "vjepa2", "norm1", "attention", "norm2", "proj", attentions=("RopeAttention",),
-        patches=("PatchEmbeddings3D", "proj"),
-    ),
-    "Swin": Names("swin", *_VIT, "o_proj", on_grid=True),
-    "VitDet": Names(
-        "vitdet", "norm1", "attention", "norm2", "proj", mlps=("Mlp",), patches=("Embeddings", "projection"),
-        on_grid=True,
-    ),
-    **SAM,
-}  # fmt: skip
-# Towers with attention within images or windows that cu_seqlens separates, all with the same code
-_TOWERS = {
-    "": "qwen2_vl", "Qwen2_5_VL": "qwen2_5_vl", "Qwen3VL": "qwen3_vl", "Qwen3VLMoe": "qwen3_vl_moe",
-    "Qwen3OmniMoe": "qwen3_omni_moe", "Qwen3_5": "qwen3_5", "Qwen3_5Moe": "qwen3_5_moe", "Qwen4Exp": "qwen4_exp",
-    "Ernie4_5_VLMoe": "ernie4_5_vl_moe", "CohereCompass": "cohere_compass", "Glm4v": "glm4v", "Glm4vMoe": "glm4v_moe",
-}  # fmt: skip
-
-
-def qualified(file: str, name: str) -> str:
-    return f"transformers.models.{file}.modeling_{file}.{name}"
-
-
-def class_of(prefix: str, suffix: str) -> str:
-    name = prefix + suffix
-    return qualified(FAMILIES[prefix].file, name.replace("DINO", "Dino") if suffix == "DropPath" else name)
-
-
-ATTENTIONS: dict[str, Classes] = {
-    prefix: {class_of(prefix, suffix) for suffix in names.attentions} for prefix, names in FAMILIES.items()
+    for name in names.split()
 }
-VARLEN_ATTENTION = {qualified(file, f"{prefix}VisionAttention") for prefix, file in _TOWERS.items()}
-LAYER_SCALE: Classes = {nn.Identity, *(class_of(prefix, "LayerScale") for prefix in FAMILIES)}
-DROP_PATH: Classes = {nn.Identity, *(class_of(prefix, "DropPath") for prefix in FAMILIES)}
-MLPS: Classes = {
-    *(class_of(prefix, suffix) for prefix, names in FAMILIES.items() for suffix in names.mlps),
-    qualified("qwen2_5_vl", "Qwen2_5_VLMLP"),
-    qualified("glm4v", "Glm4VisionMlp"),
-}
-RMS_NORM: Classes = {  # with T5's code
-    *(class_of(prefix, "RMSNorm") for prefix, names in FAMILIES.items() if names.own_norm),
-    qualified("qwen2_5_vl", "Qwen2_5_VLRMSNorm"),
-    qualified("glm4v", "Glm4vRMSNorm"),
-}
-EMBEDDINGS = {
-    class_of(prefix, names.patches[0]): names.patches[1] for prefix, names in FAMILIES.items() if names.patches
-}
+ATTENTION = _all(
+    "vit.ViTAttention dinov2.Dinov2Attention clip.CLIPAttention altclip.AltCLIPAttention siglip.SiglipAttention "
+    "idefics2.Idefics2VisionAttention granite_docling.GraniteDoclingVisionAttention kosmos2.Kosmos2VisionAttention "
+    "git.GitVisionAttention owlvit.OwlViTAttention internvl.InternVLVisionAttention janus.JanusVisionAttention "
+    "videomae.VideoMAEAttention blip.BlipAttention blip_2.Blip2Attention radio.RadioAttention "
+    "lw_detr.LwDetrViTAttention"
+)
+TUPLE_ATTENTION = _all("flava.FlavaAttention data2vec.data2vec_vision.Data2VecVisionAttention")
+ROTARY_ATTENTION = _all("dinov3_vit.DINOv3ViTAttention sapiens2.Sapiens2Attention pixtral.PixtralAttention")
+MLCD_ATTENTION = _all("mlcd.MLCDAttention step3p7.Step3p7VisionAttention")
+LLAMA4_ATTENTION = _all("llama4.Llama4VisionAttention")
+MLLAMA_ATTENTION = _all("mllama.MllamaVisionAttention")
+VJEPA2_ATTENTION = _all("vjepa2.VJEPA2RopeAttention")
+# Attention with a softmax of its own, whatever the implementation
+PLAIN_ATTENTION = _all(
+    "blip.BlipAttention flava.FlavaSelfAttention timesformer.TimesformerSelfAttention "
+    "data2vec.data2vec_vision.Data2VecVisionSelfAttention data2vec.data2vec_vision.Data2VecVisionSdpaSelfAttention "
+    "donut.donut_swin.DonutSwinSelfAttention"
+)
+# Attention over a grid
+SAM_SDPA_ATTENTION = _all("sam.SamVisionSdpaAttention seggpt.SegGptAttention")
+SAM_ATTENTION = SAM_SDPA_ATTENTION | _all("sam.SamVisionAttention")
+VITDET_ATTENTION = _all("vitdet.VitDetAttention")
+SAM3_ATTENTION = _all("sam3.Sam3ViTRoPEAttention")
+SWIN_ATTENTION = _all("swin.SwinAttention donut.donut_swin.DonutSwinAttention")
+# Attention within images or windows that cu_seqlens separates. The second kind returns weights, too, or None for them
+VARLEN_ATTENTION = _all(
+    "qwen2_vl.VisionAttention qwen2_5_omni.Qwen2_5OmniVisionAttention glm_ocr.GlmOcrVisionAttention "
+    "exaone4_5.Exaone4_5_VisionAttention kimi_k25.Kimi_K25VisionAttention"
+)
+VARLEN_PAIR_ATTENTION = _all("paddleocr_vl.PaddleOCRVisionAttention")
+# Attention in two modules: the first has q, k and v, the second the last linear layer and its dropout
+SELF_ATTENTION = PLAIN_ATTENTION | _all(
+    "vit.ViTSelfAttention dinov2.Dinov2SelfAttention videomae.VideoMAESelfAttention yolos.YolosSelfAttention"
+)
+SELF_OUTPUT = _all(
+    "vit.ViTSelfOutput dinov2.Dinov2SelfOutput videomae.VideoMAESelfOutput timesformer.TimesformerSelfOutput "
+    "data2vec.data2vec_vision.Data2VecVisionSelfOutput"
+)
+# An MLP in two modules: the first has fc1, the second fc2, dropout and perhaps the residual
+INTERMEDIATE = _all("vit.ViTIntermediate videomae.VideoMAEIntermediate")
+OUTPUT = _all("vit.ViTOutput videomae.VideoMAEOutput")
+OUTPUT_ALONE = _all("data2vec.data2vec_vision.Data2VecVisionOutput")
+MLP = _all(
+    "clip.CLIPMLP janus.JanusVisionMLP dinov2.Dinov2MLP dinov2.Dinov2SwiGLUFFN dinov3_vit.DINOv3ViTMLP "
+    "dinov3_vit.DINOv3ViTGatedMLP aimv2.Aimv2MLP vjepa2.VJEPA2MLP vitdet.VitDetMlp sam.SamMLPBlock sam3.Sam3MLP "
+    "qwen2_vl.VisionMlp qwen2_5_vl.Qwen2_5_VLMLP qwen3_vl.Qwen3VLVisionMLP"
+)
+RMS_NORM = _all("qwen2_5_vl.Qwen2_5_VLRMSNorm")  # T5's code
+NORM = read.NORM | RMS_NORM
+SWIN_BIAS = _all("swin.SwinRelativePositionBias")
+LAYER_SCALE = {nn.Identity, *_all("dinov2.Dinov2LayerScale")}
+DROP_PATH = {nn.Identity, *_all("dinov2.Dinov2DropPath")}

@@ -12,25 +12,24 @@ from fastvit.blocks import grid, read, windows
 from fastvit.blocks.grid import GridAttention, GridBlock, Positions
 from fastvit.blocks.read import LINEAR
 from fastvit.blocks.recompute import Recompute
-from fastvit.blocks.submodules import CannotFuse, Classes, submodules
+from fastvit.blocks.submodules import CannotFuse, qualified_name, submodules
 from fastvit.blocks.windows import WindowBlock
 from fastvit.integrations.forward import Call, ClassHandler
-from fastvit.integrations.transformers import hooks
-from fastvit.integrations.transformers.classes import SAM, class_of
+from fastvit.integrations.transformers import attention, classes, hooks
+from fastvit.integrations.transformers.classes import DINO, SAM, SAM3, VIT, Parts, qualified
 from fastvit.integrations.transformers.layers import LayerHandler, read_layer
+from fastvit.ops import Rotary
 
-_BIAS: dict[str, Classes] = {"relative_position_bias": {class_of("Swin", "RelativePositionBias")}}
 _SHIFT_BIAS = -100.0  # as `SwinLayer.get_attn_mask` has it
 
 
 def read_attention(attn: Any) -> GridAttention:
-    """Read attention of SAM, or of VitDet, which has other names and drops no probabilities."""
+    """Read attention of SAM, VitDet or SegGPT; of these only SAM's first kind drops probabilities."""
     hooks.check_version()
-    if "use_rel_pos" in attn.__dict__:
-        drops = attn.training and "Sdpa" not in type(attn).__name__  # SDPA's drops none
-        heads, p, has_positions = attn.num_attention_heads, attn.dropout if drops else 0.0, attn.use_rel_pos
-    else:
-        heads, p, has_positions = attn.num_heads, 0.0, attn.use_relative_position_embeddings
+    own = attn.__dict__
+    drops = attn.training and qualified_name(attn) not in classes.SAM_SDPA_ATTENTION | classes.VITDET_ATTENTION
+    heads, p = own.get("num_attention_heads", own.get("num_heads")), attn.dropout if drops else 0.0
+    has_positions = own.get("use_rel_pos", own.get("use_relative_position_embeddings"))
     qkv, proj = submodules(attn, qkv=LINEAR, proj=LINEAR)
     attention = read.describe_attention(read.read_packed(qkv, proj), proj, heads, attn.scale, p, None)
     if not has_positions:
@@ -39,10 +38,11 @@ def read_attention(attn: Any) -> GridAttention:
     return GridAttention(attention, Positions((attn.rel_pos_h, attn.rel_pos_w)))
 
 
-def read_grid_layer(prefix: str, layer: Any) -> GridBlock:
-    if prefix == "VitDet" and layer.use_residual_block:
+def read_grid_layer(parts: Parts, layer: Any) -> GridBlock:
+    if getattr(layer, "use_residual_block", False):
         raise CannotFuse("convolutions after its MLP")
-    halves = read_layer(prefix, layer, lambda _, attn, dropout: read_attention(attn))
+    attentions = classes.SAM_ATTENTION if parts is SAM else classes.VITDET_ATTENTION
+    halves = read_layer(parts, layer, lambda attn, dropout: read_attention(attn), attentions)
     return grid.describe_block(*halves, layer.window_size)
 
 
@@ -69,14 +69,31 @@ def run_vitdet_attention(x: Tensor, attn: GridAttention) -> tuple[Tensor]:
     return (grid.run_attention(x, attn),)
 
 
+def read_sam3_layer(layer: Any) -> GridBlock:
+    """Read a layer of SAM 3: positions are rotary, the same in each window, and dropout is after its MLP only."""
+    cos, sin = layer.rotary_emb(layer.position_ids, layer.position_ids)
+    rotary = Positions(rotary=Rotary(sin, cos, interleaved=True))
+
+    def read_rotated(attn: Any, dropout: Any) -> GridAttention:
+        return GridAttention(attention.read_attention(attn), rotary)
+
+    return grid.describe_block(*read_layer(SAM3, layer, read_rotated, classes.SAM3_ATTENTION), layer.window_size)
+
+
 def read_swin_layer(layer: Any) -> WindowBlock:
-    first, second = read_layer("Swin", layer)
+    """Read a layer of Swin, whose attention is one module in newer code and two in older."""
+    first, second = read_layer(VIT, layer, attentions=classes.SWIN_ATTENTION, outputs=classes.OUTPUT_ALONE)
     if first.branch.kv_heads:
         raise CannotFuse("heads that share keys, in windows")
     attn = layer._modules["attention"]
-    hooks.check_no_weights(attn)
-    (positions,) = submodules(attn, _BIAS)
-    side, n = layer.window_size, positions.window_area
+    if "self" in attn._modules:
+        positions = attn._modules["self"]
+        n = positions.window_size[0] * positions.window_size[1]
+    else:
+        hooks.check_no_weights(attn)
+        (positions,) = submodules(attn, relative_position_bias=classes.SWIN_BIAS)
+        n = positions.window_area
+    side = layer.window_size
     if n != side * side:
         raise CannotFuse(f"a relative position bias of {n} tokens, for windows of {side} x {side}")
     bias = windows.bias_of(positions.relative_position_bias_table, positions.relative_position_index.view(n, n))
@@ -95,21 +112,43 @@ def read_swin_call(
     return hidden_states, {"size": (height, width)}
 
 
+def read_donut_call(
+    layer: Any, hidden_states: Tensor, input_dimensions: Any, output_attentions: Any = False,
+    always_partition: bool = False,
+) -> Call:  # fmt: skip
+    hooks.check_others({"output_attentions": output_attentions})
+    return read_swin_call(layer, hidden_states, input_dimensions, always_partition)
+
+
+def read_maskformer_call(
+    layer: Any, hidden_states: Tensor, input_dimensions: Any, output_attentions: Any = False
+) -> Call:
+    """Read a call of a layer that always shifts its windows, and pads small grids to one."""
+    return read_donut_call(layer, hidden_states, input_dimensions, output_attentions, always_partition=True)
+
+
 def run_swin_layer(x: Tensor, layer: WindowBlock, size: tuple[int, int], recompute: Recompute) -> tuple[Tensor, None]:
     """Run a layer. The second result stands for the weights of attention."""
     return windows.run_block(x.unflatten(1, size), layer, recompute).flatten(1, 2), None
 
 
+def run_older_swin_layer(x: Tensor, layer: WindowBlock, **options: Any) -> tuple[Tensor]:
+    return run_swin_layer(x, layer, **options)[:1]
+
+
+_OLDER_SWIN = partial(ClassHandler, read_swin_layer, run_older_swin_layer, takes_recompute=True)
 HANDLERS: dict[type | str, ClassHandler] = {
-    class_of("VitDet", "Layer"): LayerHandler(partial(read_grid_layer, "VitDet"), run_vitdet_layer, read_call, ndim=4),
-    class_of("Swin", "Layer"): LayerHandler(read_swin_layer, run_swin_layer, read_swin_call),
-    class_of("VitDet", "Attention"): ClassHandler(read_attention, run_vitdet_attention, read_vitdet_call, ndim=4),
-}
-for _prefix in SAM:
-    HANDLERS[class_of(_prefix, "VisionLayer")] = LayerHandler(
-        partial(read_grid_layer, _prefix), grid.run_block, read_call, ndim=4
-    )
-    # the other attention returns its weights as well
-    HANDLERS[class_of(_prefix, "VisionSdpaAttention")] = ClassHandler(
-        read_attention, run_sdpa_attention, read_call, ndim=4
-    )
+    qualified("sam.SamVisionLayer"): LayerHandler(partial(read_grid_layer, SAM), grid.run_block, read_call, ndim=4),
+    qualified("vitdet.VitDetLayer"): LayerHandler(partial(read_grid_layer, DINO), run_vitdet_layer, read_call, ndim=4),
+    qualified("sam3.Sam3ViTLayer"): LayerHandler(read_sam3_layer, grid.run_block, read_call, ndim=4),
+    qualified("swin.SwinLayer"): LayerHandler(read_swin_layer, run_swin_layer, read_swin_call),
+    qualified("donut.donut_swin.DonutSwinLayer"): _OLDER_SWIN(read_call=read_donut_call),
+    qualified("maskformer.maskformer_swin.MaskFormerSwinLayer"): _OLDER_SWIN(read_call=read_maskformer_call),
+    # SAM's other attention returns its weights as well
+    **dict.fromkeys(
+        classes.SAM_SDPA_ATTENTION, ClassHandler(read_attention, run_sdpa_attention, read_call, ndim=4)
+    ),
+    **dict.fromkeys(
+        classes.VITDET_ATTENTION, ClassHandler(read_attention, run_vitdet_attention, read_vitdet_call, ndim=4)
+    ),
+}  # fmt: skip

@@ -63,10 +63,15 @@ def check_version() -> None:
 
 def check_attention(attn: Any) -> None:
     """Check that a module computes softmax attention that is not causal."""
-    if type(attn.config).__name__ in ("CLIPTextConfig", "Aimv2TextConfig"):
+    config = type(attn.config).__name__
+    if config.endswith("TextConfig") and "Siglip" not in config:
         raise CannotFuse("the text tower's attention is causal")
     if getattr(attn, "is_causal", True):  # transformers' default is True as well
         raise CannotFuse("its attention is causal")
+    check_implementation(attn)
+
+
+def check_implementation(attn: Any) -> None:
     implementation = attn.config._attn_implementation
     if implementation not in SAME_ATTENTION and not implementation.startswith("flash_attention"):
         raise CannotFuse(f"its attention implementation is {implementation!r}")

@@ -6,10 +6,9 @@ GLM's towers; and an attention implementation for other models: `register_attent
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,95 +18,25 @@ from fastvit.blocks import read, run
 from fastvit.blocks.read import LINEAR
 from fastvit.blocks.read_mlp import describe_mlp
 from fastvit.blocks.recompute import Recompute
-from fastvit.blocks.spec import AttentionSpec, BlockSpec, HalfSpec, MlpSpec
-from fastvit.blocks.submodules import CannotFuse, submodules
+from fastvit.blocks.spec import BlockSpec, HalfSpec, MlpSpec
+from fastvit.blocks.submodules import CannotFuse, Classes, submodules
 from fastvit.integrations.forward import Call, ClassHandler, checked_mask
 from fastvit.integrations.mlp_names import read_mlp
-from fastvit.integrations.transformers import hooks, vjepa2
-from fastvit.integrations.transformers.classes import (
-    ATTENTIONS,
-    DROP_PATH,
-    FAMILIES,
-    LAYER_SCALE,
-    MLPS,
-    RMS_NORM,
-    class_of,
-)
+from fastvit.integrations.transformers import classes, hooks, vjepa2
+from fastvit.integrations.transformers.attention import read_attention, read_attention_alone, read_norm, run_attention
+from fastvit.integrations.transformers.classes import Parts, qualified
 from fastvit.ops import Norm, Rotary
 from fastvit.ops.runtime.checks import takes_head_dim
 
 __all__ = ["register_attention"]
 
-_NORM = read.NORM | RMS_NORM
 
-
-class WithoutWeights(NamedTuple):
-    """Attention of a module that returns only the output, without weights."""
-
-    attention: AttentionSpec
-
-
-def is_nested(attn: Any) -> bool:
-    """Return whether attention is two modules, as in ViT and DeiT of transformers 5.0 to 5.8 and DINOv2 of 5.0 to 5.17:
-    the first has q, k and v, the second the last linear layer and its dropout."""
-    return "attention" in attn._modules
-
-
-def read_nested_attention(prefix: str, attn: Any) -> AttentionSpec:
-    inner = hooks.attention_of(attn, "attention", {class_of(prefix, "SelfAttention")})
-    (output,) = submodules(attn, output={class_of(prefix, "SelfOutput")})
-    hooks.check_attention(inner)
-    qkv = submodules(inner, query=LINEAR, key=LINEAR, value=LINEAR)
-    proj, dropout = submodules(output, dense=LINEAR, dropout=read.DROPOUT)
-    layers = tuple(map(read.read_layer, qkv))
-    p = inner.dropout_prob if inner.training else 0.0
-    return read.describe_attention(layers, proj, inner.num_attention_heads, inner.scaling, p, dropout)
-
-
-def read_nested_mlp(prefix: str, layer: Any) -> MlpSpec:
-    """Read the MLP of ViT and DeiT in transformers 5.0 to 5.8: the first module has fc1, the second fc2 and dropout."""
-    first, last = submodules(
-        layer, intermediate={class_of(prefix, "Intermediate")}, output={class_of(prefix, "Output")}
-    )
+def read_nested_mlp(layer: Any, outputs: Classes) -> MlpSpec:
+    """Read an MLP of two modules: the first has fc1, the second fc2 and dropout. outputs: the second's classes."""
+    first, last = submodules(layer, intermediate=classes.INTERMEDIATE, output=outputs)
     fc1, act = submodules(first, dense=LINEAR, intermediate_act_fn=read.ACTIVATIONS)
     fc2, dropout = submodules(last, dense=LINEAR, dropout=read.DROPOUT)
     return describe_mlp(fc1, act, fc2, None, dropout)
-
-
-def read_attention(prefix: str, attn: Any, dropout: read.Dropout = None) -> AttentionSpec:
-    """Read attention. dropout: the layer's, if it applies to attention too."""
-    if is_nested(attn):
-        return read_nested_attention(prefix, attn)
-    hooks.check_attention(attn)
-    names = ("q_proj", "k_proj", "v_proj") if "q_proj" in attn._modules else ("query", "key", "value")
-    q, k, v, out = submodules(attn, dict.fromkeys((*names, FAMILIES[prefix].projection), LINEAR))
-    if "projection_dropout" in attn._modules:
-        (own,) = submodules(attn, projection_dropout={nn.Identity, *read.DROPOUT})
-        dropout = None if type(own) is nn.Identity else own
-    p = next(getattr(attn, name) for name in ("attention_dropout", "dropout_prob", "dropout") if hasattr(attn, name))
-    scale = attn.scaling if hasattr(attn, "scaling") else attn.scale
-    qkv = read.read_layer(q), read.read_layer(k), read.read_layer(v)
-    head_dim = attn.head_dim if hasattr(attn, "head_dim") else attn.attention_head_size
-    heads, kv_heads = q.out_features // head_dim, k.out_features // head_dim
-    if k.out_features != v.out_features or q.out_features != out.in_features:
-        raise CannotFuse(f"q, k and v have {q.out_features}, {k.out_features} and {v.out_features} outputs")
-    qk_norms = read.read_qk_norm(attn, _NORM, read_norm)
-    p = p if attn.training else 0.0
-    return read.describe_attention(qkv, out, heads, scale, p, dropout, qk_norm=qk_norms, kv_heads=kv_heads)
-
-
-def read_attention_alone(prefix: str, attn: Any) -> AttentionSpec | WithoutWeights:
-    hooks.check_version()
-    if is_nested(attn):
-        return WithoutWeights(read_attention(prefix, attn))
-    hooks.check_no_weights(attn)
-    return read_attention(prefix, attn)
-
-
-def read_norm(norm: Any) -> Norm:
-    if "variance_epsilon" in norm.__dict__:
-        return read.rms_norm(norm.weight, norm.variance_epsilon)
-    return read.read_norm(norm)
 
 
 def run_rms_norm(x: Tensor, norm: Norm) -> Tensor:
@@ -115,36 +44,40 @@ def run_rms_norm(x: Tensor, norm: Norm) -> Tensor:
     return run.run_norm(x, norm).to(torch.promote_types(x.dtype, norm.weight.dtype))
 
 
-def read_layer(prefix: str, layer: Any, attention_reader: Callable[..., Any] = read_attention) -> BlockSpec:
-    """Read both halves of a layer. attention_reader: function (prefix, attention, dropout)."""
+def read_layer(
+    parts: Parts, layer: Any, attention_reader: Callable[[Any, Any], Any] = read_attention,
+    attentions: Classes | None = None, outputs: Classes = classes.OUTPUT,
+) -> BlockSpec:  # fmt: skip
+    """Read both halves of a layer. attention_reader: function (attention, dropout); attentions: the classes it reads,
+    by default those of `read_attention`; outputs: classes of the second half of an MLP in two modules."""
     hooks.check_version()
-    names = FAMILIES[prefix]
-    norm1, norm2 = submodules(layer, {names.norm1: _NORM, names.norm2: _NORM})
+    norm1, norm2 = submodules(layer, {parts.norm1: classes.NORM, parts.norm2: classes.NORM})
     dropout, p, gammas = None, 0.0, [None, None]
     if "dropout" in layer._modules:
         (dropout,) = submodules(layer, dropout=read.DROPOUT)
     if "intermediate" in layer._modules:
-        mlp = read_nested_mlp(prefix, layer)
+        mlp = read_nested_mlp(layer, outputs)
     else:
-        (module,) = submodules(layer, {names.mlp: MLPS})
+        (module,) = submodules(layer, {parts.mlp: classes.MLP})
         mlp = read_mlp(module, dropout)
-    attn = hooks.attention_of(layer, names.attention, ATTENTIONS[prefix])
+    attentions = attentions or (classes.ROTARY_ATTENTION if parts.rotates else classes.ATTENTION)
+    attn = hooks.attention_of(layer, parts.attention, attentions)
     if "drop_path" in layer._modules:
-        (drop_path,) = submodules(layer, drop_path=DROP_PATH)
+        (drop_path,) = submodules(layer, drop_path=classes.DROP_PATH)
         p, _ = read.read_drop_path(drop_path)
     if "layer_scale1" in layer._modules:
-        both = submodules(layer, layer_scale1=LAYER_SCALE, layer_scale2=LAYER_SCALE)
+        both = submodules(layer, layer_scale1=classes.LAYER_SCALE, layer_scale2=classes.LAYER_SCALE)
         gammas = [None if type(scale) is nn.Identity else scale.lambda1 for scale in both]
     elif "lambda_1" in layer._parameters:
         gammas = [layer.lambda_1, layer.lambda_2]
-    attention = attention_reader(prefix, attn, dropout)
+    attention = attention_reader(attn, dropout)
     return HalfSpec(attention, read_norm(norm1), gammas[0], p), HalfSpec(mlp, read_norm(norm2), gammas[1], p)
 
 
-def read_layer_of_pair(prefix: str, layer: Any) -> BlockSpec:
+def read_vjepa2_layer(layer: Any) -> BlockSpec:
     """Read a layer that returns its attention's weights too."""
-    hooks.check_no_weights(layer._modules[FAMILIES[prefix].attention])
-    return read_layer(prefix, layer)
+    hooks.check_no_weights(layer._modules["attention"])
+    return read_layer(classes.DINO, layer, attentions=classes.VJEPA2_ATTENTION)
 
 
 def _made_for_export(mask: Any) -> bool:
@@ -184,30 +117,20 @@ def run_layer_of_pair(x: Tensor, layer: BlockSpec, rotary: Rotary, recompute: Re
     return run.run_block(x, layer, rotary, recompute=recompute), None
 
 
-def run_attention(
-    x: Tensor, attn: AttentionSpec | WithoutWeights, rotary: Rotary | None = None, attn_mask: Tensor | None = None
-) -> Tensor | tuple[Tensor, None]:
-    if isinstance(attn, WithoutWeights):
-        return run.run_attention(x, attn.attention, rotary, attn_mask)
-    return run.run_attention(x, attn, rotary, attn_mask), None
-
-
 LayerHandler = partial(ClassHandler, takes_recompute=True, checkpoint=hooks.checkpoint_of)
+_ROTARY = ClassHandler(read_attention_alone, run_attention, read_rotary_call)
 HANDLERS: dict[type | str, ClassHandler] = {
-    **dict.fromkeys(MLPS, ClassHandler(read_mlp, run.run_mlp, ndim=None)),
-    **dict.fromkeys(RMS_NORM, ClassHandler(read_norm, run_rms_norm, ndim=None)),
+    **{
+        name: LayerHandler(partial(read_layer, parts), run.run_block, read_rotary_call if parts.rotates else read_call)
+        for name, parts in classes.LAYERS.items()
+    },
+    qualified("vjepa2.VJEPA2Layer"): LayerHandler(read_vjepa2_layer, run_layer_of_pair, vjepa2.read_call),
+    **dict.fromkeys(classes.ATTENTION, ClassHandler(read_attention_alone, run_attention, read_call)),
+    **dict.fromkeys(classes.ROTARY_ATTENTION, _ROTARY),
+    **dict.fromkeys(classes.VJEPA2_ATTENTION, ClassHandler(read_attention_alone, run_attention, vjepa2.read_call)),
+    **dict.fromkeys(classes.MLP, ClassHandler(read_mlp, run.run_mlp, ndim=None)),
+    **dict.fromkeys(classes.RMS_NORM, ClassHandler(read_norm, run_rms_norm, ndim=None)),
 }
-for _prefix, _names in FAMILIES.items():
-    if _names.on_grid:  # grids.py
-        continue
-    _read_call: Callable[..., Call] = read_rotary_call if _names.rotates else read_call
-    _layer: tuple[Any, Any] = read_layer, run.run_block
-    if _prefix == "VJEPA2":
-        _read_call, _layer = vjepa2.read_call, (read_layer_of_pair, run_layer_of_pair)
-    HANDLERS[class_of(_prefix, _names.layer)] = LayerHandler(partial(_layer[0], _prefix), _layer[1], _read_call)
-    HANDLERS[class_of(_prefix, _names.attentions[0])] = ClassHandler(
-        partial(read_attention_alone, _prefix), run_attention, _read_call
-    )
 
 
 def register_attention(name: str = "fastvit") -> None:
@@ -227,17 +150,6 @@ def register_attention(name: str = "fastvit") -> None:
 
     AttentionInterface.register(name, attention_forward)
     AttentionMaskInterface.register(name, sdpa_mask)
-
-
-def takes_registered_attention(attn: Any) -> bool:
-    """Return whether attention has an implementation by name, and is no decoder's."""
-    config = getattr(attn, "config", None)
-    return (
-        hasattr(sys.modules.get(type(attn).__module__), "ALL_ATTENTION_FUNCTIONS")
-        and getattr(config, "_attn_implementation", "fastvit") in {*hooks.SAME_ATTENTION} - {"fastvit"}
-        and not getattr(attn, "is_causal", True)
-        and takes_head_dim(getattr(attn, "head_dim", 64))
-    )
 
 
 def attention_forward(

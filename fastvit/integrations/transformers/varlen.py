@@ -3,19 +3,28 @@ sizes, or windows of them, follow each other in one sequence (T, D); `cu_seqlens
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fastvit.blocks import read
-from fastvit.blocks.read import LINEAR
-from fastvit.blocks.run import run_attention, within_sequences
-from fastvit.blocks.spec import AttentionSpec
-from fastvit.blocks.submodules import CannotFuse, submodules
+from fastvit.blocks import run
+from fastvit.blocks.recompute import Recompute
+from fastvit.blocks.spec import AttentionSpec, BlockSpec
+from fastvit.blocks.submodules import CannotFuse, Classes
 from fastvit.integrations.forward import Call, ClassHandler
 from fastvit.integrations.transformers import hooks
-from fastvit.integrations.transformers.classes import VARLEN_ATTENTION
+from fastvit.integrations.transformers.attention import describe, last_of
+from fastvit.integrations.transformers.classes import (
+    CLIP,
+    DINO,
+    VARLEN_ATTENTION,
+    VARLEN_PAIR_ATTENTION,
+    Parts,
+    qualified,
+)
+from fastvit.integrations.transformers.layers import LayerHandler, read_layer
 from fastvit.ops import Rotary
 
 _IMPLEMENTATIONS = (None, "eager", "sdpa", "fastvit")
@@ -25,9 +34,17 @@ def read_attention(attn: Any) -> AttentionSpec:
     implementation = attn.config._attn_implementation
     if implementation not in _IMPLEMENTATIONS and not implementation.startswith("flash_attention"):
         raise CannotFuse(f"its attention implementation is {implementation!r}")
-    qkv, proj = submodules(attn, qkv=LINEAR, proj=LINEAR)
-    p = attn.attention_dropout if attn.training else 0.0
-    return read.describe_attention(read.read_packed(qkv, proj), proj, attn.num_heads, attn.scaling, p, None)
+    return describe(attn, last_of(attn), None)
+
+
+def read_attention_of_pair(attn: Any) -> AttentionSpec:
+    hooks.check_no_weights(attn)
+    return read_attention(attn)
+
+
+def read_block(parts: Parts, attentions: Classes, block: Any) -> BlockSpec:
+    """Read a block, which takes and returns tokens alone, whatever its attention returns."""
+    return read_layer(parts, block, lambda attn, dropout: read_attention(attn), attentions)
 
 
 def read_call(
@@ -53,17 +70,28 @@ def _captured(x: Tensor) -> bool:
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def run(x: Tensor, attn: AttentionSpec, rotary: Rotary, cu_seqlens: Tensor, max_seqlen: int | None) -> Tensor:
-    return run_attention(x, within_sequences(attn, x, cu_seqlens, max_seqlen), rotary)
+def run_attention(x: Tensor, attn: AttentionSpec, rotary: Rotary, cu_seqlens: Tensor, max_seqlen: Any) -> Tensor:
+    return run.run_attention(x, run.within_sequences(attn, x, cu_seqlens, max_seqlen), rotary)
 
 
-HANDLERS: dict[type | str, ClassHandler] = dict.fromkeys(
-    VARLEN_ATTENTION,
-    ClassHandler(
-        read_attention,
-        run,
-        read_call,
-        ndim=2,
-        op="rotary_qkvpacked, attention_varlen_qkvpacked, linear",
+def run_attention_of_pair(x: Tensor, attn: AttentionSpec, **options: Any) -> tuple[Tensor, None]:
+    return run_attention(x, attn, **options), None
+
+
+def run_block(
+    x: Tensor, block: BlockSpec, rotary: Rotary, cu_seqlens: Tensor, max_seqlen: Any, recompute: Recompute
+) -> Tensor:
+    return run.run_block(x, run.within_sequences(block, x, cu_seqlens, max_seqlen), rotary, recompute=recompute)
+
+
+_BLOCK = partial(LayerHandler, run=run_block, read_call=read_call, ndim=2)
+HANDLERS: dict[type | str, ClassHandler] = {
+    qualified("qwen2_vl.Qwen2VLVisionBlock"): _BLOCK(
+        partial(read_block, DINO._replace(attention="attn"), VARLEN_ATTENTION)
     ),
-)
+    qualified("paddleocr_vl.PaddleOCRVisionEncoderLayer"): _BLOCK(partial(read_block, CLIP, VARLEN_PAIR_ATTENTION)),
+    **dict.fromkeys(VARLEN_ATTENTION, ClassHandler(read_attention, run_attention, read_call, ndim=2)),
+    **dict.fromkeys(
+        VARLEN_PAIR_ATTENTION, ClassHandler(read_attention_of_pair, run_attention_of_pair, read_call, ndim=2)
+    ),
+}
