@@ -1,10 +1,11 @@
-"""Compile every vision model of transformers, timm and torchvision by `fastvit.compile`, small and with random weights.
+"""Run every vision model of transformers, timm and torchvision through `fastvit.compile` and `fastvit.accelerate`. The
+models are small and have random weights.
 
     python -m benchmarks.coverage.graph_models benchmarks/results/cpu/graphs.json
 
-checks each against eager mode and float64 (coverage/graph_checks.py), and records what is fused in its graphs and what
-is left. Results are saved after each model, and a second call continues. `python -m benchmarks.report.results` makes a
-table of them.
+checks each against eager mode and float64 (coverage/graph_checks.py), and records what is fused in its graphs, what is
+left, and what attention `accelerate` leaves. Results are saved after each model, and a second call continues.
+`python -m benchmarks.report.results` makes a table of them.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -65,8 +67,24 @@ def _of_transformers(kind: Any, narrow: bool) -> Made:
 
 
 @dataclass
+class Accelerated:
+    """The result of one model after `fastvit.accelerate`.
+
+    Attributes:
+        status: "right", "wrong", "fails", or "" if the model does not run.
+        left: number of attention sites that `fastvit.compile` finds in the accelerated model's graphs. None if it finds
+            none in the model's own graphs, or is not right there.
+    """
+
+    status: str = ""
+    detail: str = ""
+    share: float = 0.0
+    left: int | None = None
+
+
+@dataclass
 class Row:
-    """The result of one model.
+    """The result of one model, by `fastvit.compile` unless another route is named.
 
     Attributes:
         status: "right"; "wrong"; "fails" (the compiled model raises); "Dynamo" (it fails or is wrong without fastvit);
@@ -85,6 +103,7 @@ class Row:
     sites: Sites = field(default_factory=dict)
     share: float = 0.0
     eager_runs: int = 1
+    accelerated: Accelerated = field(default_factory=Accelerated)
     seconds: float = 0.0
 
 
@@ -130,12 +149,14 @@ def run(candidate: Candidate) -> Row:
     except Exception as error:
         row.status, row.detail = "eager", _short(error)
     else:
-        _check(subject, row)
+        _check_compiled(subject, row)
+        _check_accelerated(subject, row)
+        row.eager_runs = len(subject.eager)
     row.seconds = time.perf_counter() - start
     return row
 
 
-def _check(subject: Model, row: Row) -> None:
+def _check_compiled(subject: Model, row: Row) -> None:
     reports: list[list[Any]] = []
 
     def compile(model: nn.Module) -> Callable[..., Any]:
@@ -143,11 +164,7 @@ def _check(subject: Model, row: Row) -> None:
         return fastvit.compile(model, inner="aot_eager", report=reports[-1].append)
 
     torch._dynamo.utils.counters.clear()
-    try:
-        row.share, row.status = subject.check(compile), "right"
-    except Exception as error:
-        row.status, row.detail = "wrong" if isinstance(error, AssertionError) else "fails", _short(error)
-    row.eager_runs = len(subject.eager)
+    _note(row, lambda: subject.check(compile))
     inference = reports[0] if reports else []
     row.graphs = len(inference) or torch._dynamo.utils.counters["stats"]["unique_graphs"]
     row.sites = sites(inference)
@@ -156,6 +173,34 @@ def _check(subject: Model, row: Row) -> None:
             subject.check(lambda model: torch.compile(model, backend="aot_eager"))
         except Exception as error:
             row.status, row.detail = "Dynamo", _short(error)
+
+
+def _check_accelerated(subject: Model, row: Row) -> None:
+    def accelerate(model: nn.Module) -> Callable[..., Any]:
+        def call(**inputs: Any) -> Any:
+            with fastvit.accelerated(model):  # not for longer: other eager runs are of copies of this model
+                return model(**inputs)
+
+        return call
+
+    def check() -> float:
+        share = subject.check(accelerate)
+        if row.status == "right" and "attention" in row.sites:
+            reports: list[Any] = []
+            torch._dynamo.reset()
+            with fastvit.accelerated(subject.model.eval()):
+                infer(fastvit.compile(subject.model, inner="eager", report=reports.append), subject.inputs)
+            row.accelerated.left = sum(entry.kind == "attention" for report in reports for entry in report.entries)
+        return share
+
+    _note(row.accelerated, check)
+
+
+def _note(result: Row | Accelerated, check: Callable[[], float]) -> None:
+    try:
+        result.share, result.status = check(), "right"
+    except Exception as error:
+        result.status, result.detail = "wrong" if isinstance(error, AssertionError) else "fails", _short(error)
 
 
 def _short(error: Exception) -> str:
@@ -167,7 +212,7 @@ def _short(error: Exception) -> str:
 def main(arguments: list[str] | None = None) -> None:
     options = parser("benchmarks.coverage.graph_models", __doc__)
     options.add_argument("path", type=Path, help="result file, new or to continue")
-    options.add_argument("--only", help="only models with this in their name, even if they have results")
+    options.add_argument("--only", help="only models with this in LIBRARY/NAME, also [A-L], even if they have results")
     chosen = options.parse_args(arguments)
     warnings.filterwarnings("ignore")
     logging.getLogger("torch._dynamo").setLevel(logging.CRITICAL)  # it logs every graph break
@@ -179,7 +224,7 @@ def main(arguments: list[str] | None = None) -> None:
             load("transformers").logging.set_verbosity_error()
         for candidate in candidates(library):
             name = str(candidate)
-            if chosen.only not in candidate.name if chosen.only else name in rows:
+            if not fnmatchcase(name, f"*{chosen.only}*") if chosen.only else name in rows:
                 continue
             found = True
             rows[name] = asdict(Row(library, candidate.name, candidate.family))
