@@ -33,7 +33,7 @@ versions: $(INSTALLED)  ## accelerated models of other versions of transformers,
 		PYTHONPATH=out/transformers-$$version $(PYTEST) tests/integrations/test_known_models.py $(ARGS); \
 	done
 
-models: $(INSTALLED)  ## every vision model of transformers, timm and torchvision through fastvit.compile: an hour of a core
+models: $(INSTALLED)  ## every vision model of transformers, timm and torchvision by both routes: two hours of a core
 	FASTVIT_MODELS=all $(PYTEST) tests/compiler/test_compile_models.py $(ARGS)
 
 peers: $(INSTALLED)  ## timm's and transformers' own tests on accelerated models; ARGS="--suite timm -k fx"

@@ -1,4 +1,5 @@
-"""The table of what `fastvit.compile` fuses in other libraries' models, from the results of graph_models.py."""
+"""The tables of what `fastvit.compile` and `fastvit.accelerate` fuse in other libraries' models, from the results of
+graph_models.py."""
 
 from __future__ import annotations
 
@@ -17,51 +18,59 @@ KINDS = {"attention": ("attention",), "norms": ("LayerNorm", "RMSNorm"), "MLP": 
 STATUS = {  # but "right"
     "wrong": "computes something else, compiled",
     "fails": "fails, compiled",
+    "accelerated wrong": "computes something else, accelerated",
+    "accelerated fails": "fails, accelerated",
     "Dynamo": "fails or is wrong with torch.compile(backend='aot_eager'), too",
     "eager": "does not run here untouched",
     "running": "ended the process",
 }
 _LEGEND = """\
-right: models of all. attention, norms, MLP, patch: sites fused of all. cross: attention of other queries than keys, \
-which is left and not counted before. graphs: the most of one model. error: the largest of outputs and gradients as a \
+right: models of all, by both routes. attention, norms, MLP, patch: sites that compile fuses of all. accelerate: \
+attention that it fuses of the same. graphs: the most of one model. error: the largest of outputs and gradients as a \
 share of the one allowed."""
 
 
-def is_cross(reason: str) -> bool:
-    """Whether attention was left because its keys are of other tokens than its queries."""
-    return reason.startswith("k and v of another length")
-
-
-def _left(row: Row) -> dict[str, int]:
-    """Return why attention was left, and at how many sites."""
-    left: dict[str, int] = row["sites"].get("attention", {"left": {}})["left"]
-    return left
-
-
 def counts(row: Row, *kinds: str) -> tuple[int, int]:
-    """Return the number of fused sites, and of all; for attention, of all self-attention."""
-    fused = left = 0
-    for kind in kinds:
-        sites = row["sites"].get(kind, {"fused": {}, "left": {}})
-        fused += sum(sites["fused"].values())
-        left += sum(n for reason, n in sites["left"].items() if kind != "attention" or not is_cross(reason))
-    return fused, fused + left
+    """Return the number of sites that compile fuses, and of all."""
+    found = [row["sites"].get(kind, {"fused": {}, "left": {}}) for kind in kinds]
+    fused = sum(sum(sites["fused"].values()) for sites in found)
+    return fused, fused + sum(sum(sites["left"].values()) for sites in found)
+
+
+def accelerated(row: Row) -> tuple[int, int]:
+    """Return the number of attention sites that accelerate fuses, and of all; none if they could not be counted."""
+    left, every = row["accelerated"]["left"], counts(row, "attention")[1]
+    return (0, 0) if left is None else (every - left, every)
+
+
+def _both_right(row: Row) -> bool:
+    return row["status"] == row["accelerated"]["status"] == "right"
 
 
 def render(path: Path) -> list[str]:
-    """Return the totals, the families whose self-attention is all fused, a table of the others, why attention was left,
-    and every model that is not right."""
+    """Return totals of both routes, the families whose attention is all fused, a table of the others, why compile left
+    attention, and every model that is not right."""
     results = json.loads(path.read_text())
     rows, where = list(results["rows"].values()), results["environment"]
+    for row in rows:
+        row.setdefault("accelerated", {"status": "right", "detail": "", "share": 0.0, "left": None})  # old files
     lines = []
     for library, own in _by(rows, "library").items():
-        whole: dict[str, list[Row]] = {}
+        whole: dict[str, list[str]] = {"all": [], "some": [], "none": []}  # by what accelerate fuses
         others: dict[str, list[Row]] = {}
-        for family, members in _by(own, "family").items():
-            fused, every = _sum(counts(row, "attention") for row in members if row["status"] != "eager")
-            right = all(row["status"] == "right" for row in members)
-            (whole if right and every and fused == every else others)[family] = members
-        lines += [*_totals(library, own), "", f"all of it fused: {', '.join(sorted(whole))}", "", *_table(others), ""]
+        for family, members in sorted(_by(own, "family").items()):
+            fused, every = _sum(counts(row, "attention") for row in members)
+            ours = _sum(map(accelerated, members))
+            if every and fused == every == ours[1] and all(map(_both_right, members)):
+                kind = "all" if ours[0] == every else "some" if ours[0] else "none"
+                whole[kind].append(f"{family} {_shown(ours)}" if kind == "some" else family)
+            else:
+                others[family] = members
+        lines += [*_totals(library, own), ""]
+        for kind, names in whole.items():
+            if names:
+                lines += [f"all attention fused by compile, {kind} by accelerate: {', '.join(names)}", ""]
+        lines += [*_table(others), ""]
     lines += [_LEGEND, "", *_reasons(rows), *_exceptions(rows)]
     lines.append(f"{where['device']}, float32, {where['threads']} threads, torch {where['torch']}, ")
     lines[-1] += ", ".join(f"{name} {version}" for name, version in where["libraries"].items())
@@ -77,14 +86,15 @@ def _by(rows: Iterable[Row], key: str) -> dict[str, list[Row]]:
 
 def _totals(library: str, rows: Sequence[Row]) -> Iterator[str]:
     run = [row for row in rows if row["status"] not in ("eager", "Dynamo")]
-    right = sum(row["status"] == "right" for row in run)
     alone = f"{len(rows) - len(run)} do not run, compile alone or end in time"
-    yield f"{library}: {len(rows)} models; {alone}; {right} of the other {len(run)} right"
-    with_attention = [pair for row in run if (pair := counts(row, "attention"))[1]]
-    whole = sum(fused == every for fused, every in with_attention)
-    yield f"{whole} of {len(with_attention)} with every self-attention fused"
-    fused, every = _sum(with_attention)
-    yield f"{fused} of {every} such attention sites"
+    yield f"{library}: {len(rows)} models; {alone}; {sum(map(_both_right, run))} of the other {len(run)} right"
+    some = [row for row in run if counts(row, "attention")[1]]
+    by_route = {"compile": [counts(row, "attention") for row in some], "accelerate": [accelerated(row) for row in some]}
+    for route, pairs in by_route.items():
+        fused, every = _sum(pairs)
+        whole = sum(pair[0] == pair[1] > 0 for pair in pairs)
+        if every:  # not counted for accelerate in old files
+            yield f"{whole} of {len(some)} with all attention fused by {route}: {fused} of {every} sites"
 
 
 def _table(families: dict[str, list[Row]]) -> list[str]:
@@ -92,13 +102,12 @@ def _table(families: dict[str, list[Row]]) -> list[str]:
     for family, own in families.items():
         run = [row for row in own if row["status"] != "eager"]
         attention, *others = (_shown(_sum(counts(row, *kinds) for row in run)) for kinds in KINDS.values())
-        cross = sum(number for row in run for reason, number in _left(row).items() if is_cross(reason))
-        right = f"{sum(row['status'] == 'right' for row in own)}/{len(own)}"
+        right = f"{sum(map(_both_right, own))}/{len(own)}"
         graphs = str(max((row["graphs"] for row in run), default="-"))
-        error = f"{max(row['share'] for row in own):.2f}"
+        error = f"{max(max(row['share'], row['accelerated']['share']) for row in own):.2f}"
         name = family.replace("vision_transformer", "vit")
-        table.append((name, right, attention, str(cross or "-"), *others, graphs, error))
-    return make(("model", "right", "attention", "cross", *list(KINDS)[1:], "graphs", "error"), table)
+        table.append((name, right, attention, _shown(_sum(map(accelerated, own))), *others, graphs, error))
+    return make(("model", "right", "attention", "accelerate", *list(KINDS)[1:], "graphs", "error"), table)
 
 
 def _sum(pairs: Iterable[tuple[int, int]]) -> tuple[int, int]:
@@ -111,26 +120,27 @@ def _shown(pair: tuple[int, int]) -> str:
 
 
 def _reasons(rows: Iterable[Row]) -> Iterator[str]:
-    """Yield why attention was left, and in how many models."""
+    """Yield why compile left attention, and in how many models."""
     reasons = Counter[str]()
     for row in rows:
-        reasons.update({re.sub(r"(shape) \(.*", r"\1", reason) for reason in _left(row)})
+        left = row["sites"].get("attention", {"left": {}})["left"]
+        reasons.update({re.sub(r"(shape) \(.*", r"\1", reason) for reason in left})
     if reasons:
-        yield "attention left, and in how many models:"
+        yield "attention that compile leaves, and in how many models:"
         ordered = sorted(reasons.items(), key=lambda item: (-item[1], item[0]))
         yield from (f"  {number:4d}  {reason}" for reason, number in ordered)
         yield ""
 
 
 def _exceptions(rows: Sequence[Row]) -> Iterator[str]:
-    several = [row for row in rows if row["status"] == "right" and row["eager_runs"] > 1]
+    several = [row for row in rows if _both_right(row) and row["eager_runs"] > 1]
     if several:
         yield "right by eager mode's largest error of so many runs, with weights a rounding away from each other:"
         yield from (f"  {row['library']} {row['name']}: {row['eager_runs']}" for row in several)
         yield ""
+    outcomes = [(row, row["status"], row["detail"]) for row in rows]
+    outcomes += [(row, f"accelerated {own['status']}", own["detail"]) for row in rows for own in [row["accelerated"]]]
     for status, words in STATUS.items():
-        own = [row for row in rows if row["status"] == status]
+        own = [f"  {row['library']} {row['name']}: {detail[:120]}" for row, was, detail in outcomes if was == status]
         if own:
-            yield f"{words}:"
-            yield from (f"  {row['library']} {row['name']}: {row['detail'][:120]}" for row in own)
-            yield ""
+            yield from (f"{words}:", *own, "")
