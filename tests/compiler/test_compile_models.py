@@ -1,9 +1,10 @@
-"""Models of other libraries through `fastvit.compile`, by the check that makes benchmarks/results: outputs and all
-gradients against eager mode and float64, and no less fused than the results say.
+"""Models of other libraries through `fastvit.compile` and `fastvit.accelerate`, by the check that makes
+benchmarks/results: outputs and all gradients against eager mode and float64, and no less fused than the results say.
 
-By default a few; FASTVIT_MODELS=all (`make models`) takes all that the results list: an hour of a core.
+By default a few; FASTVIT_MODELS=all (`make models`) takes all that the results list: two hours of a core.
 """
 
+import contextlib
 import json
 import os
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from library_imports import import_library
 from torch import nn
 
+import fastvit
 from benchmarks.coverage import graph_checks, graph_models
 from benchmarks.report import graph_tables
 
@@ -21,7 +23,7 @@ ROWS = json.loads(RESULTS.read_text())["rows"]
 FULL = os.environ.get("FASTVIT_MODELS") == "all"
 FEW = {  # attention halves, attention by itself, and norms, of which the last is left
     "transformers/ViTForImageClassification": (2, 0, 4),
-    "transformers/Aimv2VisionModel": (2, 0, 4),  # RMSNorm
+    "transformers/Aimv2VisionModel": (2, 1, 4),  # RMSNorm; pools by attention
     "transformers/Sapiens2Model": (2, 0, 8),  # norms of q and k
     "timm/eva02_tiny_patch14_224": (2, 0, 5),
     "timm/vit_5b_patch16_sapiens2": (0, 2, 4),  # heads share keys
@@ -30,7 +32,7 @@ FEW = {  # attention halves, attention by itself, and norms, of which the last i
 }
 
 
-@pytest.mark.parametrize("name", [name for name, row in ROWS.items() if not row.get("same_as")] if FULL else FEW)
+@pytest.mark.parametrize("name", ROWS if FULL else FEW)
 def test_as_right_and_as_fused_as_the_results_say(name):
     library, _, model = name.partition("/")
     import_library(library)
@@ -39,12 +41,23 @@ def test_as_right_and_as_fused_as_the_results_say(name):
     for column, kinds in graph_tables.KINDS.items():
         fused, shown = (graph_tables.counts(of, *kinds)[0] for of in (vars(row), ROWS[name]))
         assert fused >= shown, (column, row.sites)
+    if recorded := ROWS[name].get("accelerated"):  # not in the results of November
+        assert row.accelerated.status == recorded["status"], row.accelerated.detail
+        assert (row.accelerated.left or 0) <= (recorded["left"] or 0), row.sites
     if name in FEW:
         halves, alone, norms = FEW[name]
         assert row.status == "right", row.detail
+        assert row.accelerated.status == "right", row.accelerated.detail
         assert row.sites["attention"]["fused"].get("layer_norm_attention", 0) == halves, row.sites
         assert graph_tables.counts(vars(row), "attention") == (halves + alone, halves + alone), row.sites
         assert graph_tables.counts(vars(row), *graph_tables.KINDS["norms"])[0] == norms, row.sites
+
+
+def test_attention_that_accelerate_leaves_is_counted(monkeypatch):
+    import_library("torchvision")
+    monkeypatch.setattr(fastvit, "accelerated", lambda model: contextlib.nullcontext())
+    row = graph_models.run(graph_models.Candidate("torchvision", "vit_b_16"))
+    assert (row.accelerated.status, row.accelerated.left) == ("right", 2), row.accelerated
 
 
 @pytest.mark.parametrize(
