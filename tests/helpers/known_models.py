@@ -388,6 +388,7 @@ class Built:
 # before, which are fused in their layer only: tests/integrations/test_transformers_versions.py
 SINCE = dict.fromkeys(("ViT of transformers", "DeiT", "I-JEPA", "Sapiens2", "Sapiens2, norms"), (5, 12))
 SINCE |= dict.fromkeys(("Swin of transformers", "Swin of transformers, padded"), (5, 12))
+SINCE |= dict.fromkeys((*FAMILIES, "Qwen2.5-Omni", "GLM-OCR", "EXAONE 4.5", "Kimi K2.5"), (5, 23))
 SINCE |= {"VideoMAE": (5, 8), "Ernie 4.5": (5, 8)}
 SINCE |= dict.fromkeys(
     (name for name in TRANSFORMERS if "_ocr" in name or name in ("pp_formulanet", "slanext")), (5, 24)

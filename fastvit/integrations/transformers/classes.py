@@ -102,7 +102,7 @@ MLP = _all(
     "dinov3_vit.DINOv3ViTGatedMLP aimv2.Aimv2MLP vjepa2.VJEPA2MLP vitdet.VitDetMlp sam.SamMLPBlock sam3.Sam3MLP "
     "qwen2_vl.VisionMlp qwen2_5_vl.Qwen2_5_VLMLP qwen3_vl.Qwen3VLVisionMLP"
 )
-RMS_NORM = _all("qwen2_5_vl.Qwen2_5_VLRMSNorm")  # T5's code
+RMS_NORM = _all("aimv2.Aimv2RMSNorm")  # T5's code
 NORM = read.NORM | RMS_NORM
 SWIN_BIAS = _all("swin.SwinRelativePositionBias")
 LAYER_SCALE = {nn.Identity, *_all("dinov2.Dinov2LayerScale")}
