@@ -11,6 +11,7 @@ from graph_models import B, D, FunctionModule, H, N, half, heads, joined, togeth
 from torch import nn
 
 HALF = "layer_norm_attention"
+LENGTH = "attention (k and v of another length than q)"
 d = D // H
 
 
@@ -22,6 +23,10 @@ def spelled(attend):
 def reshaped_scores(q, k, v):
     probabilities = (q @ k.mT * 0.2).view(B, H, 3, -1).softmax(-1)
     return probabilities.view(B, H, N, N) @ v
+
+
+def products(q, k, v):
+    return (q @ k.mT * 0.2).softmax(-1) @ v
 
 
 def small_heads(q, k, v):
@@ -51,6 +56,17 @@ SPELLINGS = {
         ),
         "attention (...",
     ),
+    "fewer keys": (lambda q, k, v: F.scaled_dot_product_attention(q, k[:, :, 1:], v[:, :, 1:]), LENGTH),
+    "fewer keys, causal": (
+        lambda q, k, v: F.scaled_dot_product_attention(q, k[:, :, 3:], v[:, :, 3:], is_causal=True), LENGTH,
+    ),
+    "fewer queries, causal": (
+        lambda q, k, v: F.pad(F.scaled_dot_product_attention(q[:, :, 4:], k, v, is_causal=True), (0, 0, 4, 0)), LENGTH,
+    ),
+    "fewer keys, in five dimensions": (
+        lambda q, k, v: products(*(t.unflatten(0, (-1, 2)) for t in (q, k[:, :, 1:], v[:, :, 1:]))).flatten(0, 1),
+        LENGTH,
+    ),
     "causal": (lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True), HALF),
     "x.mT as torch 2.15 traces it": (lambda q, k, v: (q @ torch.ops.aten.mT(k)).mul(0.2).softmax(-1) @ v, HALF),
     "q, k and v in another order": (
@@ -61,9 +77,9 @@ SPELLINGS = {
         "attention (mul between projection and attention)",
     ),
     # what is another function
-    "fewer keys": (
-        lambda q, k, v: F.scaled_dot_product_attention(q, k[:, :, 1:], v[:, :, 1:]),
-        "left: k and v of another length than q",
+    "another batch": (
+        lambda q, k, v: F.scaled_dot_product_attention(q, k[:1], v[:1]),
+        "left: k and v of another batch or other heads than q",
     ),
     "wide values": (
         lambda q, k, v: F.scaled_dot_product_attention(q, k, torch.cat([v, v], -1))[..., :d],
@@ -143,6 +159,45 @@ def tokens_with_positions(m, x):
     return x + m.sequence_first(y + m.positions, y + m.positions, y, need_weights=False)[0]
 
 
+@row("attention (q, k and v are of different tensors)")
+def across(m, x):
+    """The attention of decoders, here to as many tokens"""
+    y = m.norm(x)
+    return x + m.attn(y, m.positions.expand_as(x), m.positions.expand_as(x), need_weights=False)[0]
+
+
+@row(LENGTH)
+def masked(m, x):
+    """The attention of Mask2Former's decoder to every pixel, but those hidden; where all are, to all"""
+    y, hidden = m.norm(x), m.hidden & ~m.hidden.all(-1, keepdim=True)
+    return x + m.attn(y, m.pixels, m.pixels, attn_mask=hidden)[0]
+
+
+def both_masks(x):
+    padding = torch.arange(12, device=x.device) > torch.tensor([[11], [7]], device=x.device)
+    return {"key_padding_mask": padding, "attn_mask": padding.new_ones(N, 12).triu(2)}
+
+
+@row(LENGTH)
+def padded(m, x):
+    return x + m.attn(x, m.pixels, m.pixels, need_weights=False, **both_masks(x))[0]
+
+
+@row(LENGTH)
+def padded_by_the_function(m, x):
+    """Masks in bool, which nn.MultiheadAttention makes floats"""
+    x, pixels = x.transpose(0, 1), m.pixels.transpose(0, 1)
+    layers = m.attn.in_proj_weight, m.attn.in_proj_bias, None, None, False, 0.0, m.proj.weight, m.proj.bias
+    return x + F.multi_head_attention_forward(x, pixels, pixels, D, H, *layers, **both_masks(x))[0]
+
+
+@row(LENGTH)
+def pooled(m, x):
+    """One learnt query for all images"""
+    _, k, v = heads(m.qkv(m.norm(x)))
+    return x + m.proj(joined(F.scaled_dot_product_attention(m.probe.expand(x.shape[0], -1, -1, -1), k, v)))
+
+
 @row("attention (heads in another order than (3, H, d))")
 def interleaved(m, x):
     """(H, 3, d)"""
@@ -164,17 +219,20 @@ def projection_used_elsewhere(m, x):
 
 def attending(forwards) -> FunctionModule:
     layers = {"attn": nn.MultiheadAttention(D, H, batch_first=True), "positions": nn.Parameter(torch.randn(N, D))}
-    return half(together(forwards), **layers, sequence_first=nn.MultiheadAttention(D, H, bias=False))
+    layers |= {"pixels": nn.Parameter(torch.randn(B, 12, D)), "probe": nn.Parameter(torch.randn(1, H, 1, d))}
+    model = half(together(forwards), **layers, sequence_first=nn.MultiheadAttention(D, H, bias=False))
+    model.register_buffer("hidden", (torch.rand(B * H, N, 12) > 0.4).index_fill(1, torch.tensor([2]), True))
+    return model
 
 
 def test_attention(x):
     report = check_rows("attention", ROWS, attending, x)
-    alone = sum(outcome != HALF for _, outcome in ROWS.values()) - 1  # nn.MultiheadAttention is noted once
+    alone = sum(outcome != HALF for _, outcome in ROWS.values()) - 6  # 5 are noted with attention, 1 sum broadcasts
     assert details(report, "linear") == ["linear"] * alone  # the last projections, with their residuals
 
 
 def test_attention_with_symbolic_sizes(x):
-    rows = {name: ROWS[name] for name in ("rows_of_tokens", "heads_in_the_batch")}
+    rows = {name: ROWS[name] for name in ("rows_of_tokens", "heads_in_the_batch", "pooled", "padded")}
     check_rows("attention", rows, attending, x, dynamic=True)
 
 

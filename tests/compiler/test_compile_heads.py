@@ -249,6 +249,12 @@ GROUPS = {
     "by the function itself": (
         lambda m, q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=m.bias, enable_gqa=True), FEWER,
     ),
+    "fewer keys": (
+        lambda m, q, k, v: F.scaled_dot_product_attention(
+            q, k[:, :, :5], v[:, :, :5], attn_mask=m.bias[..., :5], enable_gqa=True
+        ),
+        "attention (k and v of another length than q)",
+    ),
 }  # fmt: skip
 OTHER_GROUPS = {
     # what attention reads repeated: head i of k for the heads i, i + 2, ... of q

@@ -10,6 +10,7 @@ from torch import nn
 LEAST = torch.finfo(torch.float32).min
 ATTEND, HALF = F.scaled_dot_product_attention, "layer_norm_attention"
 ROWS_OF_Q_MASKED = "attention (masked_fill between projection and attention)"  # finite fills, for q's gradient
+LONGER = "attention (k and v of another length than q)"
 d = D // H
 
 
@@ -96,15 +97,21 @@ SPELLINGS = {
 }  # fmt: skip
 
 
-def attending(attends, **layers) -> FunctionModule:
-    """Return the attention halves in which attends(model, q, k, v) are the attention."""
+def attending(attends, keys=N, **layers) -> FunctionModule:
+    """Return the attention halves in which attends(model, q, k, v) are the attention, of so many keys."""
 
     def around(attend):
-        return lambda m, x: x + m.proj(joined(attend(m, *heads(m.qkv(m.norm(x))))))
+        def forward(m, x):
+            q, k, v = heads(m.qkv(m.norm(x)))
+            if keys > N:
+                k, v = (torch.cat([t, t[:, :, : keys - N] * 0.5], 2) for t in (k, v))
+            return x + m.proj(joined(attend(m, q, k, v)))
 
-    model = half(together(map(around, attends)), bias=nn.Parameter(torch.randn(H, N, N)), **layers)
-    model.halves = nn.Parameter(torch.randn(2, 1, N, N))
-    model.register_buffer("mask", (torch.rand(N, N) > 0.4) | torch.eye(N, dtype=torch.bool))
+        return forward
+
+    model = half(together(map(around, attends)), bias=nn.Parameter(torch.randn(H, N, keys)), **layers)
+    model.halves = nn.Parameter(torch.randn(2, 1, N, keys))
+    model.register_buffer("mask", (torch.rand(N, keys) > 0.4) | torch.eye(N, keys, dtype=torch.bool))
     return model
 
 
@@ -117,10 +124,12 @@ def test_masks_and_biases_with_symbolic_sizes(x):
     check_rows("attention", rows, attending, x, dynamic=True)
 
 
-def test_masks_of_every_shape(x):
+@pytest.mark.parametrize(("keys", "outcome"), [(N, HALF), (N + 4, LONGER)])
+def test_masks_of_every_shape(keys, outcome, x):
     """By turns written out and given to scaled_dot_product_attention"""
     torch.manual_seed(1)
-    shapes = [(N,), (N, N), (1, N), (N, 1), (H, N, N), (H, 1, N), (B, 1, 1, N), (1, H, N, 1), (B, H, N, N)]
+    images = [(B, 1, 1, keys), (1, H, N, 1), (B, H, N, keys)]
+    shapes = [(keys,), (N, keys), (1, keys), (N, 1), (H, N, keys), (H, 1, keys), *images]
     masks = {f"given{i}": nn.Parameter(torch.randn(shape)) for i, shape in enumerate(shapes)}
 
     def written_out(name):
@@ -129,8 +138,9 @@ def test_masks_of_every_shape(x):
     def called(name):
         return lambda m, q, k, v: ATTEND(q, k, v, attn_mask=getattr(m, name))
 
-    rows = {name: ((written_out, called)[i % 2](name), HALF) for i, name in enumerate(masks)}
-    check_rows("attention", rows, lambda attends: attending(attends, **masks), x)
+    rows = {name: ((written_out, called)[i % 2](name), outcome) for i, name in enumerate(masks)}
+    rows |= {"halves": (halves_of_the_batch, "attention (...")}
+    check_rows("attention", rows, lambda attends: attending(attends, keys, **masks), x, dynamic=keys > N)
 
 
 def test_rows_that_are_filled_with_minus_infinity_are_zero(x):
@@ -142,7 +152,8 @@ def test_rows_that_are_filled_with_minus_infinity_are_zero(x):
     torch.testing.assert_close(got[:, 2], x[:, 2] + model.proj.bias)
 
 
-def test_rows_in_which_nothing_is_kept(x):
+@pytest.mark.parametrize("keys", [N, N + 4])
+def test_rows_in_which_nothing_is_kept(keys, x):
     """All keys weigh the same, as in the graph, gradients included."""
     least = torch.finfo(torch.bfloat16).min
     rows = {
@@ -154,13 +165,16 @@ def test_rows_in_which_nothing_is_kept(x):
     }  # fmt: skip
 
     def build(attends):
-        model = attending(attends).requires_grad_(torch.is_grad_enabled())
+        model = attending(attends, keys).requires_grad_(torch.is_grad_enabled())
         model.mask[2] = False
         return model
 
+    if keys > N:
+        rows = {name: (attend, LONGER) for name, (attend, _) in rows.items()}
     check_rows("attention", rows, build, x)
     with torch.no_grad():
-        check_rows("attention", {name: (attend, HALF) for name, (attend, _) in rows.items()}, build, x)
+        rows = {name: (attend, HALF if keys == N else LONGER) for name, (attend, _) in rows.items()}
+        check_rows("attention", rows, build, x)
 
 
 @pytest.mark.parametrize(("images", "dynamic"), [(1, False), (3, True)])

@@ -1,9 +1,9 @@
 """Softmax attention, in the spellings of libraries:
 
     scaled_dot_product_attention(q, k, v, is_causal=c, scale=s, dropout_p=p)
-    dropout(softmax(q @ k^T * s)) @ v           q, k, v (B, H, N, d), or (..., N, d)
+    dropout(softmax(q @ k^T * s)) @ v           q (B, H, M, d), k, v (B, H, N, d), or (..., M, d) and (..., N, d)
 
-becomes `ops.attention`, which reads q, k and v by stride and stores no N x N tensor. The products may be spelled @,
+becomes `ops.attention`, which reads q, k and v by stride and stores no M x N tensor. The products may be spelled @,
 matmul, bmm or einsum. The scale may multiply or divide, before or after the product. The softmax may run in float32 and
 be rounded back. `masks.py` reads masks and biases, and says what happens to rows in which nothing is kept. k and v may
 have fewer heads than q, or be repeated for it (`groups.py`).
@@ -42,17 +42,17 @@ def _rewrite_call(rewriter: GraphRewriter, node: Node) -> None:
         node, query=None, key=None, value=None, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None,
         enable_gqa=False,
     )  # fmt: skip
-    if gqa is not False and fake(q).dim() != 4 and not same_shape(fake(q).shape, fake(k).shape):
+    if gqa is not False and fake(q).dim() != 4 and not same_shape(fake(q).shape[:-2], fake(k).shape[:-2]):
         raise CannotFuse("queries in groups without a batch")
     _check_shapes(*(fake(t).shape for t in (q, k, v)))
-    terms = [] if mask is None else [_given(mask, q)]
+    terms = [] if mask is None else [_given(mask, q, k)]
     _emit(rewriter, node, {node}, (q, k, v), scale, p, node, terms=terms, is_causal=causal)
 
 
-def _given(mask: Node, q: Node) -> Term:
+def _given(mask: Node, q: Node, k: Node) -> Term:
     """Return the mask of scaled_dot_product_attention as a term: True keeps a score, floats are added."""
-    shape = fake(q).shape
-    return Term(mask, (*shape[:-1], shape[-2]), keeps=True if fake(mask).dtype is torch.bool else None)
+    shape = *fake(q).shape[:-1], fake(k).shape[-2]
+    return Term(mask, shape, keeps=True if fake(mask).dtype is torch.bool else None)
 
 
 def _chain_to_softmax(product: Node) -> list[Any]:
@@ -125,11 +125,12 @@ def _emit(
     rewriter: GraphRewriter, root: Node, matched: set[Node], qkv: tuple[Node, Node, Node], scale: object, p: object,
     site: Node, *, terms: Sequence[Term], k_transposed: bool = False, is_causal: bool = False,
 ) -> None:  # fmt: skip
-    """qkv: (B, H, N, d) or (..., N, d) each, k perhaps (..., d, N)."""
+    """qkv: (B, H, M or N, d) or (..., M or N, d) each, k perhaps (..., d, N)."""
     if not (scale is None or is_number(scale)) or not is_number(p):
         raise CannotFuse("a scale or probability that is a tensor")
     q, k, v = map(fake, qkv)
     _check_shapes(q.shape, k.mT.shape if k_transposed else k.shape, v.shape)
+    scores = *q.shape[:-1], v.shape[-2]
     shared = repeated(qkv[1], transposed=k_transposed), repeated(qkv[2])
 
     def build(emit: Emitter) -> Node:
@@ -139,7 +140,7 @@ def _emit(
             key, value = emit.method("transpose", qkv[1], -2, -1) if k_transposed else qkv[1], qkv[2]
         query, options = qkv[0], dict[str, Any](is_causal=True) if is_causal else {}
         if terms:
-            options["attn_mask"], kept = attn_mask(emit, terms, query)
+            options["attn_mask"], kept = attn_mask(emit, terms, query, scores)
             if kept is not None and (q.requires_grad or k.requires_grad):
                 query = without_filled_rows(emit, query, kept)
         tensors = [_tokens_first(emit, t) for t in (query, key, value)]
@@ -157,12 +158,12 @@ def _emit(
 
 
 def _check_shapes(q: Any, k: Any, v: Any) -> None:
-    """Check shapes (B, H, N, d), k and v perhaps with fewer heads, or (..., N, d)."""
-    want = q
+    """Check shapes q (B, H, M, d), k and v (B, H, N, d), perhaps with fewer heads; or (..., M, d) and (..., N, d)."""
+    want = q[:-2]
     if len(q) == len(k) == 4 and not known_equal(q[1], k[1]) and known_equal(q[1] % k[1], 0):
-        want = q[0], k[1], *q[2:]
-    if not same_shape(want, k) or not same_shape(want[:-1], v[:-1]):
-        raise CannotFuse("k and v of another length than q")
+        want = q[0], k[1]
+    if not same_shape((*want, q[-1]), (*k[:-2], k[-1])) or not same_shape(k[:-1], v[:-1]):
+        raise CannotFuse("k and v of another batch or other heads than q")
     if not known_equal(q[-1], v[-1]):
         raise CannotFuse("values that are wider or narrower than keys")
 

@@ -4,8 +4,9 @@
 
 becomes `ops.layer_norm_attention`, one node that saves x, q, k, v and attention's output. Optional parts: norms of q
 and k over each head, rotary positions of both, a mask or bias of the scores, a norm before the last projection. A norm
-is a LayerNorm or an RMSNorm. If k and v have fewer heads than q, attention stays `ops.attention`. If the pattern fails
-but one layer computes q, k and v, attention becomes `ops.attention_qkvpacked`, whose gradient is one tensor.
+is a LayerNorm or an RMSNorm. If k and v have fewer heads than q, another length, or another input, attention stays
+`ops.attention`. If the pattern fails but one layer computes q, k and v, attention becomes `ops.attention_qkvpacked`,
+whose gradient is one tensor.
 """
 
 from __future__ import annotations
@@ -102,7 +103,10 @@ class _Projections:
 
     def __init__(self, attention: Node) -> None:
         self.B, self.N, self.H, self.d = fake(attention.args[0]).shape
-        if not known_equal(fake(attention.args[1]).shape[2], self.H):
+        _, N, heads, _ = fake(attention.args[1]).shape
+        if not known_equal(N, self.N):
+            raise CannotFuse("k and v of another length than q")
+        if not known_equal(heads, self.H):
             raise CannotFuse("k and v with fewer heads than q")
         q, k, _ = self._paths = [_path_to(t, scores=i < 2) for i, t in enumerate(attention.args)]
         if not same_positions(q.rotary, k.rotary):

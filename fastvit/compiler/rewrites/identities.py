@@ -3,13 +3,17 @@ out nn.MultiheadAttention as the calls that it consists of."""
 
 from __future__ import annotations
 
+import math
+import operator
+
+import torch
 import torch.nn.functional as F
 from torch.fx import Node
 from torch.fx.node import map_arg
 
 from fastvit.blocks.submodules import CannotFuse
 from fastvit.compiler.match.calls import arguments, dropout_of, first, name_of, only_user
-from fastvit.compiler.match.layout import known_int, same_shape
+from fastvit.compiler.match.layout import known_int
 from fastvit.compiler.match.rewriter import Emitter, GraphRewriter
 from fastvit.compiler.match.values import fake, storages, value_of
 
@@ -72,13 +76,11 @@ def _write_out(rewriter: GraphRewriter, node: Node) -> None:
         use_separate_proj_weight=False, q_proj_weight=None, k_proj_weight=None, v_proj_weight=None, static_k=None,
         static_v=None, average_attn_weights=True, is_causal=False,
     )  # fmt: skip
-    if mask is not None or padding is not None or causal:
-        raise CannotFuse("a mask")
     options = separate, add_zero, *(t is not None for t in (bias_k, bias_v, static_k, static_v))
     if any(options) or fake(query).dim() != 3:
         raise CannotFuse("an option of nn.MultiheadAttention that no ViT has")
-    if not all(same_shape(fake(t).shape, fake(query).shape) for t in (key, value)):
-        raise CannotFuse("k and v of another length than q")
+    if causal:
+        raise CannotFuse("a mask that counts as causal")
     if any(name_of(user) != "getitem" or user.args[1] != 0 for user in node.users):
         raise CannotFuse("its attention weights are used, too")
 
@@ -94,9 +96,19 @@ def _write_out(rewriter: GraphRewriter, node: Node) -> None:
             parts.append(emit.method("unflatten", emit.call(F.linear, t, *layer), -1, (num_heads, -1)))
         return parts
 
+    def added(emit: Emitter) -> Node | None:
+        """Emit the sum of both masks, (M, N) or (B * H, M, N) and (B, N), as scaled_dot_product_attention takes it."""
+        masks = []
+        if mask is not None:
+            masks.append(mask if fake(mask).dim() == 2 else emit.method("unflatten", mask, 0, (-1, num_heads)))
+        if padding is not None:
+            masks.append(emit.call(operator.getitem, padding, (slice(None), None, None)))
+        masks = [emit.call(torch.where, t, -math.inf, 0.0) if fake(t).dtype is torch.bool else t for t in masks]
+        return emit.call(torch.add, *masks) if len(masks) == 2 else next(iter(masks), None)
+
     def build(emit: Emitter) -> Node:
         q, k, v = (emit.method("permute", t, 1, 2, 0, 3) for t in projected(emit))
-        attended = emit.call(F.scaled_dot_product_attention, q, k, v, dropout_p=p if training else 0.0)
+        attended = emit.call(F.scaled_dot_product_attention, q, k, v, added(emit), p if training else 0.0)
         rows = emit.method("flatten", emit.method("permute", attended, 2, 0, 1, 3), 2)
         return emit.call(F.linear, rows, out_weight, out_bias)
 

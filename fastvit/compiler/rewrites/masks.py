@@ -124,20 +124,21 @@ def _number(value: Any) -> float | None:
 # ---- the op's mask ----
 
 
-def attn_mask(emit: Emitter, terms: Sequence[Term], q: Node) -> tuple[Node | None, Node | None]:
-    """Emit one mask of the scores (..., N, N) from all terms.
+def attn_mask(emit: Emitter, terms: Sequence[Term], q: Node, scores: Sequence[Size]) -> tuple[Node | None, Node | None]:
+    """Emit one mask of the scores from all terms.
 
     Sums stay those of the graph, so that gradients are right.
 
     Args:
         terms: from the last to the first.
-        q: (B, H, N, d), or with other dimensions before N, which the op takes as a batch.
+        q: (B, H, M, d), or with other dimensions before M, which the op takes as a batch.
+        scores: their shape, (..., M, N).
 
     Returns:
         The mask, and, if fills are finite, the mask of the scores that are kept.
     """
-    *leading, N, _ = fake(q).shape
-    target = (*leading, N, N) if len(leading) == 2 else (math.prod(leading), N, N)
+    *leading, M, N = scores
+    target = (*leading, M, N) if len(leading) == 2 else (math.prod(leading), M, N)
     mask: Node | None = None  # the sum of what is added
     kept: Node | None = None
     for term in reversed(terms):
