@@ -86,7 +86,7 @@ SPELLINGS = {
         "left: values that are wider or narrower than keys",
     ),
     "scaled by a tensor": (
-        lambda q, k, v: (q @ k.mT * v.mean()).softmax(-1) @ v, "left: mul between scores and softmax",
+        lambda q, k, v: (q @ k.mT * v.mean()).softmax(-1) @ v, "attention (mul between projection and attention)",
     ),
     "over queries": (lambda q, k, v: (q @ k.mT * 0.2).softmax(-2) @ v, "left: a softmax over another dimension"),
     "reshaped scores": (reshaped_scores, "left: a reshape of scores or probabilities"),

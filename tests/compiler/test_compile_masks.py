@@ -10,6 +10,7 @@ from torch import nn
 LEAST = torch.finfo(torch.float32).min
 ATTEND, HALF = F.scaled_dot_product_attention, "layer_norm_attention"
 ROWS_OF_Q_MASKED = "attention (masked_fill between projection and attention)"  # finite fills, for q's gradient
+FACTOR_OF_Q = "attention (mul between projection and attention)"
 LONGER = "attention (k and v of another length than q)"
 d = D // H
 
@@ -40,6 +41,12 @@ def halves_of_the_batch(m, q, k, v):
 def more_scores_than_products(m, q, k, v):
     """The bias has a batch, q has none."""
     return (scores(q[:1], k[:1]) + torch.stack((m.bias, m.bias.mT))).softmax(-1) @ v[:1]
+
+
+def of_cosines(m, q, k, v):
+    """Swin v2: a factor of every head"""
+    cosines = F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).mT
+    return (cosines * torch.clamp(m.factor, max=2.0).exp() + m.bias).softmax(-1) @ v
 
 
 # functions (model, q, k, v) of (B, H, N, d); the model has a bias, and a mask that keeps a part
@@ -93,6 +100,18 @@ SPELLINGS = {
         lambda m, q, k, v: torch.add(scores(q, k), m.bias, alpha=2).softmax(-1) @ v,
         "left: add between scores and softmax",
     ),
+    "a factor of heads, then a bias": (of_cosines, FACTOR_OF_Q),
+    "a factor of queries, then a fill": (
+        lambda m, q, k, v: (m.bias[..., :1] * scores(q, k)).masked_fill(~m.mask, LEAST).softmax(-1) @ v,
+        ROWS_OF_Q_MASKED,
+    ),
+    "a factor of keys": (
+        lambda m, q, k, v: (scores(q, k) * m.bias[:, :1]).softmax(-1) @ v, "left: mul between scores and softmax",
+    ),
+    "a bias, then a factor": (
+        lambda m, q, k, v: ((scores(q, k) + m.bias) * m.factor).softmax(-1) @ v,
+        "left: a mask or bias of the scores before a factor that is a tensor",
+    ),
     "more scores than products": (more_scores_than_products, "left: add between scores and softmax"),
 }  # fmt: skip
 
@@ -110,6 +129,7 @@ def attending(attends, keys=N, **layers) -> FunctionModule:
         return forward
 
     model = half(together(map(around, attends)), bias=nn.Parameter(torch.randn(H, N, keys)), **layers)
+    model.factor = nn.Parameter(1.0 + torch.randn(H, 1, 1))
     model.halves = nn.Parameter(torch.randn(2, 1, N, keys))
     model.register_buffer("mask", (torch.rand(N, keys) > 0.4) | torch.eye(N, keys, dtype=torch.bool))
     return model
@@ -161,6 +181,7 @@ def test_rows_in_which_nothing_is_kept(keys, x):
         "and a bias": (
             lambda m, q, k, v: (scores(q, k) + m.bias).masked_fill(~m.mask, LEAST).softmax(-1) @ v, ROWS_OF_Q_MASKED,
         ),
+        "and a factor": SPELLINGS["a factor of queries, then a fill"],
         "added": (lambda m, q, k, v: (scores(q, k) + torch.where(m.mask, 0.0, LEAST)).softmax(-1) @ v, HALF),
     }  # fmt: skip
 
@@ -173,7 +194,8 @@ def test_rows_in_which_nothing_is_kept(keys, x):
         rows = {name: (attend, LONGER) for name, (attend, _) in rows.items()}
     check_rows("attention", rows, build, x)
     with torch.no_grad():
-        rows = {name: (attend, HALF if keys == N else LONGER) for name, (attend, _) in rows.items()}
+        outcome = HALF if keys == N else LONGER
+        rows = {name: (attend, outcome) for name, (attend, _) in rows.items() if name != "and a factor"}
         check_rows("attention", rows, build, x)
 
 
@@ -233,6 +255,14 @@ def test_a_bias_over_rows_and_columns(x):
         return half(together(map(around, biases)), **tables)
 
     check_rows("attention", {b.__name__: (b, "attention (...") for b in (by_reshape_as, in_five_dimensions)}, build, x)
+
+
+def test_a_factor_of_heads_in_bfloat16(x):
+    """It multiplies q, which is rounded, once more: that is as accurate as scores that are rounded before and after."""
+    report = compile_and_check(attending([of_cosines]).bfloat16(), x.bfloat16())
+    assert details(report, "attention") == [FACTOR_OF_Q]
+    report = check_under_autocast(attending([of_cosines]), x, torch.bfloat16)  # a float32 factor of rounded q
+    assert details(report, "attention") == ["attention (to between projection and attention)"]
 
 
 def test_autocast(x):

@@ -5,7 +5,8 @@
 
 becomes `ops.attention`, which reads q, k and v by stride and stores no M x N tensor. The products may be spelled @,
 matmul, bmm or einsum. The scale may multiply or divide, before or after the product. The softmax may run in float32 and
-be rounded back. `masks.py` reads masks and biases, and says what happens to rows in which nothing is kept. k and v may
+be rounded back. A factor that is a tensor, such as one for each head, multiplies q if it is the same for all keys.
+`masks.py` reads masks and biases, and says what happens to rows in which nothing is kept. k and v may
 have fewer heads than q, or be repeated for it (`groups.py`).
 """
 
@@ -19,13 +20,13 @@ from torch.fx import Node
 
 from fastvit import ops
 from fastvit.blocks.submodules import CannotFuse
-from fastvit.compiler.match.calls import arguments, dropout_of, first, is_number, name_of, scaled, words
+from fastvit.compiler.match.calls import arguments, dropout_of, first, is_number, name_of, operands, scaled, words
 from fastvit.compiler.match.layout import known_equal, same_shape
 from fastvit.compiler.match.rewriter import Emitter, GraphRewriter
 from fastvit.compiler.match.values import fake
 from fastvit.compiler.match.views import COPIES, RESHAPES, strip_views
 from fastvit.compiler.rewrites.groups import repeated
-from fastvit.compiler.rewrites.masks import Term, attn_mask, term_of, without_filled_rows
+from fastvit.compiler.rewrites.masks import Term, attn_mask, is_product, term_of, without_filled_rows
 
 
 def rewrite(rewriter: GraphRewriter, node: Node) -> None:
@@ -72,17 +73,23 @@ def _rewrite_products(rewriter: GraphRewriter, root: Node, chain: list[Node]) ->
     if len(dropouts) > 1:
         raise CannotFuse("two dropouts")
     at = first(softmax)
-    probabilities = chain[0], softmax, at
+    same_shaped = [chain[0], softmax, at]  # as the product
     if softmax.kwargs.get("dim", softmax.args[1] if len(softmax.args) > 1 else None) not in (-1, fake(at).dim() - 1):
         raise CannotFuse("a softmax over another dimension")
-    scale = 1.0
+    scale, factors = 1.0, list[Node]()
     terms: list[Term] = []
     while True:
         if factor := scaled(at):
             before, scale = factor[0], scale * factor[1]
         elif name_of(at) in (*COPIES, *RESHAPES):
             before = first(at)
+        elif multiplied := _multiplied(at):
+            before, factor_of_q = multiplied
+            factors.append(factor_of_q)
+            same_shaped.append(at)
         elif found := term_of(at, scale):
+            if factors:
+                raise CannotFuse("a mask or bias of the scores before a factor that is a tensor")
             before = found[0]
             terms.append(found[1])
         else:
@@ -94,14 +101,22 @@ def _rewrite_products(rewriter: GraphRewriter, root: Node, chain: list[Node]) ->
             raise CannotFuse(f"scores or probabilities in {fake(node).dtype}")
     if name_of(at) not in ("matmul", "einsum"):
         raise CannotFuse(f"{words(strip_views(at)[0])} between scores and softmax")
-    if not all(same_shape(fake(t).shape, fake(at).shape) for t in probabilities):  # or all reshapes together do nothing
+    if not all(same_shape(fake(t).shape, fake(at).shape) for t in same_shaped):  # or all reshapes together do nothing
         raise CannotFuse("a reshape of scores or probabilities")
     matched.add(at)
     q, k = _operands(at, transposed=True)
     if fake(q).dtype != fake(root).dtype:
         raise CannotFuse(f"scores in {fake(q).dtype} for values in {fake(root).dtype}")
-    p, k_transposed = sum(dropouts), name_of(at) == "matmul"
-    _emit(rewriter, root, matched, (q, k, v), scale, p, softmax, terms=terms, k_transposed=k_transposed)
+    options: dict[str, Any] = {"factors": factors, "terms": terms, "k_transposed": name_of(at) == "matmul"}
+    _emit(rewriter, root, matched, (q, k, v), scale, sum(dropouts), softmax, **options)
+
+
+def _multiplied(node: Node) -> tuple[Node, Node] | None:
+    """Return scores and factor of scores * factor, if the factor is a tensor and the same for all keys."""
+    for scores, factor in operands(node, "mul"):
+        if isinstance(factor, Node) and same_shape(fake(scores).shape, fake(node).shape) and is_product(scores):
+            return (scores, factor) if all(known_equal(size, 1) for size in fake(factor).shape[-1:]) else None
+    return None
 
 
 def _operands(node: Node, transposed: bool = False) -> tuple[Node, Node]:
@@ -123,7 +138,8 @@ def _operands(node: Node, transposed: bool = False) -> tuple[Node, Node]:
 
 def _emit(
     rewriter: GraphRewriter, root: Node, matched: set[Node], qkv: tuple[Node, Node, Node], scale: object, p: object,
-    site: Node, *, terms: Sequence[Term], k_transposed: bool = False, is_causal: bool = False,
+    site: Node, *, terms: Sequence[Term], factors: Sequence[Node] = (), k_transposed: bool = False,
+    is_causal: bool = False,
 ) -> None:  # fmt: skip
     """qkv: (B, H, M or N, d) or (..., M or N, d) each, k perhaps (..., d, N)."""
     if not (scale is None or is_number(scale)) or not is_number(p):
@@ -139,9 +155,12 @@ def _emit(
         else:
             key, value = emit.method("transpose", qkv[1], -2, -1) if k_transposed else qkv[1], qkv[2]
         query, options = qkv[0], dict[str, Any](is_causal=True) if is_causal else {}
+        # In 16 bits this rounds q once more. It is as accurate as eager mode, which rounds scores before and after.
+        for factor in factors:
+            query = emit.method("to", emit.call(torch.mul, query, factor), q.dtype)
         if terms:
             options["attn_mask"], kept = attn_mask(emit, terms, query, scores)
-            if kept is not None and (q.requires_grad or k.requires_grad):
+            if kept is not None and any(t.requires_grad for t in (q, k, *map(fake, factors))):
                 query = without_filled_rows(emit, query, kept)
         tensors = [_tokens_first(emit, t) for t in (query, key, value)]
         out = emit.call(ops.attention, *tensors, **options, scale=scale, dropout_p=p)

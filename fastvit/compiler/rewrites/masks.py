@@ -86,12 +86,12 @@ def term_of(node: Node, factor: float) -> tuple[Node, Term] | None:
 def _summands(node: Node) -> tuple[Node, Node]:
     """Return the scores and what is added to them."""
     for scores, added in operands(node, "add"):
-        if isinstance(added, Node) and _is_product(scores) and same_shape(fake(scores).shape, fake(node).shape):
+        if isinstance(added, Node) and is_product(scores) and same_shape(fake(scores).shape, fake(node).shape):
             return scores, added
     raise CannotFuse(f"{words(node)} between scores and softmax")
 
 
-def _is_product(node: Any, sums: int = 8) -> bool:
+def is_product(node: Any, sums: int = 8) -> bool:
     """Return whether node may be scores: a product, scaled, masked or added to by at most `sums` tensors."""
     while name_of(node) not in ("matmul", "einsum"):
         if factor := scaled(node):
@@ -99,7 +99,7 @@ def _is_product(node: Any, sums: int = 8) -> bool:
         elif name_of(node) in (*COPIES, *RESHAPES, "masked_fill"):
             node = first(node)
         elif name_of(node) in ("add", "mul", "where"):
-            return sums > 0 and any(_is_product(before, sums - 1) for before in node.args)
+            return sums > 0 and any(is_product(before, sums - 1) for before in node.args)
         else:
             return False
     return True
@@ -111,7 +111,7 @@ def _chosen(node: Node) -> tuple[Any, Any, Any, bool]:
         a, mask, b = arguments(node, self=None, condition=None, other=None)
     else:
         mask, a, b = arguments(node, condition=None, input=None, other=None)
-    return (a, mask, b, True) if _number(a) is None and _is_product(a) else (b, mask, a, False)
+    return (a, mask, b, True) if _number(a) is None and is_product(a) else (b, mask, a, False)
 
 
 def _number(value: Any) -> float | None:
