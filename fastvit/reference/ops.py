@@ -36,7 +36,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
     "silu": F.silu,
 }
-GATED: dict[str, Callable[[Tensor], Tensor]] = {"swiglu": F.silu, "geglu": F.gelu}  # of the gate
+GATED = {"swiglu": ACTIVATIONS["silu"], "geglu": F.gelu, "geglu_tanh": ACTIVATIONS["gelu_tanh"]}  # of the gate
 
 
 def attention(

@@ -46,6 +46,9 @@ MLPS = {
     "gate in the last half": (
         between(lambda m, y: (lambda value, gate: F.gelu(gate) * value)(*m.fc1(y).split(HIDDEN, -1))), MLP,
     ),
+    "a gate of gelu_tanh": (
+        between(lambda m, y: m.value(y) * F.gelu(m.gate(y), approximate="tanh")), MLP,
+    ),
     "inner norm": (between(lambda m, y: m.inner(F.silu(m.gate(y)) * m.value(y))), MLP),
     "norm read twice": (norm_read_twice, "mlp (the output of its layer_norm is used elsewhere, too)"),
     # what is another function

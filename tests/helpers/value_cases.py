@@ -59,6 +59,7 @@ MLPS = [
     case(
         "mlp swiglu", BF16, 3, 7, D=24, tensors=GATED_INNER | {"inner_bias": ("gated",)}, options={"recompute": "all"}
     ),
+    case("mlp swiglu", F32, 3, 7, D=24, options={"activation": "geglu_tanh"}),
     case("layer_norm_mlp gated", BF16, 3, 7, D=24, tensors={"value_bias": None, "inner_bias": None}),
     case("layer_norm_mlp gated recompute", F32, 3, 7, D=24),
     # a residual of its own, in float32 after matmuls in bfloat16; more rows than hidden units

@@ -87,7 +87,6 @@ LEFT: list[tuple[Make, str]] = [
     (lambda: changed(norms(), q_norm=nn.Identity()), "q_norm is nn.Identity"),
     (partial(gated_mlp, "GluMlp"), "act is nn.Sigmoid"),
     (partial(gated_mlp, "GluMlp", act_layer=nn.ReLU), "a gate with relu"),
-    (partial(gated_mlp, "SwiGLU", act_layer=partial(nn.GELU, approximate="tanh")), "a gate with gelu_tanh"),
     (lambda: changed(gated_mlp("SwiGLU"), norm=nn.Softmax(-1)), "norm is nn.Softmax"),
     (fast_norm, "timm's fast norm is on, which rounds otherwise"),
     (partial(nn.RMSNorm, (4, 32)), "it normalises more than the last dimension"),

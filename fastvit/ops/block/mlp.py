@@ -118,7 +118,7 @@ def mlp(
             value's, which may be views of a packed layer that has them in the other order.
         fc2_weight, fc2_bias: (out, hidden) and (out,), x's dtype; the bias may be None.
         activation: "gelu" (exact, by erf; Hendrycks and Gimpel 2016), "gelu_tanh", "quick_gelu", "relu" or "silu";
-            gated: "swiglu" (silu of the gate) or "geglu" (exact gelu of it).
+            gated: "swiglu" (silu of the gate), "geglu" (exact gelu of it) or "geglu_tanh".
         dropout_p: probability of zero, in [0, 1), after the activation and after fc2. Pass 0 in evaluation.
         layer_scale: (out,) LayerScale's gamma (Touvron et al. 2021), x's dtype, or None.
         row_scale: (B,) one factor a sample, as DropPath draws them (Huang et al. 2016), or None. Not differentiated.

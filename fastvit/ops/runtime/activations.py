@@ -56,7 +56,7 @@ _ATEN: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor], _
 
 ACTIVATIONS = tuple(_ATEN)
 # MLPs whose hidden layer is act(gate) * value (Shazeer 2020, arXiv:2002.05202): name -> the gate's activation
-GATED = {"swiglu": "silu", "geglu": "gelu"}
+GATED = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh"}
 
 
 def check_activation(name: str, *others: str) -> None:
