@@ -23,6 +23,11 @@ def activated(act):
     return between(lambda m, y: act(m.gate(y)))
 
 
+def of_pixels(layer):
+    """Return the MLP whose second layer reads an image, as DPT's readout has it."""
+    return lambda m, x: layer(m, F.gelu(m.gate(m.norm(x))).permute(0, 2, 1).reshape(-1, HIDDEN, 3, 3))
+
+
 def norm_read_twice(m, x):
     y = m.norm(x)
     return y + m.fc2(F.gelu(m.gate(y)))
@@ -50,6 +55,10 @@ MLPS = {
         between(lambda m, y: m.value(y) * F.gelu(m.gate(y), approximate="tanh")), MLP,
     ),
     "inner norm": (between(lambda m, y: m.inner(F.silu(m.gate(y)) * m.value(y))), MLP),
+    "a layer of pixels": (of_pixels(lambda m, h: F.conv2d(h, m.pixels, m.inner.bias[:D])), MLP),
+    "a layer of pixels, from rows": (
+        lambda m, x: F.conv2d(F.gelu(m.gate(m.norm(x))).unflatten(1, (3, 3)).permute(0, 3, 1, 2), m.pixels), MLP,
+    ),
     "norm read twice": (norm_read_twice, "mlp (the output of its layer_norm is used elsewhere, too)"),
     # what is another function
     "a slice": (between(lambda m, y: F.gelu(m.fc1(y)[..., :HIDDEN])), "left: no linear layer but getitem"),
@@ -71,12 +80,22 @@ MLPS = {
     "a sum after it": (
         between(lambda m, y: F.gelu(m.fc1(y)).unflatten(-1, (2, -1)).sum(-2)), "left: unflatten after its activation",
     ),
+    "a layer of pixels in columns": (
+        of_pixels(lambda m, h: F.conv2d(h.transpose(2, 3), m.pixels)), "left: permute after its activation",
+    ),
+    "a layer of every other pixel": (
+        of_pixels(lambda m, h: F.conv2d(h, m.pixels, stride=2)), "left: permute after its activation",
+    ),
+    "a layer of groups of pixels": (
+        of_pixels(lambda m, h: F.conv2d(h, m.pixels[:30, :D], groups=3)), "left: permute after its activation",
+    ),
     "a factor": (between(lambda m, y: F.gelu(m.fc1(y)[..., :HIDDEN]) * 2.0), "left: an activation times a number"),
 }  # fmt: skip
 
 
 def mlps(forwards) -> FunctionModule:
     layers = {"gate": nn.Linear(D, HIDDEN), "value": nn.Linear(D, HIDDEN), "inner": nn.LayerNorm(HIDDEN)}
+    layers |= {"pixels": nn.Parameter(torch.randn(D, HIDDEN, 1, 1))}
     return mlp(together(forwards), widened=2, **layers)
 
 

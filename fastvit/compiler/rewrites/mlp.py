@@ -4,7 +4,7 @@
     norm -> gate and value -> activation(gate) * value -> norm -> linear -> ...
 
 becomes `ops.layer_norm_mlp`, or `ops.mlp`. A norm is a LayerNorm or an RMSNorm; gate and value may be two layers or the
-halves of one.
+halves of one. The second layer may be a convolution of single pixels, which reads the tokens as an image.
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ import math
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch.nn.functional as F
 from torch.fx import Node
 
 from fastvit import ops
 from fastvit.blocks.submodules import CannotFuse
 from fastvit.compiler.match.calls import arguments, dropout_of, first, name_of, only_user, operands, scaled, words
-from fastvit.compiler.match.layout import Layout
+from fastvit.compiler.match.layout import Layout, known_int
 from fastvit.compiler.match.rewriter import Emitter, GraphRewriter
 from fastvit.compiler.match.values import fake
-from fastvit.compiler.match.views import follow, strip_views
+from fastvit.compiler.match.views import follow, is_view, strip_views
 from fastvit.compiler.rewrites.epilogue import replace_longest
 from fastvit.compiler.rewrites.norm_linear import LinearCall, NormCall, is_norm, linear_of, norm_of, note_norm
 from fastvit.ops.runtime.activations import GATED
@@ -98,6 +99,7 @@ def _rewrite(rewriter: GraphRewriter, act: _Act, site: Node) -> None:
     if is_norm(only_user(hidden)) and not drop1:
         inner = hidden = only_user(hidden)
         matched.add(inner)
+    _write_pixels_as_rows(rewriter, hidden, site)
     end = only_user(hidden)
     if name_of(end) != "linear" or first(end) is not hidden:
         raise CannotFuse(f"{words(end)} after its activation")
@@ -129,6 +131,33 @@ def _rewrite(rewriter: GraphRewriter, act: _Act, site: Node) -> None:
     rewriter.note(site, "MLP", detail)
     if inner is not None:
         note_norm(rewriter, inner, detail.partition(" ")[0])
+
+
+def _write_pixels_as_rows(rewriter: GraphRewriter, hidden: Node, site: Node) -> None:
+    """Replace a convolution of single pixels, if it reads hidden (..., C) as an image (B, C, h, w), by the linear layer
+    that it is. Segmentation and depth heads have it after their readout."""
+    views, conv = [], only_user(hidden)
+    while is_view(conv):
+        views.append(conv)
+        conv = only_user(conv)
+    if not views or name_of(conv) != "conv2d":
+        return
+    x, weight, bias, *window, groups = arguments(
+        conv, input=None, weight=None, bias=None, stride=1, padding=0, dilation=1, groups=1
+    )
+    sizes = [tuple(t) if isinstance(t, tuple | list) else (t, t) for t in (*fake(weight).shape[2:], *window)]
+    _, out, h, w = map(known_int, fake(conv).shape)
+    if sizes[:-1] != [(1, 1), (1, 1), (1, 1), (0, 0)] or groups != 1 or None in (out, h, w) or x is not views[-1]:
+        return
+    image, B = follow(Layout.of(fake(hidden).shape), views), fake(conv).shape[0]
+    if not image.permute((0, 2, 3, 1)).is_same(Layout.of((B, h, w, fake(hidden).shape[-1]))):
+        return
+
+    def build(emit: Emitter) -> Node:
+        rows = emit.call(F.linear, hidden, emit.method("flatten", weight, 1), bias)
+        return emit.method("permute", emit.method("reshape", rows, -1, h, w, out), 0, 3, 1, 2)
+
+    rewriter.replace(conv, {*views}, build, site)
 
 
 def _past_dropout(node: Node, matched: set[Node]) -> tuple[Node, float]:
