@@ -108,6 +108,10 @@ SPELLINGS = {
     "a factor of keys": (
         lambda m, q, k, v: (scores(q, k) * m.bias[:, :1]).softmax(-1) @ v, "left: mul between scores and softmax",
     ),
+    "a factor of other views of scores": (
+        lambda m, q, k, v: (scores(q, k).unsqueeze(0) * m.bias[:, None, :1, :1]).flatten(0, 1).softmax(-1) @ v,
+        "left: a reshape of scores or probabilities",
+    ),
     "a bias, then a factor": (
         lambda m, q, k, v: ((scores(q, k) + m.bias) * m.factor).softmax(-1) @ v,
         "left: a mask or bias of the scores before a factor that is a tensor",
