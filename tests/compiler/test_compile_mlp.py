@@ -83,6 +83,10 @@ MLPS = {
     "a layer of pixels in columns": (
         of_pixels(lambda m, h: F.conv2d(h.transpose(2, 3), m.pixels)), "left: permute after its activation",
     ),
+    "a layer of one image": (
+        lambda m, x: F.conv2d(F.gelu(m.gate(m.norm(x)))[0].T.unflatten(1, (3, 3)), m.pixels),
+        "left: getitem after its activation",
+    ),
     "a layer of every other pixel": (
         of_pixels(lambda m, h: F.conv2d(h, m.pixels, stride=2)), "left: permute after its activation",
     ),

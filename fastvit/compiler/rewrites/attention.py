@@ -6,8 +6,8 @@
 becomes `ops.attention`, which reads q, k and v by stride and stores no M x N tensor. The products may be spelled @,
 matmul, bmm or einsum. The scale may multiply or divide, before or after the product. The softmax may run in float32 and
 be rounded back. A factor that is a tensor, such as one for each head, multiplies q if it is the same for all keys.
-`masks.py` reads masks and biases, and says what happens to rows in which nothing is kept. k and v may
-have fewer heads than q, or be repeated for it (`groups.py`).
+`masks.py` reads masks and biases, and says what happens to rows in which nothing is kept. k and v may have fewer heads
+than q, or be repeated for it (`groups.py`).
 """
 
 from __future__ import annotations

@@ -136,18 +136,17 @@ def _rewrite(rewriter: GraphRewriter, act: _Act, site: Node) -> None:
 def _write_pixels_as_rows(rewriter: GraphRewriter, hidden: Node, site: Node) -> None:
     """Replace a convolution of single pixels, if it reads hidden (..., C) as an image (B, C, h, w), by the linear layer
     that it is. Segmentation and depth heads have it after their readout."""
-    views, conv = [], only_user(hidden)
-    while is_view(conv):
-        views.append(conv)
-        conv = only_user(conv)
-    if not views or name_of(conv) != "conv2d":
+    at, views = hidden, list[Node]()
+    while is_view(conv := only_user(at)) and first(conv) is at:
+        views.append(at := conv)
+    if name_of(conv) != "conv2d" or fake(conv).dim() != 4:
         return
     x, weight, bias, *window, groups = arguments(
         conv, input=None, weight=None, bias=None, stride=1, padding=0, dilation=1, groups=1
     )
     sizes = [tuple(t) if isinstance(t, tuple | list) else (t, t) for t in (*fake(weight).shape[2:], *window)]
     _, out, h, w = map(known_int, fake(conv).shape)
-    if sizes[:-1] != [(1, 1), (1, 1), (1, 1), (0, 0)] or groups != 1 or None in (out, h, w) or x is not views[-1]:
+    if sizes[:-1] != [(1, 1), (1, 1), (1, 1), (0, 0)] or groups != 1 or None in (out, h, w) or x is not at:
         return
     image, B = follow(Layout.of(fake(hidden).shape), views), fake(conv).shape[0]
     if not image.permute((0, 2, 3, 1)).is_same(Layout.of((B, h, w, fake(hidden).shape[-1]))):
