@@ -138,9 +138,6 @@ NO_ROWS = {
     "dinov2.layers.attention.Attention",
     "dinov2.layers.block.Block",
     "timm.models.vision_transformer.Attention",
-    "transformers.models.got_ocr2.modeling_got_ocr2.GotOcr2VisionSdpaAttention",
-    "transformers.models.pp_formulanet.modeling_pp_formulanet.PPFormulaNetVisionSdpaAttention",
-    "transformers.models.slanext.modeling_slanext.SLANeXtVisionSdpaAttention",
 }
 
 
