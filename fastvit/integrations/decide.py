@@ -31,10 +31,6 @@ _MLP = re.compile(r"(mlp|ffn|feed_?forward|swiglu)(?!.*head)", re.IGNORECASE)
 _BLOCK = re.compile(r"block", re.IGNORECASE)
 _NORM = re.compile(r"(layer|rms)_?norm(?!.*2d)", re.IGNORECASE)  # 2d: norms of images, not of tokens
 _PATCHES = re.compile(r"patch_?embed", re.IGNORECASE)
-# Names of attributes of attention, or of a module around it, that show what it does
-_ROTARY = re.compile(r"(^|_)rope(_|$)|rotary")
-_RELATIVE = re.compile(r"(^|_)(rel(ative)?_(pos|coords)|position_bias)")
-_RELATIVE_POSITIONS = "relative position bias"
 
 
 class Decision(NamedTuple):
@@ -48,8 +44,7 @@ class Decision(NamedTuple):
 
 
 def decide(
-    module: nn.Module, patches: ClassHandler, seen: set[int], name: str = "", ancestors: tuple[nn.Module, ...] = (),
-    handler: ClassHandler | None = None,
+    module: nn.Module, patches: ClassHandler, seen: set[int], name: str = "", handler: ClassHandler | None = None
 ) -> Iterator[Decision]:  # fmt: skip
     """Decide about a module and all modules in it, in the order of named_modules().
 
@@ -57,7 +52,6 @@ def decide(
         module, name: the module, and its name in the model.
         patches: the handler of a patch embedding's convolution.
         seen: ids of the modules that are decided about.
-        ancestors: the modules it is in, from the outermost.
         handler: the module's, if its parent determines it.
     """
     if id(module) in seen:
@@ -85,10 +79,10 @@ def decide(
     for child_name, child in module.named_children():
         is_patches = type(child) in (nn.Conv2d, nn.Conv3d) and _embeds_patches(module, child_name)
         child_name = f"{name}.{child_name}" if name else child_name
-        inside += decide(child, patches, seen, child_name, (*ancestors, module), patches if is_patches else None)
+        inside += decide(child, patches, seen, child_name, patches if is_patches else None)
     left = {id(decision.module) for decision in inside if decision.status == "as it was"}
     if handler is None and _could_be_fused(module, left):
-        reason = _why_not_known(module, ancestors)
+        reason = _why_not_known(module)
     yield Decision(name, module, "skipped" if reason else "as it was", reason or "")
     yield from inside
 
@@ -176,14 +170,13 @@ def _could_be_fused(module: nn.Module, left: set[int]) -> bool:
     return part(module) == "attention" or (len(plain) > 1 and bool(_MLP.search(name) or _BLOCK.search(name)))
 
 
-def _why_not_known(module: nn.Module, ancestors: Sequence[nn.Module]) -> str:
-    """Return why a module is skipped: what is special about it, or that its class is not known."""
+def _why_not_known(module: nn.Module) -> str:
+    """Return why a module is skipped: its class is not known, or its convolution is none of patches."""
     name = class_name(type(module), HANDLERS)
-    reasons = _obstacles(module, ancestors) if part(module) == "attention" else []
     if _PATCHES.search(type(module).__name__):
-        reasons += [why for conv in _convolutions(module) if (why := _why_no_patches(conv))]
-    if reasons:
-        return f"{' and '.join(reasons)}, in {name}"
+        reasons = [why for conv in _convolutions(module) if (why := _why_no_patches(conv))]
+        if reasons:
+            return f"{' and '.join(reasons)}, in {name}"
     return f"{name}{',' * (',' in name)} is not a class that fastvit knows"
 
 
@@ -195,18 +188,3 @@ def _why_no_patches(conv: nn.Module) -> str | None:
     except CannotFuse as error:
         return str(error)
     return None
-
-
-def _obstacles(attn: nn.Module, ancestors: Sequence[nn.Module]) -> list[str]:
-    """Return what attention has that can keep it from being fused, by the names of its parts and of those around it."""
-    held = [{**m._modules, **m._parameters, **m._buffers} for m in (attn, *ancestors)]
-    names = {name for values in held for name, value in values.items() if value is not None}
-    in_windows = "window" in type(attn).__name__.lower() or (ancestors and getattr(ancestors[-1], "window_size", None))
-    has_norms = any(not isinstance(attn._modules.get(name), nn.Identity | None) for name in ("q_norm", "k_norm"))
-    obstacles = {
-        "rotary positions": any(map(_ROTARY.search, names)),
-        "window attention": in_windows,
-        _RELATIVE_POSITIONS: any(map(_RELATIVE.search, names)),
-        "qk-norm": has_norms,
-    }
-    return [name for name, found in obstacles.items() if found]

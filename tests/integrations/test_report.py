@@ -5,7 +5,6 @@ import pickle
 
 import pytest
 import torch
-from known_models import sam_of_timm, swin_of_timm
 from library_models import outcome, vit
 from torch import nn
 
@@ -58,22 +57,6 @@ def test_convolutional_models_have_nothing_to_skip(timm) -> None:
         fastvit.accelerate(model, strict=True)
 
 
-def test_what_is_special_about_an_attention_is_the_reason() -> None:
-    """Windows of Swin too, if hooks on a block's parts leave its attention alone."""
-    relative, sam, swin = vit("vit_relpos_small_patch16_224", qk_norm=True), sam_of_timm(window_size=2), swin_of_timm()
-    sam.blocks[0].attn.__class__ = type("OtherAttention", (type(sam.blocks[0].attn),), {})
-    for layer in swin.layers:
-        layer.blocks[0].norm1.register_forward_hook(print)
-    for model, kind, expected in (
-        (relative, "RelPosAttention", "relative position bias and qk-norm, in timm.models."),
-        (sam, "OtherAttention", "window attention, in "),
-        (swin, "WindowAttention", "window attention and relative position bias, in "),
-    ):
-        report = fastvit.accelerate(model)
-        (reason,) = {entry.detail for entry in report.skipped if entry.kind == kind}
-        assert reason.startswith(expected)
-
-
 def unknown(name: str, **parts: nn.Module) -> nn.Module:
     """Return a module of a class that no library has. parts: in addition to qkv and proj."""
     module = type(name, (nn.Module,), {"__module__": "mine"})()
@@ -93,8 +76,6 @@ def test_reasons_of_unknown_classes_and_their_names(timm) -> None:
     overlapping = "its convolution is not one of disjoint patches"
     adapted = type("Conv2d", (nn.Conv2d,), {"__module__": "peft.tuners", "__qualname__": "Conv2d"})(3, 16, 4, 4)
     reasons = {
-        unknown("EvaAttention", rope=nn.Identity()): "rotary positions, in mine.EvaAttention",
-        unknown("WindowAttention"): "window attention, in mine.WindowAttention",
         unknown("ConvAttention", local=nn.Conv2d(16, 16, 3)): f"mine.ConvAttention {UNKNOWN}",
         unknown("PatchEmbed", proj=nn.Conv2d(3, 16, 4, 2)): f"{overlapping}, in mine.PatchEmbed",
         unknown("PatchEmbed", proj=nn.Conv2d(3, 16, 4, 4)): f"mine.PatchEmbed {UNKNOWN}",

@@ -1,5 +1,5 @@
-"""Layers over a grid in transformers (version 5): SAM's encoder, those with the same code, and VitDet, (B, H, W, D);
-Swin Transformer from version 5.12 on, (B, gh * gw, D), with attention within shifted windows."""
+"""Layers over a grid in transformers (version 5): SAM's encoder, SAM 3 and VitDet, (B, H, W, D); Swin Transformer, and
+MaskFormer's and Donut's, (B, gh * gw, D), with attention within shifted windows."""
 
 from __future__ import annotations
 
@@ -41,14 +41,13 @@ def read_attention(attn: Any) -> GridAttention:
 def read_grid_layer(parts: Parts, layer: Any) -> GridBlock:
     if getattr(layer, "use_residual_block", False):
         raise CannotFuse("convolutions after its MLP")
-    attentions = classes.SAM_ATTENTION if parts is SAM else classes.VITDET_ATTENTION
+    attentions = classes.SAM_ATTENTION if parts == SAM else classes.VITDET_ATTENTION
     halves = read_layer(parts, layer, lambda attn, dropout: read_attention(attn), attentions)
     return grid.describe_block(*halves, layer.window_size)
 
 
-def read_call(module: Any, hidden_states: Any, output_attentions: Any = None) -> Call:
-    if output_attentions:
-        raise CannotFuse("the argument output_attentions")
+def read_call(module: Any, hidden_states: Any, output_attentions: Any = None, **kwargs: Any) -> Call:
+    hooks.check_others({"output_attentions": output_attentions, **kwargs})
     return hidden_states, {}
 
 

@@ -1,7 +1,6 @@
-"""Hugging Face transformers, versions 5.0 to 5.24: the layers of ViT, DeiT, I-JEPA, Dinov2, Dinov2WithRegisters,
-DINOv3, Sapiens2, VideoMAE, V-JEPA 2, and of the vision towers of CLIP, SigLIP, SigLIP 2, AIMv2, Ovis2, InternVL and
-Pixtral, with and without a mask; layers over a grid (grids.py); attention (varlen.py), RMSNorm and MLPs of Qwen's and
-GLM's towers; and an attention implementation for other models: `register_attention`.
+"""Layers, RMSNorms and MLPs of Hugging Face transformers, versions 5.0 to 5.24, with and without a mask or rotary
+positions; and an attention implementation for other models: `register_attention`. Other files of this folder have
+layers with a call of their own (families.py), over a grid (grids.py), and of several images in a row (varlen.py).
 """
 
 from __future__ import annotations

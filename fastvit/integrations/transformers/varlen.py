@@ -1,4 +1,4 @@
-"""Attention of the vision towers of Qwen's, GLM's and other models in transformers (version 5). Images of several
+"""Blocks and attention of the vision towers of Qwen, GLM and others in transformers (version 5). Images of several
 sizes, or windows of them, follow each other in one sequence (T, D); `cu_seqlens` has the start of each."""
 
 from __future__ import annotations
@@ -85,13 +85,12 @@ def run_block(
 
 
 _BLOCK = partial(LayerHandler, run=run_block, read_call=read_call, ndim=2)
+_ALONE = partial(ClassHandler, read_call=read_call, ndim=2, op="attention_varlen, linear")
 HANDLERS: dict[type | str, ClassHandler] = {
     qualified("qwen2_vl.Qwen2VLVisionBlock"): _BLOCK(
         partial(read_block, DINO._replace(attention="attn"), VARLEN_ATTENTION)
     ),
     qualified("paddleocr_vl.PaddleOCRVisionEncoderLayer"): _BLOCK(partial(read_block, CLIP, VARLEN_PAIR_ATTENTION)),
-    **dict.fromkeys(VARLEN_ATTENTION, ClassHandler(read_attention, run_attention, read_call, ndim=2)),
-    **dict.fromkeys(
-        VARLEN_PAIR_ATTENTION, ClassHandler(read_attention_of_pair, run_attention_of_pair, read_call, ndim=2)
-    ),
+    **dict.fromkeys(VARLEN_ATTENTION, _ALONE(read_attention, run_attention)),
+    **dict.fromkeys(VARLEN_PAIR_ATTENTION, _ALONE(read_attention_of_pair, run_attention_of_pair)),
 }
