@@ -5,9 +5,11 @@ import functools
 
 import pytest
 import torch
+from known_models import small, small_inputs
 from library_models import fused_only, outcome
-from models import Calls, accelerate_as_it_was, close
+from models import Calls, accelerate_as_it_was, close, randomised
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 import fastvit
 
@@ -107,6 +109,18 @@ def test_a_parametrized_module_stays_accelerated(vit: nn.Module, image: Tensor) 
         got = vit(image)
     assert close(got, plain(image))
     assert "aten::native_layer_norm" not in calls.names
+
+
+def test_layer_scale_that_is_no_parameter_any_more() -> None:
+    """Pruning and FSDP put a tensor in the place of a layer's own parameter."""
+    model = randomised(small("beit.BeitModel", layer_scale_init_value=0.3))
+    fastvit.accelerate(model)
+    for layer in model.layers:
+        prune.identity(layer, "lambda_1")
+    with fused_only():
+        got = model(**small_inputs(model)).last_hidden_state
+    fastvit.restore(model)
+    assert close(got, model(**small_inputs(model)).last_hidden_state)
 
 
 def test_a_reader_that_stumbles_leaves_the_module(vit: nn.Module, image: Tensor) -> None:

@@ -67,7 +67,7 @@ def read_layer(
     if "layer_scale1" in layer._modules:
         both = submodules(layer, layer_scale1=classes.LAYER_SCALE, layer_scale2=classes.LAYER_SCALE)
         gammas = [None if type(scale) is nn.Identity else scale.lambda1 for scale in both]
-    elif "lambda_1" in layer._parameters:
+    elif isinstance(getattr(layer, "lambda_1", None), Tensor):  # a parameter, or what FSDP or pruning puts in its place
         gammas = [layer.lambda_1, layer.lambda_2]
     attention = attention_reader(attn, dropout)
     return HalfSpec(attention, read_norm(norm1), gammas[0], p), HalfSpec(mlp, read_norm(norm2), gammas[1], p)
