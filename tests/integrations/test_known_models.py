@@ -72,7 +72,7 @@ def test_blocks_of_unknown_classes_have_their_parts_fused(known: Built) -> None:
     "ViT, norms everywhere", "GluMlp, value first", "NaFlex, masked", "rotary, learnt, norms", "rotary, halves",
     "rotary, interleaved", "three layers, a norm in SwiGLU", "RMSNorms", "SAM, windows with padding", "Swin, padded",
     "ViT of transformers", "Dinov2", "DINOv3", "Sapiens2", "AIMv2", "InternVL, norms", "VideoMAE", "V-JEPA 2",
-    "Swin of transformers, padded", "Qwen2.5-VL", "torchvision",
+    "Swin of transformers, padded", "Qwen2.5-VL", "torchvision", "sam3.Sam3ViTModel",
 )  # fmt: skip
 @torch.no_grad()
 def test_bfloat16_is_as_close_to_float64_as_the_library(known: Built) -> None:

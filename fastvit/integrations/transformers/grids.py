@@ -69,14 +69,23 @@ def run_vitdet_attention(x: Tensor, attn: GridAttention) -> tuple[Tensor]:
 
 
 def read_sam3_layer(layer: Any) -> GridBlock:
-    """Read a layer of SAM 3: positions are rotary, the same in each window, and dropout is after its MLP only."""
+    """Read a layer of SAM 3, whose dropout is after its MLP only."""
+
+    def read_attention(attn: Any, dropout: Any) -> GridAttention:
+        return GridAttention(attention.read_attention(attn), Positions())
+
+    return grid.describe_block(*read_layer(SAM3, layer, read_attention, classes.SAM3_ATTENTION), layer.window_size)
+
+
+def read_sam3_call(layer: Any, hidden_states: Any, **kwargs: Any) -> Call:
+    """Read a call, with rotary positions in float32 whatever the layer's dtype, the same in each window."""
+    hooks.check_others(kwargs)
     cos, sin = layer.rotary_emb(layer.position_ids, layer.position_ids)
-    rotary = Positions(rotary=Rotary(sin, cos, interleaved=True))
+    return hidden_states, {"rotary": Rotary(sin, cos, interleaved=True)}
 
-    def read_rotated(attn: Any, dropout: Any) -> GridAttention:
-        return GridAttention(attention.read_attention(attn), rotary)
 
-    return grid.describe_block(*read_layer(SAM3, layer, read_rotated, classes.SAM3_ATTENTION), layer.window_size)
+def run_sam3_layer(x: Tensor, layer: GridBlock, rotary: Rotary, recompute: Recompute) -> Tensor:
+    return grid.run_block(x, layer._replace(positions=Positions(rotary=rotary)), recompute)
 
 
 def read_swin_layer(layer: Any) -> WindowBlock:
@@ -139,7 +148,7 @@ _OLDER_SWIN = partial(ClassHandler, read_swin_layer, run_older_swin_layer, takes
 HANDLERS: dict[type | str, ClassHandler] = {
     qualified("sam.SamVisionLayer"): LayerHandler(partial(read_grid_layer, SAM), grid.run_block, read_call, ndim=4),
     qualified("vitdet.VitDetLayer"): LayerHandler(partial(read_grid_layer, DINO), run_vitdet_layer, read_call, ndim=4),
-    qualified("sam3.Sam3ViTLayer"): LayerHandler(read_sam3_layer, grid.run_block, read_call, ndim=4),
+    qualified("sam3.Sam3ViTLayer"): LayerHandler(read_sam3_layer, run_sam3_layer, read_sam3_call, ndim=4),
     qualified("swin.SwinLayer"): LayerHandler(read_swin_layer, run_swin_layer, read_swin_call),
     qualified("donut.donut_swin.DonutSwinLayer"): _OLDER_SWIN(read_call=read_donut_call),
     qualified("maskformer.maskformer_swin.MaskFormerSwinLayer"): _OLDER_SWIN(read_call=read_maskformer_call),
