@@ -100,7 +100,10 @@ def test_autocast(known: Built, device: torch.device) -> None:
     assert {n: g.dtype for n, g in fused.gradients.items()} == {n: g.dtype for n, g in own.gradients.items()}
 
 
-NIGHTLY = ("rotary, halves", "SAM, windows with padding", "Dinov2", "Swin of transformers", "torchvision")
+NIGHTLY = (
+    "rotary, halves", "SAM, windows with padding", "Dinov2", "Swin of transformers", "torchvision",
+    "donut.donut_swin.DonutSwinModel",
+)  # fmt: skip
 
 
 @rows("ViT", "rotary, learnt", "Swin", *[pytest.param(name, marks=pytest.mark.nightly) for name in NIGHTLY])

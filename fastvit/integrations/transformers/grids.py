@@ -114,10 +114,7 @@ def read_swin_call(
 ) -> Call:
     if hooks.captures_attentions():
         raise CannotFuse("attention weights are collected")
-    if not always_partition:  # for good, as in the layer's own forward
-        layer.set_shift_and_window_size(input_dimensions)
-    height, width = input_dimensions
-    return hidden_states, {"size": (height, width)}
+    return read_donut_call(layer, hidden_states, input_dimensions, always_partition=always_partition)
 
 
 def read_donut_call(
@@ -125,7 +122,10 @@ def read_donut_call(
     always_partition: bool = False,
 ) -> Call:  # fmt: skip
     hooks.check_others({"output_attentions": output_attentions})
-    return read_swin_call(layer, hidden_states, input_dimensions, always_partition)
+    if not always_partition:  # for good, as in the layer's own forward
+        layer.set_shift_and_window_size(input_dimensions)
+    height, width = input_dimensions
+    return hidden_states, {"size": (height, width)}
 
 
 def read_maskformer_call(
