@@ -2,6 +2,7 @@
 
 from types import ModuleType
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from known_models import small, small_inputs
@@ -86,3 +87,10 @@ def test_a_copy_is_found_again_in_another_process(monkeypatch: pytest.MonkeyPatc
             table.discard(name) if isinstance(table, set) else table.pop(name)
     with fused_only():
         assert close(output_of(model(**inputs)), want)
+
+
+def test_a_file_of_another_model_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchvision raises RuntimeError where it does not fit torch."""
+    error = RuntimeError("operator torchvision::nms does not exist")
+    monkeypatch.setattr("importlib.import_module", Mock(side_effect=error))
+    assert copies._class("transformers.models.yolos.modeling_yolos.YolosLayer") is None

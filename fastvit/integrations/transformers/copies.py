@@ -23,6 +23,7 @@ from typing import Any
 
 from torch import nn
 
+from fastvit.blocks.submodules import CannotFuse
 from fastvit.integrations.forward import ClassHandler
 from fastvit.integrations.transformers import classes, families, grids, layers, varlen
 
@@ -56,9 +57,13 @@ learn._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as blocks/
 
 def _read(read: Callable[[Any], Any], module: nn.Module) -> Any:
     """Read a copy, perhaps out of a pickle in a process that has not seen its classes."""
-    for part in module.modules():
-        learn(type(part))
-    return read(module)
+    learn(type(module))
+    try:
+        return read(module)
+    except CannotFuse:  # not before: walking through the modules takes longer than reading them
+        for part in module.modules():
+            learn(type(part))
+        return read(module)
 
 
 @functools.cache
@@ -77,7 +82,7 @@ def _class(name: str) -> Any:
         return None
     try:
         return getattr(importlib.import_module(module), kind, None)
-    except ImportError:
+    except Exception:  # of a file of another model: RuntimeError, if torchvision does not fit torch
         return None
 
 
@@ -92,7 +97,7 @@ def _comparable(value: Any, kind: type, within: tuple[FunctionType, ...]) -> Has
             return within.index(value)
         within = (*within, value)
         cells = [_comparable(cell.cell_contents, kind, within) for cell in value.__closure__ or ()]
-        home, code = value.__globals__["__name__"], value.__code__
+        home, code = value.__globals__.get("__name__", ""), value.__code__
         if not home.startswith(_HOME):
             return home, code.co_qualname, *cells
         given = value.__defaults__, *(value.__kwdefaults__ or {}).items()
