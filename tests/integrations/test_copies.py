@@ -6,7 +6,8 @@ from unittest.mock import Mock
 
 import pytest
 from known_models import small, small_inputs
-from library_models import fused_only, output_of
+from library_imports import import_library
+from library_models import TEXT, fused_only, output_of
 from models import close
 
 import fastvit
@@ -94,3 +95,11 @@ def test_a_file_of_another_model_that_cannot_be_imported(monkeypatch: pytest.Mon
     error = RuntimeError("operator torchvision::nms does not exist")
     monkeypatch.setattr("importlib.import_module", Mock(side_effect=error))
     assert copies._class("transformers.models.yolos.modeling_yolos.YolosLayer") is None
+
+
+def test_language_models_are_left_alone() -> None:
+    """Their norms have the code of RMSNorms of vision towers."""
+    transformers = import_library("transformers")
+    model = transformers.LlamaModel(transformers.LlamaConfig(**TEXT))
+    report = fastvit.accelerate(model)
+    assert not report.accelerated

@@ -13,11 +13,12 @@ import builtins
 import dis
 import functools
 import importlib
+import inspect
 import logging
+import sys
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import partial
-from inspect import getattr_static
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -39,6 +40,8 @@ def learn(kind: type[nn.Module]) -> None:
     if kind in _learnt or not kind.__module__.startswith(_HOME):
         return
     _learnt.add(kind)
+    if not _reads_images(kind.__module__):
+        return
     name = f"{kind.__module__}.{kind.__qualname__}"
     if any(name in table for table in _TABLES):
         return
@@ -53,6 +56,16 @@ def learn(kind: type[nn.Module]) -> None:
 
 
 learn._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as blocks/submodules.py's class_name: not traced
+
+
+@functools.cache
+def _reads_images(module: str) -> bool:
+    """Return whether a file has a model of images. Language models have MLPs and RMSNorms with the same code, but are
+    left alone: for one token at a time an op costs more than it saves."""
+    try:
+        return "pixel_values" in inspect.getsource(sys.modules[module])
+    except OSError:  # without the source
+        return False
 
 
 def _read(read: Callable[[Any], Any], module: nn.Module) -> Any:
@@ -136,5 +149,5 @@ def _steps(code: CodeType, namespace: dict[str, Any], kind: type, within: tuple[
 
 def _own_attribute(kind: type, name: str) -> Any:
     """Return a class's attribute that nn.Module does not have."""
-    own = getattr_static(kind, name, None)
-    return None if own is getattr_static(nn.Module, name, None) else own
+    own = inspect.getattr_static(kind, name, None)
+    return None if own is inspect.getattr_static(nn.Module, name, None) else own
