@@ -105,6 +105,13 @@ def test_a_hook_is_honoured(layer: Any, x: Tensor, hooked: str) -> None:
     assert ("attention" in {entry.name for entry in report.accelerated}) == (hooked == "output")
 
 
+def test_biases_beside_the_layers_are_a_reason(layer: Any, x: Tensor) -> None:
+    """VideoMAE's attention has them before version 5.8."""
+    layer.attention.attention.q_bias = nn.Parameter(torch.ones(D))
+    report = accelerate_as_it_was(layer, lambda: layer(x))
+    assert {e.detail for e in report.skipped if e.name in ("", "attention")} == {"parameters beside its layers: q_bias"}
+
+
 def test_dropout_applies_where_it_stands(layer: Any) -> None:
     for training, ps in ((True, (0.1, 0.2, 0.3)), (False, (0.0, 0.0, 0.0))):
         attention, mlp = (half.branch for half in layers.read_layer(VIT, layer.train(training)))

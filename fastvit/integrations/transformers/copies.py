@@ -64,7 +64,7 @@ def _reads_images(module: str) -> bool:
     left alone: for one token at a time an op costs more than it saves."""
     try:
         return "pixel_values" in inspect.getsource(sys.modules[module])
-    except OSError:  # without the source
+    except (OSError, KeyError):  # no source, or no file of that name
         return False
 
 

@@ -109,11 +109,13 @@ def read_swin_layer(layer: Any) -> WindowBlock:
     return WindowBlock(first, second, bias, window, shift, _SHIFT_BIAS)
 
 
-def read_swin_call(
-    layer: Any, hidden_states: Tensor, input_dimensions: Any, always_partition: bool = False, **kwargs: Any
-) -> Call:
+def read_swin_call(layer: Any, hidden_states: Tensor, input_dimensions: Any, *flags: Any, **kwargs: Any) -> Call:
+    """Read a call. flags: always_partition, or Donut's two, which Swin's layers have before version 5.12."""
     if hooks.captures_attentions():
         raise CannotFuse("attention weights are collected")
+    if len(flags) == 2:
+        return read_donut_call(layer, hidden_states, input_dimensions, *flags)
+    (always_partition,) = flags or (kwargs.get("always_partition", False),)
     return read_donut_call(layer, hidden_states, input_dimensions, always_partition=always_partition)
 
 

@@ -88,5 +88,5 @@ def checkpoint_of(layer: Any) -> Callable[..., Tensor] | None:
     """Return the function that a layer's forward runs with activation checkpointing, or None if that is off. Earlier
     versions checkpoint in __call__, around the fused forward."""
     in_forward = type(layer).__call__ is nn.Module.__call__
-    checkpointed = in_forward and layer.gradient_checkpointing and layer.training
+    checkpointed = in_forward and getattr(layer, "gradient_checkpointing", False) and layer.training
     return layer._gradient_checkpointing_func if checkpointed else None
