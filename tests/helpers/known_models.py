@@ -264,7 +264,6 @@ TRANSFORMERS = {
     "Dinov2": Known(hf("Dinov2Model")),
     "Dinov2, SwiGLU": Known(hf("Dinov2Model", use_swiglu_ffn=True)),
     "Dinov2WithRegisters": Known(hf("Dinov2WithRegistersModel")),
-    "Dinov2WithRegisters, SwiGLU": Known(hf("Dinov2WithRegistersModel", use_swiglu_ffn=True)),
     "DINOv3": Known(hf("DINOv3ViTModel", num_register_tokens=3, pos_embed_rescale=None), (3, 32, 40)),
     "DINOv3, gated": Known(hf("DINOv3ViTModel", use_gated_mlp=True, hidden_act="silu"), (3, 32, 40)),
     "DINOv3, biases": Known(hf("DINOv3ViTModel", key_bias=True, query_bias=False), (3, 32, 40)),
@@ -292,15 +291,6 @@ TRANSFORMERS = {
     "SAM of transformers": Known(partial(grid_of_transformers, "sam.SamVisionModel", "sdpa"), SQUARE, GRID, 2),
     "SAM, eager": Known(partial(grid_of_transformers, "sam.SamVisionModel"), SQUARE, GRID, 2, 0),
     "SAM-HQ": Known(partial(grid_of_transformers, "sam_hq.SamHQVisionModel", "sdpa"), SQUARE, GRID, 2),
-    **{
-        name: Known(partial(grid_of_transformers, name, "sdpa"), SQUARE, GRID, 2)
-        for name in (
-            "deepseek_ocr2.DeepseekOcr2SamVisionEncoder", "unlimited_ocr.UnlimitedOcrSamVisionEncoder",
-        )
-    },
-    "pp_formulanet": Known(partial(grid_of_transformers, "pp_formulanet.PPFormulaNetVisionModel"), SQUARE, GRID, 2, 0),
-    "got_ocr2": Known(partial(grid_of_transformers, "got_ocr2.GotOcr2VisionEncoder"), SQUARE, GRID, 2, 0),
-    "slanext": Known(partial(grid_of_transformers, "slanext.SLANeXtVisionEncoder"), SQUARE, GRID, 2, 0),
     "VitDet": Known(partial(grid_of_transformers, "vitdet.VitDetModel"), SQUARE, GRID, 2),
     "VitDet, convolutions after an MLP": Known(
         partial(grid_of_transformers, "vitdet.VitDetModel", residual_block_indices=[1]), SQUARE, GRID, 2,
@@ -390,9 +380,6 @@ SINCE = dict.fromkeys(("ViT of transformers", "DeiT", "I-JEPA", "Sapiens2", "Sap
 SINCE |= dict.fromkeys(("Swin of transformers", "Swin of transformers, padded"), (5, 12))
 SINCE |= dict.fromkeys((*FAMILIES, "Qwen2.5-Omni", "GLM-OCR", "EXAONE 4.5", "Kimi K2.5"), (5, 23))
 SINCE |= {"VideoMAE": (5, 8), "Ernie 4.5": (5, 8)}
-SINCE |= dict.fromkeys(
-    (name for name in TRANSFORMERS if "_ocr" in name or name in ("pp_formulanet", "slanext")), (5, 24)
-)
 
 
 def version_of_transformers() -> tuple[int, ...]:
