@@ -38,9 +38,11 @@ def counts(row: Row, *kinds: str) -> tuple[int, int]:
 
 
 def accelerated(row: Row) -> tuple[int, int]:
-    """Return the number of attention sites that accelerate fuses, and of all; none if they could not be counted."""
+    """Return the number of attention sites that accelerate fuses, and of all; none if they could not be counted.
+
+    Where graphs break, modules that share a graph count once, and accelerated ones may share fewer."""
     left, every = row["accelerated"]["left"], counts(row, "attention")[1]
-    return (0, 0) if left is None else (every - left, every)
+    return (0, 0) if left is None else (max(every - left, 0), every)
 
 
 def _both_right(row: Row) -> bool:
@@ -52,8 +54,6 @@ def render(path: Path) -> list[str]:
     attention, and every model that is not right."""
     results = json.loads(path.read_text())
     rows, where = list(results["rows"].values()), results["environment"]
-    for row in rows:
-        row.setdefault("accelerated", {"status": "right", "detail": "", "share": 0.0, "left": None})  # old files
     lines = []
     for library, own in _by(rows, "library").items():
         whole: dict[str, list[str]] = {"all": [], "some": [], "none": []}  # by what accelerate fuses
@@ -93,8 +93,7 @@ def _totals(library: str, rows: Sequence[Row]) -> Iterator[str]:
     for route, pairs in by_route.items():
         fused, every = _sum(pairs)
         whole = sum(pair[0] == pair[1] > 0 for pair in pairs)
-        if every:  # not counted for accelerate in old files
-            yield f"{whole} of {len(some)} with all attention fused by {route}: {fused} of {every} sites"
+        yield f"{whole} of {len(some)} with all attention fused by {route}: {fused} of {every} sites"
 
 
 def _table(families: dict[str, list[Row]]) -> list[str]:

@@ -41,9 +41,9 @@ def test_as_right_and_as_fused_as_the_results_say(name):
     for column, kinds in graph_tables.KINDS.items():
         fused, shown = (graph_tables.counts(of, *kinds)[0] for of in (vars(row), ROWS[name]))
         assert fused >= shown, (column, row.sites)
-    if recorded := ROWS[name].get("accelerated"):  # not in the results of November
-        assert row.accelerated.status == recorded["status"], row.accelerated.detail
-        assert (row.accelerated.left or 0) <= (recorded["left"] or 0), row.sites
+    recorded = ROWS[name]["accelerated"]
+    assert row.accelerated.status == recorded["status"], row.accelerated.detail
+    assert (row.accelerated.left or 0) <= (recorded["left"] or 0), row.sites
     if name in FEW:
         halves, alone, norms = FEW[name]
         assert row.status == "right", row.detail
