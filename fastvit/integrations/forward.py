@@ -140,7 +140,9 @@ def checked_mask(mask: Any, queries: int, keys: int | None = None) -> Tensor | N
     if not isinstance(mask, Tensor) or not (mask.dtype is torch.bool or mask.is_floating_point()):
         raise CannotFuse("an attention mask of another kind")
     keys = queries if keys is None else keys
-    if mask.dim() not in (2, 4) or mask.shape[-2] not in (1, queries) or mask.shape[-1] not in (1, keys):
+    pairs = zip(mask.shape[-2:], (queries, keys), strict=True)
+    # not `in`, which torch.compile of 2.13 finds false for equal symbolic sizes
+    if mask.dim() not in (2, 4) or not all([own == 1 or own == size for own, size in pairs]):
         raise CannotFuse(f"an attention mask of shape {tuple(mask.shape)}")
     return mask
 

@@ -25,6 +25,7 @@ FEW = {  # attention halves, attention by itself, and norms, of which the last i
     "transformers/ViTForImageClassification": (2, 0, 4),
     "transformers/Aimv2VisionModel": (2, 1, 4),  # RMSNorm; pools by attention
     "transformers/Sapiens2Model": (2, 0, 8),  # norms of q and k
+    "transformers/EomtForUniversalSegmentation": (2, 0, 4),  # a mask of symbolic sizes after a break of the graph
     "timm/eva02_tiny_patch14_224": (2, 0, 5),
     "timm/vit_5b_patch16_sapiens2": (0, 2, 4),  # heads share keys
     "timm/beit_base_patch16_224": (2, 0, 5),  # relative positions are a bias of the scores
