@@ -54,9 +54,9 @@ def last_of(attn: Any) -> Any:
 
 def describe(attn: Any, out: nn.Linear, dropout: read.Dropout) -> AttentionSpec:
     """Describe attention with q, k and v in `attn`, up to the last layer and the dropout after it."""
-    own = {name for name, parameter in attn._parameters.items() if parameter is not None}
-    if own - {"relative_position_bias_table"}:  # such as VideoMAE's biases before version 5.8
-        raise CannotFuse(f"parameters beside its layers: {', '.join(sorted(own))}")
+    parameters = {name for name, parameter in attn._parameters.items() if parameter is not None}
+    if parameters - {"relative_position_bias_table"}:  # such as VideoMAE's biases before version 5.8
+        raise CannotFuse(f"parameters beside its layers: {', '.join(sorted(parameters))}")
     children = attn._modules
     if "projection_dropout" in children:
         (own,) = submodules(attn, projection_dropout={nn.Identity, *read.DROPOUT})
