@@ -79,7 +79,7 @@ def main(arguments: list[str] | None = None) -> int:
         folder = download(suite)
         common = ["-n", "2", "--max-worker-restart", "20", *(["-k", options.k] if options.k else [])]
         say(f"{suite}'s tests with fastvit")
-        status = run_tests(suite, folder, "--accelerate", *common)
+        status = run_tests(suite, folder, "--accelerate", "--cache-clear", *common)
         if status == 1:
             say("what failed, without fastvit")
             status = run_tests(suite, folder, "--last-failed", "-rp", *common)
