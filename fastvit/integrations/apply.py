@@ -73,7 +73,7 @@ def accelerate(
     mean, std = checked_statistics(mean, std, channels)
     patches = pytorch.patches(mean, std)
     restore(model)  # checks that nothing was fitted
-    for kind in {type(module) for module in model.modules()}:
+    for kind in {type(module) for module in model.modules()}:  # all, before layers check the classes of their parts
         copies.learn(kind)
     decisions = list(decide(model, patches, set()))
     embeddings = [decision.name for decision in decisions if decision.handler is patches]

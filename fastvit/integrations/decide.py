@@ -23,6 +23,7 @@ from fastvit.integrations.transformers import families, grids, layers, varlen
 from fastvit.report import FUSED_ALREADY, Status
 
 _FILES = (pytorch, timm, layers, families, grids, varlen, torchvision, dino)
+# A view of the files' tables, which grow by the copies that `transformers/copies.py` finds
 HANDLERS: ChainMap[Any, ClassHandler] = ChainMap(*(file.HANDLERS for file in _FILES))
 EMBEDDINGS = timm.EMBEDDINGS | torchvision.EMBEDDINGS | dino.EMBEDDINGS
 
@@ -114,7 +115,7 @@ def advice(decisions: Sequence[Decision]) -> tuple[str, ...]:
     """Say what to try for attention and MLPs that are skipped because their class is not known."""
     skipped = [module for _, module, status, _, _ in decisions if status == "skipped" and part(module)]
     kinds = dict.fromkeys(type(module).__name__ for module in skipped if qualified_name(module) not in HANDLERS)
-    return (f'to fuse {", ".join(kinds)}: torch.compile(model, backend="fastvit"), by its graph',) if kinds else ()
+    return (f'to fuse {", ".join(kinds)}, try torch.compile(model, backend="fastvit")',) if kinds else ()
 
 
 # ---- modules of unknown classes ----
@@ -171,7 +172,7 @@ def _could_be_fused(module: nn.Module, left: set[int]) -> bool:
 
 
 def _why_not_known(module: nn.Module) -> str:
-    """Return why a module is skipped: its class is not known, or its convolution is none of patches."""
+    """Return why a module is skipped: its class is not known, or its convolution does not embed patches."""
     name = class_name(type(module), HANDLERS)
     if _PATCHES.search(type(module).__name__):
         reasons = [why for conv in _convolutions(module) if (why := _why_no_patches(conv))]

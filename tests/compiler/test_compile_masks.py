@@ -262,7 +262,7 @@ def test_a_bias_over_rows_and_columns(x):
 
 
 def test_a_factor_of_heads_in_bfloat16(x):
-    """It multiplies q, which is rounded, once more: that is as accurate as scores that are rounded before and after."""
+    """It multiplies q, which is rounded once more. Eager mode rounds the scores before and after."""
     report = compile_and_check(attending([of_cosines]).bfloat16(), x.bfloat16())
     assert details(report, "attention") == [FACTOR_OF_Q]
     report = check_under_autocast(attending([of_cosines]), x, torch.bfloat16)  # a float32 factor of rounded q

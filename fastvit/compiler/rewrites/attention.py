@@ -155,7 +155,7 @@ def _emit(
         else:
             key, value = emit.method("transpose", qkv[1], -2, -1) if k_transposed else qkv[1], qkv[2]
         query, options = qkv[0], dict[str, Any](is_causal=True) if is_causal else {}
-        # In 16 bits this rounds q once more. It is as accurate as eager mode, which rounds scores before and after.
+        # In 16 bits this rounds q once more, where eager mode rounds the scores before and after.
         for factor in factors:
             query = emit.method("to", emit.call(torch.mul, query, factor), q.dtype)
         if terms:

@@ -77,16 +77,8 @@ def describe(attn: Any, out: nn.Linear, dropout: read.Dropout) -> AttentionSpec:
         raise CannotFuse(f"q, k and v have {widths[0]}, {widths[1]} and {widths[2]} outputs")
     scale = next((getattr(attn, name) for name in ("scaling", "scale") if hasattr(attn, name)), None)
     qk_norm = read.read_qk_norm(attn, classes.NORM, read_norm)
-    return read.describe_attention(
-        layers,
-        out,
-        out.in_features // d,
-        scale,
-        _attention_dropout(attn),
-        dropout,
-        qk_norm=qk_norm,
-        kv_heads=widths[1] // d,
-    )
+    heads, kv_heads, p = widths[0] // d, widths[1] // d, _attention_dropout(attn)
+    return read.describe_attention(layers, out, heads, scale, p, dropout, qk_norm=qk_norm, kv_heads=kv_heads)
 
 
 def _attention_dropout(attn: Any) -> float:

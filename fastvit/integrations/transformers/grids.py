@@ -15,7 +15,9 @@ from fastvit.blocks.recompute import Recompute
 from fastvit.blocks.submodules import CannotFuse, qualified_name, submodules
 from fastvit.blocks.windows import WindowBlock
 from fastvit.integrations.forward import Call, ClassHandler
-from fastvit.integrations.transformers import attention, classes, hooks
+from fastvit.integrations.transformers import classes, hooks
+from fastvit.integrations.transformers.attention import inner_of
+from fastvit.integrations.transformers.attention import read_attention as read_plain_attention
 from fastvit.integrations.transformers.classes import DINO, SAM, SAM3, VIT, Parts, qualified
 from fastvit.integrations.transformers.layers import LayerHandler, read_layer
 from fastvit.ops import Rotary
@@ -71,10 +73,10 @@ def run_vitdet_attention(x: Tensor, attn: GridAttention) -> tuple[Tensor]:
 def read_sam3_layer(layer: Any) -> GridBlock:
     """Read a layer of SAM 3, whose dropout is after its MLP only."""
 
-    def read_attention(attn: Any, dropout: Any) -> GridAttention:
-        return GridAttention(attention.read_attention(attn), Positions())
+    def without_positions(attn: Any, dropout: Any) -> GridAttention:
+        return GridAttention(read_plain_attention(attn), Positions())
 
-    return grid.describe_block(*read_layer(SAM3, layer, read_attention, classes.SAM3_ATTENTION), layer.window_size)
+    return grid.describe_block(*read_layer(SAM3, layer, without_positions, classes.SAM3_ATTENTION), layer.window_size)
 
 
 def read_sam3_call(layer: Any, hidden_states: Any, **kwargs: Any) -> Call:
@@ -94,8 +96,9 @@ def read_swin_layer(layer: Any) -> WindowBlock:
     if first.branch.kv_heads:
         raise CannotFuse("heads that share keys, in windows")
     attn = layer._modules["attention"]
-    if "self" in attn._modules:
-        positions = attn._modules["self"]
+    inner = inner_of(attn)
+    if inner is not None:
+        positions = attn._modules[inner]
         n = positions.window_size[0] * positions.window_size[1]
     else:
         hooks.check_no_weights(attn)

@@ -64,7 +64,7 @@ def check_version() -> None:
 def check_attention(attn: Any) -> None:
     """Check that a module computes softmax attention that is not causal."""
     config = type(attn.config).__name__
-    if config.endswith("TextConfig") and "Siglip" not in config:
+    if config.endswith("TextConfig") and "Siglip" not in config:  # whose text tower is not causal
         raise CannotFuse("the text tower's attention is causal")
     if getattr(attn, "is_causal", True):  # transformers' default is True as well
         raise CannotFuse("its attention is causal")

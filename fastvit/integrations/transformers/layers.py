@@ -117,7 +117,6 @@ def run_layer_of_pair(x: Tensor, layer: BlockSpec, rotary: Rotary, recompute: Re
 
 
 LayerHandler = partial(ClassHandler, takes_recompute=True, checkpoint=hooks.checkpoint_of)
-_ROTARY = ClassHandler(read_attention_alone, run_attention, read_rotary_call)
 HANDLERS: dict[type | str, ClassHandler] = {
     **{
         name: LayerHandler(partial(read_layer, parts), run.run_block, read_rotary_call if parts.rotates else read_call)
@@ -125,7 +124,7 @@ HANDLERS: dict[type | str, ClassHandler] = {
     },
     qualified("vjepa2.VJEPA2Layer"): LayerHandler(read_vjepa2_layer, run_layer_of_pair, vjepa2.read_call),
     **dict.fromkeys(classes.ATTENTION, ClassHandler(read_attention_alone, run_attention, read_call)),
-    **dict.fromkeys(classes.ROTARY_ATTENTION, _ROTARY),
+    **dict.fromkeys(classes.ROTARY_ATTENTION, ClassHandler(read_attention_alone, run_attention, read_rotary_call)),
     **dict.fromkeys(classes.VJEPA2_ATTENTION, ClassHandler(read_attention_alone, run_attention, vjepa2.read_call)),
     **dict.fromkeys(classes.MLP, ClassHandler(read_mlp, run.run_mlp, ndim=None)),
     **dict.fromkeys(classes.RMS_NORM, ClassHandler(read_norm, run_rms_norm, ndim=None)),
