@@ -46,7 +46,7 @@ class Decision(NamedTuple):
 
 def decide(
     module: nn.Module, patches: ClassHandler, seen: set[int], name: str = "", handler: ClassHandler | None = None
-) -> Iterator[Decision]:  # fmt: skip
+) -> Iterator[Decision]:
     """Decide about a module and all modules in it, in the order of named_modules().
 
     Args:
