@@ -379,7 +379,7 @@ class Built:
 SINCE = dict.fromkeys(("ViT of transformers", "DeiT", "I-JEPA", "Sapiens2", "Sapiens2, norms"), (5, 12))
 SINCE |= dict.fromkeys(("Swin of transformers", "Swin of transformers, padded"), (5, 12))
 SINCE |= dict.fromkeys((*FAMILIES, "Qwen2.5-Omni", "GLM-OCR", "EXAONE 4.5", "Kimi K2.5"), (5, 23))
-SINCE |= {"VideoMAE": (5, 8), "Ernie 4.5": (5, 8), "Qwen2.5-VL": (5, 8)}
+SINCE |= {"mllama.MllamaVisionModel": (5, 0), "VideoMAE": (5, 8), "Ernie 4.5": (5, 8), "Qwen2.5-VL": (5, 8)}
 
 
 def version_of_transformers() -> tuple[int, ...]:

@@ -77,10 +77,13 @@ def read_llama4_call(
     return hidden_state, {**options, "rotary": rotary}
 
 
-def read_mllama_call(layer: Any, hidden_states: Tensor, attention_mask: Any = None) -> Call:
+def read_mllama_call(
+    layer: Any, hidden_states: Any = None, attention_mask: Any = None, *, hidden_state: Any = None
+) -> Call:
+    """Read a call. hidden_state: the tokens, in earlier versions."""
     if attention_mask is None:
         raise CannotFuse("no mask, without which its attention is causal")
-    return read_call(layer, hidden_states, attention_mask)
+    return read_call(layer, hidden_states if hidden_state is None else hidden_state, attention_mask)
 
 
 def read_without_is_causal(attn: Any, dropout: read.Dropout) -> AttentionSpec:
