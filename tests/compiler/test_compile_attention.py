@@ -198,6 +198,12 @@ def pooled(m, x):
     return x + m.proj(joined(F.scaled_dot_product_attention(m.probe.expand(x.shape[0], -1, -1, -1), k, v)))
 
 
+@row(LENGTH)
+def of_fewer_channels(m, x):
+    """CoCa's pooling"""
+    return x + m.narrow(x, m.pixels[..., :20], m.pixels[..., 12:], need_weights=False)[0]
+
+
 @row("attention (heads in another order than (3, H, d))")
 def interleaved(m, x):
     """(H, 3, d)"""
@@ -220,6 +226,7 @@ def projection_used_elsewhere(m, x):
 def attending(forwards) -> FunctionModule:
     layers = {"attn": nn.MultiheadAttention(D, H, batch_first=True), "positions": nn.Parameter(torch.randn(N, D))}
     layers |= {"pixels": nn.Parameter(torch.randn(B, 12, D)), "probe": nn.Parameter(torch.randn(1, H, 1, d))}
+    layers["narrow"] = nn.MultiheadAttention(D, H, kdim=20, vdim=20, batch_first=True)
     model = half(together(forwards), **layers, sequence_first=nn.MultiheadAttention(D, H, bias=False))
     model.register_buffer("hidden", (torch.rand(B * H, N, 12) > 0.4).index_fill(1, torch.tensor([2]), True))
     return model
@@ -227,7 +234,7 @@ def attending(forwards) -> FunctionModule:
 
 def test_attention(x):
     report = check_rows("attention", ROWS, attending, x)
-    alone = sum(outcome != HALF for _, outcome in ROWS.values()) - 6  # 5 are noted with attention, 1 sum broadcasts
+    alone = sum(outcome != HALF for _, outcome in ROWS.values()) - 7  # 6 are noted with attention, 1 sum broadcasts
     assert details(report, "linear") == ["linear"] * alone  # the last projections, with their residuals
 
 

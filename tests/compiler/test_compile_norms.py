@@ -169,6 +169,7 @@ def three_layers(m, x):
 
 BEFORE_LAYERS = {
     "one layer": (lambda m, x: m.a(m.norm(x)).sin(), LINEAR),
+    "a cast to its own dtype": (lambda m, x: m.a(m.norm(x).to(x.dtype)), LINEAR),  # open_clip's
     "something else": (lambda m, x: m.a(m.norm(x) * 1.0), "left: mul after it"),
     "three layers": (three_layers, "layer_norm_linears"),
     "written into": (

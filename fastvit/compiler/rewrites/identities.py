@@ -1,5 +1,5 @@
-"""Prepare a graph for the patterns: remove dropouts that do nothing, replace sizes that are known by numbers, and write
-out nn.MultiheadAttention as the calls that it consists of."""
+"""Prepare a graph for the patterns: remove dropouts and casts that do nothing, replace sizes that are known by numbers,
+and write out nn.MultiheadAttention as the calls that it consists of."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from fastvit.blocks.submodules import CannotFuse
 from fastvit.compiler.match.calls import arguments, dropout_of, first, name_of, only_user
 from fastvit.compiler.match.layout import known_int
 from fastvit.compiler.match.rewriter import Emitter, GraphRewriter
-from fastvit.compiler.match.values import fake, storages, value_of
+from fastvit.compiler.match.values import CASTS, fake, storages, value_of
 
 
 def rewrite(rewriter: GraphRewriter, node: Node) -> None:
-    if name_of(node) == "dropout":
+    if name_of(node) == "dropout" or name_of(node) in CASTS:
         _take_out(rewriter, node)
     elif node.op == "call_method" and node.target in ("reshape_as", "view_as"):
         _by_sizes(node)
@@ -31,10 +31,11 @@ def rewrite(rewriter: GraphRewriter, node: Node) -> None:
 
 
 def _take_out(rewriter: GraphRewriter, node: Node) -> None:
-    """Replace dropout(x, 0.0), or dropout in evaluation, by x, unless a write or the output would show that they are
-    one tensor."""
+    """Replace dropout(x, 0.0), dropout in evaluation, or a cast that returns x itself, by x, unless a write or the
+    output would show that they are one tensor."""
     x = first(node)
-    if dropout_of(node) or any(user.op == "output" for user in node.users):
+    does_something = dropout_of(node) if name_of(node) == "dropout" else fake(node) is not fake(x)
+    if does_something or any(user.op == "output" for user in node.users):
         return
     if not rewriter.is_mutated(storages(value_of(x)) | storages(value_of(node))):
         node.replace_all_uses_with(x)
@@ -68,7 +69,7 @@ def _write_out(rewriter: GraphRewriter, node: Node) -> None:
     """Write out F.multi_head_attention_forward, which takes (N, B, D) for either value of batch_first."""
     (
         query, key, value, _, num_heads, weight, bias, bias_k, bias_v, add_zero, p, out_weight, out_bias, training,
-        padding, _, mask, separate, _, _, _, static_k, static_v, _, causal,
+        padding, _, mask, separate, *weights, static_k, static_v, _, causal,
     ) = arguments(
         node, query=None, key=None, value=None, embed_dim_to_check=None, num_heads=None, in_proj_weight=None,
         in_proj_bias=None, bias_k=None, bias_v=None, add_zero_attn=False, dropout_p=0.0, out_proj_weight=None,
@@ -76,7 +77,7 @@ def _write_out(rewriter: GraphRewriter, node: Node) -> None:
         use_separate_proj_weight=False, q_proj_weight=None, k_proj_weight=None, v_proj_weight=None, static_k=None,
         static_v=None, average_attn_weights=True, is_causal=False,
     )  # fmt: skip
-    options = separate, add_zero, *(t is not None for t in (bias_k, bias_v, static_k, static_v))
+    options = add_zero, *(t is not None for t in (bias_k, bias_v, static_k, static_v))
     if any(options) or fake(query).dim() != 3:
         raise CannotFuse("an option of nn.MultiheadAttention that no ViT has")
     if causal:
@@ -86,14 +87,15 @@ def _write_out(rewriter: GraphRewriter, node: Node) -> None:
 
     def projected(emit: Emitter) -> list[Node]:
         """Emit q, k and v, (N, B, H, d)."""
-        if query is key is value:
+        if query is key is value and not separate:
             qkv = emit.method("unflatten", emit.call(F.linear, query, weight, bias), -1, (3, num_heads, -1))
             return [emit.method("select", qkv, 2, i) for i in range(3)]
         E = fake(query).shape[-1]
         parts = []
         for i, t in enumerate((query, key, value)):
-            layer = (None if of is None else emit.method("narrow", of, 0, i * E, E) for of in (weight, bias))
-            parts.append(emit.method("unflatten", emit.call(F.linear, t, *layer), -1, (num_heads, -1)))
+            own, b = (None if of is None else emit.method("narrow", of, 0, i * E, E) for of in (weight, bias))
+            projection = emit.call(F.linear, t, weights[i] if separate else own, b)
+            parts.append(emit.method("unflatten", projection, -1, (num_heads, -1)))
         return parts
 
     def added(emit: Emitter) -> Node | None:
