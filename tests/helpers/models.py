@@ -1,4 +1,5 @@
-"""Random parameters, a training step, and the comparison of two modules, for tests of layers and models."""
+"""Random parameters, a training step and its memory, and the comparison of two modules, for tests of layers and
+models."""
 
 import copy
 from collections.abc import Callable
@@ -115,6 +116,16 @@ class Calls(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.names.append(func._schema.name)
         return func(*args, **kwargs or {})
+
+
+def allocated_on_gpu() -> int:
+    """Return the bytes that tensors have there. The thread of autograd holds the last ones of a backward pass for some
+    microseconds after that has returned, and lets go of them before it begins another."""
+    nothing = torch.zeros(0, device="cuda", requires_grad=True)
+    with torch.enable_grad():
+        (nothing * 1).backward(nothing.detach())
+    torch.cuda.synchronize()
+    return torch.cuda.memory_allocated()
 
 
 class LoRA(nn.Module):

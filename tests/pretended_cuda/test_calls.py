@@ -12,6 +12,7 @@ import torch
 from device_trace import OPS, canonical, pointers, problems, recorded, stubs
 from known_models import MODELS, built
 from library_models import output_of
+from models import allocated_on_gpu
 from op_cases import ROWS, function, made, outputs_of, wanted
 from replaying import in_python, replays
 from torch import Tensor
@@ -100,7 +101,7 @@ def check_op(
             )
 
         gc.collect()
-        memory = torch.cuda.memory_allocated()
+        memory = allocated_on_gpu()
         streams = [torch.cuda.current_stream()] * 3 + [side] * 2
         with in_python():
             calls.run(lambda: results(sets[0]), sets[0])
@@ -111,7 +112,7 @@ def check_op(
         assert all(replayed)
         assert len(replayed) == (4 + 4 * gradients)
         calls.held.clear()
-        assert torch.cuda.memory_allocated() == memory
+        assert allocated_on_gpu() == memory
 
 
 @pytest.mark.parametrize(

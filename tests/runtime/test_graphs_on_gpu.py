@@ -29,7 +29,7 @@ from cuda_graphs_models import (
     with_validation,
 )
 from graph_models import FunctionModule
-from models import randomised
+from models import allocated_on_gpu, randomised
 from torch import Tensor, nn
 
 from fastvit.cuda_graphs import captured
@@ -242,8 +242,7 @@ def test_replays_keep_no_memory() -> None:
         for seed in range(steps):
             graphed(images(4, seed)).square().sum().backward()
             graphed.zero_grad()
-        torch.cuda.synchronize()
-        return torch.cuda.memory_allocated()
+        return allocated_on_gpu()
 
     before = run(5)
     assert run(100) <= before
