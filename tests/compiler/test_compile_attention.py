@@ -2,6 +2,7 @@
 outputs and gradients are right."""
 
 import math
+import warnings
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ import torch.nn.functional as F
 from compiled_graphs import check_rows, compiled, details
 from graph_models import B, D, FunctionModule, H, N, half, heads, joined, together
 from torch import nn
+
+from fastvit.ops.attention import functions
 
 HALF = "layer_norm_attention"
 LENGTH = "attention (k and v of another length than q)"
@@ -261,3 +264,13 @@ def test_dropout(attend, keys, device):
     assert out[..., keys:].count_nonzero() == 0
     torch.testing.assert_close(out.unique(), torch.tensor([0.0, 1 / keys / 0.75], device=device))
     assert abs((out[..., :keys] == 0).double().mean().item() - 0.25) < 0.01
+
+
+def test_few_tokens_of_many_heads_are_not_taken_for_another_layout(device):
+    q = torch.randn(2, 8, 4, 16, device=device)
+    functions._warn_of_layout.cache_clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        function, reports = compiled(lambda q: F.scaled_dot_product_attention(q, q, q), inner="eager")
+        function(q)
+    assert reports[0].fused("attention") == (1, 1)

@@ -163,7 +163,7 @@ def _emit(
             if kept is not None and any(t.requires_grad for t in (q, k, *map(fake, factors))):
                 query = without_filled_rows(emit, query, kept)
         tensors = [_tokens_first(emit, t) for t in (query, key, value)]
-        out = emit.call(ops.attention, *tensors, **options, scale=scale, dropout_p=p)
+        out = emit.call(ops.attention, *tensors, **options, scale=scale, dropout_p=p, layout="bnhd")
         if q.dim() == 4:
             return emit.method("transpose", out, 1, 2)
         out = emit.method("squeeze", out, 2)

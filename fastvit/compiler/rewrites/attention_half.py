@@ -97,6 +97,7 @@ class _Projections:
     q, k and v are not plain slices of the outputs of one or three linear layers.
 
     Attributes:
+        options: of the ops: scale, dropout_p, and perhaps attn_mask and is_causal.
         packed: whether there is one layer.
         plain: whether attention_qkvpacked could read its output.
     """
@@ -115,8 +116,9 @@ class _Projections:
         if len(self.norms) == 1 or len({(call.norm.kind, call.norm.eps) for call in self.norms}) > 1:
             raise CannotFuse("q and k with different norms")
         self.rotary = q.rotary
-        scale: Any = attention.kwargs["scale"]
-        self.scale = q.factor * k.factor * float(self.d**-0.5 if scale is None else scale)
+        options: dict[str, Any] = {name: value for name, value in attention.kwargs.items() if name != "layout"}
+        scale = self.d**-0.5 if options["scale"] is None else options["scale"]
+        self.options = {**options, "scale": q.factor * k.factor * float(scale)}
         nodes = list(dict.fromkeys(path.linear for path in self._paths))
         if len(nodes) not in (1, 3):
             raise CannotFuse("q, k and v come out of two layers")
@@ -166,7 +168,7 @@ def _rewrite_half(rewriter: GraphRewriter, attention: Node, qkv: _Projections) -
         biases: Any = tuple(linear.bias for linear in qkv.linears)
         if qkv.packed:
             (weights,), (biases,) = weights, biases
-        options = {**epilogue, **attention.kwargs, "scale": qkv.scale}  # with the mask, is_causal and dropout_p
+        options = {**epilogue, **qkv.options}
         if qkv.rotary:
             options["rotary"] = qkv.rotary
         if qkv.norms:
@@ -222,7 +224,7 @@ def _rewrite_packed(rewriter: GraphRewriter, attention: Node, qkv: _Projections)
 
     def build(emit: Emitter) -> Node:
         packed = emit.method("unflatten", linear, -1, (3, qkv.H, qkv.d))
-        return emit.call(ops.attention_qkvpacked, packed, **{**attention.kwargs, "scale": qkv.scale})
+        return emit.call(ops.attention_qkvpacked, packed, **qkv.options)
 
     with contextlib.suppress(CannotFuse):
         if qkv.plain:
