@@ -50,6 +50,8 @@ def read_mlp(mlp: Any, dropout: Dropout = None, layouts: Mapping[str, Layout] = 
             names = layouts[name]
             break
     submodules(mlp, names.classes)
+    if isinstance(mlp, nn.Sequential) and len(children) > len(names.classes):
+        raise CannotFuse("further layers in it")
     for name, child in children.items():
         if type(child) is nn.Dropout and name not in names.drops and child.training and child.p:
             raise CannotFuse("a dropout in another place")

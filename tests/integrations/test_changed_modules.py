@@ -6,7 +6,7 @@ import functools
 import pytest
 import torch
 from known_models import small, small_inputs
-from library_models import fused_only, outcome
+from library_models import fused_only, outcome, torchvision_vit
 from models import Calls, accelerate_as_it_was, close, randomised
 from torch import Tensor, nn
 from torch.nn.utils import prune
@@ -109,6 +109,14 @@ def test_a_parametrized_module_stays_accelerated(vit: nn.Module, image: Tensor) 
         got = vit(image)
     assert close(got, plain(image))
     assert "aten::native_layer_norm" not in calls.names
+
+
+def test_a_layer_added_to_a_sequence(image: Tensor) -> None:
+    """torchvision's MLP calls all that is in it."""
+    model = torchvision_vit()
+    model.encoder.layers[0].mlp.append(nn.Tanh())
+    report = accelerate_as_it_was(model, lambda: model(image))
+    assert outcome(report, "encoder.layers.encoder_layer_0") == ("skipped", "further layers in it")
 
 
 def test_layer_scale_that_is_no_parameter_any_more() -> None:
