@@ -30,7 +30,9 @@ LINEAR: Classes = {
     "torch.ao.nn.quantized.dynamic.modules.linear.Linear",  # of torch.ao.quantization.quantize_dynamic
 }
 DROPOUT: Classes = {nn.Dropout}
-LAYER_NORM: Classes = {nn.LayerNorm, "fastvit.layers.LayerNorm", "timm.layers.norm.LayerNorm"}
+LAYER_NORM: Classes = {
+    nn.LayerNorm, "fastvit.layers.LayerNorm", "timm.layers.norm.LayerNorm", "open_clip.transformer.LayerNorm",
+}  # fmt: skip
 RMS_NORM: Classes = {nn.RMSNorm, "fastvit.layers.RMSNorm", "timm.layers.norm.RmsNorm", "timm.layers.norm.RmsNormFp32"}
 NORM: Classes = LAYER_NORM | RMS_NORM
 LAYER_SCALE: Classes = {
@@ -53,6 +55,7 @@ ACTIVATIONS: dict[type | str, str] = {
     nn.ReLU: "relu",
     nn.SiLU: "silu",
     "fastvit.layers.QuickGELU": "quick_gelu",
+    "open_clip.transformer.QuickGELU": "quick_gelu",
     "timm.layers.activations.GELU": "gelu",
     "timm.layers.activations.GELUTanh": "gelu_tanh",
     "timm.layers.activations.QuickGELU": "quick_gelu",

@@ -35,7 +35,7 @@ from fastvit.ops.runtime import native
 T = TypeVar("T")
 _CLASSES = {tuple, Norm, PlainLinear, AdaptedLinear, AttentionSpec, MlpSpec, HalfSpec}
 _DEFAULT_EPS = {torch.finfo(torch.float32).eps, torch.finfo(torch.float64).eps}
-_LIBRARIES = "fastvit.", "timm.", "torchvision.", "dinov2.", "dinov3.", "torch.nn.modules."
+_LIBRARIES = "fastvit.", "timm.", "torchvision.", "open_clip.", "dinov2.", "dinov3.", "torch.nn.modules."
 
 # module -> (reader, record, template of the description, or False if reading raised an error). The record is None if
 # the module has to be read in every call.

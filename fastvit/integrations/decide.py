@@ -17,15 +17,15 @@ from fastvit.blocks.read import LINEAR
 from fastvit.blocks.spec import AdaptedLinear
 from fastvit.blocks.submodules import CannotFuse, class_name, qualified_name
 from fastvit.integrations.forward import ClassHandler, check_forward, parts_of, reason_of
-from fastvit.integrations.libraries import dino, pytorch, timm, torchvision
+from fastvit.integrations.libraries import dino, open_clip, pytorch, timm, torchvision
 from fastvit.integrations.op_names import ops_that_run
 from fastvit.integrations.transformers import families, grids, layers, varlen
 from fastvit.report import FUSED_ALREADY, Status
 
-_FILES = (pytorch, timm, layers, families, grids, varlen, torchvision, dino)
+_FILES = (pytorch, timm, layers, families, grids, varlen, torchvision, dino, open_clip)
 # A view of the files' tables, which grow by the copies that `transformers/copies.py` finds
 HANDLERS: ChainMap[Any, ClassHandler] = ChainMap(*(file.HANDLERS for file in _FILES))
-EMBEDDINGS = timm.EMBEDDINGS | torchvision.EMBEDDINGS | dino.EMBEDDINGS
+EMBEDDINGS = timm.EMBEDDINGS | torchvision.EMBEDDINGS | dino.EMBEDDINGS | open_clip.EMBEDDINGS
 
 _ATTENTION = re.compile(r"att(entio)?n", re.IGNORECASE)
 _MLP = re.compile(r"(mlp|ffn|feed_?forward|swiglu)(?!.*head)", re.IGNORECASE)

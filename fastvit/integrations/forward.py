@@ -111,7 +111,7 @@ def fused_forward(
 
 
 # Libraries between a user's line and a module's forward
-_LIBRARIES = {"fastvit", "torch", "timm", "torchvision", "transformers", "peft", "contextlib", "functools"}
+_LIBRARIES = {"fastvit", "torch", "timm", "torchvision", "transformers", "open_clip", "peft", "contextlib", "functools"}
 _warned: set[tuple[str, str]] = set()
 
 

@@ -23,6 +23,7 @@ _LAYOUTS = {
     "w1": layout("w1 w2", None, "w3", gated=True),
     "linear_fc1": layout("linear_fc1", "act_fn", "linear_fc2"),
     "act": layout("fc1", "act", "fc2"),
+    "c_fc": layout("c_fc", "gelu", "c_proj"),
     "3": layout("0", "1", "3", "2 4"),
 }
 read_mlp: Callable[..., MlpSpec] = partial(timm.read_mlp, layouts=_LAYOUTS)

@@ -2,7 +2,6 @@
 (norms, gates, windows, positions, masks, shared keys, an attention implementation) has a row of its own."""
 
 import functools
-import importlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -12,7 +11,19 @@ import dinov3_layout
 import pytest
 import torch
 from library_imports import import_library
-from library_models import gated_vit, hugging_face, step, torchvision_vit, vit
+from library_models import (
+    class_of_transformers,
+    gated_vit,
+    grid_of_transformers,
+    hugging_face,
+    open_clip_tower,
+    sam_of_timm,
+    step,
+    swin_of_timm,
+    swin_of_transformers,
+    torchvision_vit,
+    vit,
+)
 from models import randomised
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
@@ -51,54 +62,6 @@ class Known(NamedTuple):
 
 def eva(name: str, **options: Any) -> Callable[[], nn.Module]:
     return partial(vit, name, img_size=(32, 48), depth=1, **options)
-
-
-def sam_of_timm(**options: Any) -> nn.Module:
-    """A windowed and a global block."""
-    sizes = {"img_size": 64, "patch_size": 16, "embed_dim": 64, "depth": 2, "num_heads": 4, "neck_chans": 0}
-    kind = import_library("timm").models.vision_transformer_sam.VisionTransformerSAM
-    return kind(**{**sizes, "num_classes": 5, "global_attn_indexes": (1,), **options}).eval()
-
-
-def swin_of_timm(size: int = 32, window: Any = 4, **options: Any) -> nn.Module:
-    """A stage of a block without a shift and one with it, and a stage whose window is the whole grid or padded."""
-    sizes = {"img_size": size, "window_size": window, "embed_dim": 32, "depths": (2, 1), "num_heads": (2, 4)}
-    kind = import_library("timm").models.swin_transformer.SwinTransformer
-    return kind(**sizes, num_classes=5, **options).eval()
-
-
-def swin_of_transformers(size: int = 32, window: int = 4, **options: Any) -> nn.Module:
-    transformers = import_library("transformers")
-    sizes = {"image_size": size, "window_size": window, "embed_dim": 32, "depths": [2, 1], "num_heads": [2, 4]}
-    return transformers.SwinForImageClassification(
-        transformers.SwinConfig(**{**sizes, "num_labels": 5, "drop_path_rate": 0.0, **options})
-    ).eval()
-
-
-def class_of_transformers(file: str, kind: str) -> Any:
-    import_library("transformers")
-    folder, _, own = file.rpartition(".")
-    try:
-        return getattr(importlib.import_module(f"transformers.models.{folder or file}.modeling_{own}"), kind)
-    except (ImportError, AttributeError):
-        pytest.skip(f"this version of transformers has no {file}")
-
-
-def grid_of_transformers(name: str, implementation: str = "eager", **options: Any) -> nn.Module:
-    """SAM, an encoder with its code, or VitDet: a windowed and a global layer."""
-    file, _, kind = name.partition(".")
-    sizes: dict[str, Any] = {
-        "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 64, "patch_size": 16,
-        "window_size": 3, "attn_implementation": implementation,
-    }  # fmt: skip
-    if file == "vitdet":
-        sizes |= {"window_block_indices": [0], "use_relative_position_embeddings": True, "mlp_ratio": 2}
-    else:
-        sizes |= {"global_attn_indexes": [1], "mlp_dim": 96, "output_channels": 256}
-    model = class_of_transformers(file, kind)
-    config = model.__annotations__.get("config") or model.config_class
-    config = getattr(importlib.import_module(model.__module__), config) if isinstance(config, str) else config
-    return model(config(**sizes, **options)).eval()
 
 
 def small(name: str, **options: Any) -> nn.Module:
@@ -183,6 +146,13 @@ def siglip2_inputs(model: nn.Module) -> dict[str, Tensor]:
 def pixtral_inputs(model: nn.Module) -> dict[str, Tensor]:
     """Two images of other sizes in one sequence, which a mask keeps apart."""
     return {"pixel_values": torch.randn(2, 3, 32, 32), "image_sizes": torch.tensor([[32, 32], [16, 24]])}
+
+
+def words(model: nn.Module) -> dict[str, Tensor]:
+    """Two texts, one padded with zeros."""
+    text = torch.randint(1, 50, (2, 12))
+    text[1, 7:] = 0
+    return {"text": text}
 
 
 def naflex() -> nn.Module:
@@ -346,6 +316,25 @@ TOWERS = {
 }
 OTHERS = {
     "torchvision": Known(partial(torchvision_vit, depth=1), alone=0),
+    "open_clip": Known(
+        partial(open_clip_tower, "VisionTransformer", image_size=32, patch_size=8, mlp_ratio=2.0, ls_init_value=0.3),
+        alone=0,
+        mlps=0,
+    ),
+    "open_clip, text": Known(
+        partial(open_clip_tower, "TextTransformer", context_length=12, vocab_size=50),
+        alone=0,
+        mlps=0,
+        patches=False,
+        inputs=words,
+    ),
+    "open_clip, padded text": Known(
+        partial(open_clip_tower, "TextTransformer", context_length=12, vocab_size=50, embed_cls=True),
+        alone=0,
+        mlps=0,
+        patches=False,
+        inputs=words,
+    ),
     "DINOv2's repository": Known(model_of_dinov2),
     "DINOv2's repository, SwiGLU": Known(partial(model_of_dinov2, dinov2_layout.SwiGLUFFN)),
     "DINOv2's repository, SwiGLUFused": Known(partial(model_of_dinov2, dinov2_layout.SwiGLUFFNFused)),

@@ -1,11 +1,13 @@
 """Small models of other libraries, for 32 x 32 images, and their steps before and after `accelerate`."""
 
+import importlib
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from library_imports import import_library
 from models import randomised
@@ -67,6 +69,60 @@ def torchvision_vit(depth: int = 2) -> nn.Module:
     vision_transformer = import_library("torchvision").models.VisionTransformer
     sizes = {"num_layers": depth, "num_heads": 2, "hidden_dim": 32, "mlp_dim": 64}
     return vision_transformer(image_size=32, patch_size=8, **sizes).eval()
+
+
+def sam_of_timm(**options: Any) -> nn.Module:
+    """A windowed and a global block."""
+    sizes = {"img_size": 64, "patch_size": 16, "embed_dim": 64, "depth": 2, "num_heads": 4, "neck_chans": 0}
+    kind = import_library("timm").models.vision_transformer_sam.VisionTransformerSAM
+    return kind(**{**sizes, "num_classes": 5, "global_attn_indexes": (1,), **options}).eval()
+
+
+def swin_of_timm(size: int = 32, window: Any = 4, **options: Any) -> nn.Module:
+    """A stage of a block without a shift and one with it, and a stage whose window is the whole grid or padded."""
+    sizes = {"img_size": size, "window_size": window, "embed_dim": 32, "depths": (2, 1), "num_heads": (2, 4)}
+    kind = import_library("timm").models.swin_transformer.SwinTransformer
+    return kind(**sizes, num_classes=5, **options).eval()
+
+
+def swin_of_transformers(size: int = 32, window: int = 4, **options: Any) -> nn.Module:
+    transformers = import_library("transformers")
+    sizes = {"image_size": size, "window_size": window, "embed_dim": 32, "depths": [2, 1], "num_heads": [2, 4]}
+    return transformers.SwinForImageClassification(
+        transformers.SwinConfig(**{**sizes, "num_labels": 5, "drop_path_rate": 0.0, **options})
+    ).eval()
+
+
+def class_of_transformers(file: str, kind: str) -> Any:
+    import_library("transformers")
+    folder, _, own = file.rpartition(".")
+    try:
+        return getattr(importlib.import_module(f"transformers.models.{folder or file}.modeling_{own}"), kind)
+    except (ImportError, AttributeError):
+        pytest.skip(f"this version of transformers has no {file}")
+
+
+def grid_of_transformers(name: str, implementation: str = "eager", **options: Any) -> nn.Module:
+    """SAM, an encoder with its code, or VitDet: a windowed and a global layer."""
+    file, _, kind = name.partition(".")
+    sizes: dict[str, Any] = {
+        "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 64, "patch_size": 16,
+        "window_size": 3, "attn_implementation": implementation,
+    }  # fmt: skip
+    if file == "vitdet":
+        sizes |= {"window_block_indices": [0], "use_relative_position_embeddings": True, "mlp_ratio": 2}
+    else:
+        sizes |= {"global_attn_indexes": [1], "mlp_dim": 96, "output_channels": 256}
+    model = class_of_transformers(file, kind)
+    config = model.__annotations__.get("config") or model.config_class
+    config = getattr(importlib.import_module(model.__module__), config) if isinstance(config, str) else config
+    return model(config(**sizes, **options)).eval()
+
+
+def open_clip_tower(kind: str, **options: Any) -> nn.Module:
+    """Return a block of the tower "VisionTransformer" or "TextTransformer", and what is around it."""
+    transformer = import_library("open_clip.transformer")
+    return getattr(transformer, kind)(width=64, layers=1, heads=4, **options).eval()
 
 
 def hugging_face(name: str, **options: Any) -> nn.Module:

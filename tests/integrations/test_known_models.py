@@ -86,7 +86,9 @@ def test_bfloat16_is_as_close_to_float64_as_the_library(known: Built) -> None:
         assert_as_accurate(output_of(known.call(model, inputs)), own, exact, what="output")
 
 
-@rows("ViT", "rotary, halves", "SAM, windows with padding", "Dinov2", "CLIP of transformers", "torchvision")
+@rows(
+    "ViT", "rotary, halves", "SAM, windows with padding", "Dinov2", "CLIP of transformers", "torchvision", "open_clip"
+)
 def test_autocast(known: Built, device: torch.device) -> None:
     model = known.model
     doubled = {name: t.double() if t.is_floating_point() else t for name, t in known.inputs.items()}

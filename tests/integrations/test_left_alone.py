@@ -9,15 +9,20 @@ import pytest
 import torch
 from dinov2_layout import NestedTensorBlock
 from dinov3_layout import SelfAttentionBlock
-from known_models import grid_of_transformers, sam_of_timm, swin_of_timm, swin_of_transformers, vjepa2
+from known_models import vjepa2
 from library_imports import import_library
 from library_models import (
     TEXT,
     attention_of_timm,
     block_of_timm,
     gated_mlp,
+    grid_of_transformers,
     hugging_face,
+    open_clip_tower,
     parallel_block,
+    sam_of_timm,
+    swin_of_timm,
+    swin_of_transformers,
     vit,
 )
 from models import accelerate_as_it_was, randomised
@@ -110,6 +115,10 @@ LEFT: list[tuple[Make, str]] = [
     (partial(layer_of_text, "CLIP"), "the text tower's attention is causal"),
     (partial(layer_of_text, "Aimv2"), "the text tower's attention is causal"),
     (lambda: layer_of_text("Aimv2").attention, "the text tower's attention is causal"),
+    (
+        lambda: open_clip_tower("MultimodalTransformer", context_length=8).cross_attn[0],
+        "keys and values of another tensor",
+    ),
     (lambda: changed(hugging_face("ViTModel").layers[0].attention, is_causal=True), "its attention is causal"),
 ]
 
@@ -153,6 +162,10 @@ FALLBACKS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "a mask and is_causal": (
         lambda: changed(block_of_timm().attn, fused_attn=False),
         lambda attn: attn(draw(2, 5, 64), torch.eye(5, dtype=torch.bool), True),
+    ),
+    "an attention mask that is not floating": (
+        lambda: open_clip_tower("TextTransformer").transformer.resblocks[0],
+        lambda block: block(draw(2, 5, 64), attn_mask=torch.eye(5, dtype=torch.bool)),
     ),
     "a list of crops": (dinov2, lambda block: block([draw(4, 17, 64), draw(4, 5, 64)])),
     "leaves samples out of the batch": (

@@ -6,9 +6,8 @@ from functools import partial
 
 import pytest
 import torch
-from known_models import class_of_transformers
 from library_imports import import_library
-from library_models import fused_only, outcome
+from library_models import class_of_transformers, fused_only, outcome
 from models import randomised, step
 from oracle import GRADIENT, assert_as_accurate, inputs
 from torch import nn

@@ -66,13 +66,13 @@ def unknown(name: str, **parts: nn.Module) -> nn.Module:
 
 
 class LayerNorm(nn.LayerNorm):
-    __module__ = "open_clip.transformer"
+    __module__ = "their.transformer"
 
 
 def test_reasons_of_unknown_classes_and_their_names(timm) -> None:
     """A convolution is a reason in a patch embedding only."""
     own = type("MyAttention", (timm.layers.attention.Attention,), {"__module__": "mine", "__qualname__": "MyAttention"})
-    norm = "open_clip.transformer.LayerNorm, a subclass of nn.LayerNorm"
+    norm = "their.transformer.LayerNorm, a subclass of nn.LayerNorm"
     overlapping = "its convolution is not one of disjoint patches"
     adapted = type("Conv2d", (nn.Conv2d,), {"__module__": "peft.tuners", "__qualname__": "Conv2d"})(3, 16, 4, 4)
     reasons = {

@@ -9,8 +9,15 @@ import pytest
 import torch
 from dinov2_layout import Attention, NestedTensorBlock
 from dinov3_layout import SelfAttentionBlock, SwiGLUFFN
-from known_models import sam_of_timm, swin_of_timm, swin_of_transformers
-from library_models import accelerate_and_compare, outcome, parallel_block, vit
+from library_models import (
+    accelerate_and_compare,
+    outcome,
+    parallel_block,
+    sam_of_timm,
+    swin_of_timm,
+    swin_of_transformers,
+    vit,
+)
 from models import accelerate_as_it_was, close, randomised
 from torch import Tensor, nn
 

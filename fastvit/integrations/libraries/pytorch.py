@@ -1,5 +1,5 @@
-"""Modules of any model: LayerNorm and RMSNorm of torch.nn and timm, and the convolution of a patch embedding of images
-or videos."""
+"""Modules of any model: LayerNorm and RMSNorm of torch.nn, timm and open_clip, and the convolution of a patch embedding
+of images or videos."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Patches = tuple[Tensor, Tensor | None, Statistics, Statistics]
 
 
 def run_norm_in_dtype(x: Tensor, norm: Norm) -> Tensor:
-    """Run timm's RmsNormFp32, which returns x's dtype under autocast too."""
+    """Run timm's RmsNormFp32 or open_clip's LayerNorm, which return x's dtype under autocast too."""
     return run.run_norm(x, norm).to(x.dtype)
 
 
@@ -66,4 +66,5 @@ HANDLERS: dict[type | str, ClassHandler] = {
     **dict.fromkeys(read.LAYER_NORM, ClassHandler(read.read_norm, run.run_norm, ndim=None)),
     **dict.fromkeys(read.RMS_NORM, ClassHandler(read.read_norm, run.run_norm, ndim=None)),
     "timm.layers.norm.RmsNormFp32": ClassHandler(read.read_norm, run_norm_in_dtype, ndim=None),
+    "open_clip.transformer.LayerNorm": ClassHandler(read.read_norm, run_norm_in_dtype, ndim=None),
 }
