@@ -5,6 +5,7 @@ PRETENDED_TORCH chooses another version of torch than that of constraints.txt; e
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ PYTHON = HOME / "bin/python"
 SITE = HOME / f"lib/python3.{sys.version_info.minor}/site-packages"
 LIBRARIES = HOME / "pretended"
 HEADERS = HOME / "headers"
+ROOM = 7e9  # bytes for this environment and for .venv, which CI makes at the same time, and for what pip unpacks
 REQUIREMENTS = [f"{ROOT}[bench,study,triton,weights]", "pytest-xdist", "timm", "torchvision", "transformers>=5"]
 
 
@@ -35,6 +37,8 @@ def make() -> None:
     wanted = "".join(source.read_text() for source in sources)
     if made.exists() and made.read_text() == wanted:
         return
+    if (free := shutil.disk_usage(ROOT).free) < ROOM:
+        raise SystemExit(f"The pretended CUDA wants {ROOM / 1e9:.0f} GB of disk, and {free / 1e9:.1f} GB are free")
     if not PYTHON.exists():
         subprocess.run([sys.executable, "-m", "venv", HOME], check=True)
     if not (SITE / "torch").exists():
