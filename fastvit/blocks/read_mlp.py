@@ -50,7 +50,7 @@ def read_mlp(mlp: Any, dropout: Dropout = None, layouts: Mapping[str, Layout] = 
             names = layouts[name]
             break
     submodules(mlp, names.classes)
-    if isinstance(mlp, nn.Sequential) and len(children) > len(names.classes):
+    if isinstance(mlp, nn.Sequential) and len(children) > len(names.classes):  # it calls all of them
         raise CannotFuse("further layers in it")
     for name, child in children.items():
         if type(child) is nn.Dropout and name not in names.drops and child.training and child.p:

@@ -30,8 +30,8 @@ def accelerate(
     `forward` of modules of known classes is replaced, by an attribute of the instance; subclasses of known classes are
     left alone. Known are the Vision Transformers of timm, Hugging Face transformers 5, torchvision, open_clip (its
     towers of text, too) and Meta's DINOv2 and DINOv3, SAM, VitDet and Swin of timm and transformers, classes of
-    transformers with the code of a known one, and LayerNorm and RMSNorm of PyTorch and timm in any model. Call it
-    before torch.compile. A second call replaces the first.
+    transformers with the code of a known one, and norms of PyTorch, timm and open_clip in any model. Call it before
+    torch.compile. A second call replaces the first.
 
     Each accelerated module refers to itself through its forward, so the memory of a deleted model is freed at the next
     garbage collection, or at once after `restore`. Deep copies and pickles are accelerated; shallow copies, and the

@@ -3,7 +3,6 @@ are fused as in those libraries."""
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -24,7 +23,7 @@ _MLP_HALF: dict[str, Classes] = {"mlp": {nn.Sequential}, "ln_2": NORM, "ls_2": L
 def read_block(block: Any) -> spec.BlockSpec:
     if "ln_1_kv" in block._modules:
         raise CannotFuse("keys and values of another tensor")
-    first = read.read_half(partial(read_attention, dropout=None), _ATTENTION_HALF, block)
+    first = read.read_half(read_attention, _ATTENTION_HALF, block)
     return first, read.read_half(read_mlp, _MLP_HALF, block)
 
 

@@ -19,9 +19,11 @@ OUT_PROJ: Classes = {nn.Linear, "torch.nn.modules.linear.NonDynamicallyQuantizab
 MLP: Classes = {"torchvision.models.vision_transformer.MLPBlock"}
 
 
-def read_attention(attn: Any, dropout: Any) -> AttentionSpec:
+def read_attention(attn: Any, dropout: read.Dropout = None) -> AttentionSpec:
     """Read nn.MultiheadAttention, whose qkv layer is two of its parameters, and the dropout after it."""
-    if attn.in_proj_weight is None or attn.bias_k is not None or attn.add_zero_attn or not attn.batch_first:
+    if not attn.batch_first:
+        raise CannotFuse("an nn.MultiheadAttention with tokens before samples")
+    if attn.in_proj_weight is None or attn.bias_k is not None or attn.add_zero_attn:
         raise CannotFuse("an nn.MultiheadAttention with other keys and values than self-attention's")
     (proj,) = submodules(attn, out_proj=OUT_PROJ)
     qkv = PlainLinear(attn.in_proj_weight, attn.in_proj_bias)
