@@ -93,8 +93,8 @@ def _write_out(rewriter: GraphRewriter, node: Node) -> None:
         E = fake(query).shape[-1]
         parts = []
         for i, t in enumerate((query, key, value)):
-            own, b = (None if of is None else emit.method("narrow", of, 0, i * E, E) for of in (weight, bias))
-            projection = emit.call(F.linear, t, weights[i] if separate else own, b)
+            w, b = (None if of is None else emit.method("narrow", of, 0, i * E, E) for of in (weight, bias))
+            projection = emit.call(F.linear, t, weights[i] if separate else w, b)
             parts.append(emit.method("unflatten", projection, -1, (num_heads, -1)))
         return parts
 
