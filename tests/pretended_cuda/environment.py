@@ -37,11 +37,12 @@ def make() -> None:
     wanted = "".join(source.read_text() for source in sources)
     if made.exists() and made.read_text() == wanted:
         return
-    if (free := shutil.disk_usage(ROOT).free) < ROOM:
+    is_new, free = not (SITE / "torch").exists(), shutil.disk_usage(ROOT).free
+    if is_new and free < ROOM:
         raise SystemExit(f"The pretended CUDA wants {ROOM / 1e9:.0f} GB of disk, and {free / 1e9:.1f} GB are free")
     if not PYTHON.exists():
         subprocess.run([sys.executable, "-m", "venv", HOME], check=True)
-    if not (SITE / "torch").exists():
+    if is_new:
         print(f"Installing torch {TORCH} for CUDA into {HOME.relative_to(ROOT)}: 530 MB, once", flush=True)
         # `===`: 2.13.0+cpu, which may lie on the disk, is another version
         if reason := pip("--no-deps", "--no-cache-dir", f"torch==={TORCH}"):
