@@ -148,11 +148,16 @@ def pixtral_inputs(model: nn.Module) -> dict[str, Tensor]:
     return {"pixel_values": torch.randn(2, 3, 32, 32), "image_sizes": torch.tensor([[32, 32], [16, 24]])}
 
 
-def words(model: nn.Module) -> dict[str, Tensor]:
+def texts(model: nn.Module) -> dict[str, Tensor]:
     """Two texts, one padded with zeros."""
     text = torch.randint(1, 50, (2, 12))
     text[1, 7:] = 0
     return {"text": text}
+
+
+def text_tower(**options: Any) -> Known:
+    make = partial(open_clip_tower, "TextTransformer", context_length=12, vocab_size=50, **options)
+    return Known(make, alone=0, mlps=0, patches=False, inputs=texts)
 
 
 def naflex() -> nn.Module:
@@ -318,29 +323,16 @@ OTHERS = {
     "torchvision": Known(partial(torchvision_vit, depth=1), alone=0),
     "open_clip": Known(
         partial(open_clip_tower, "VisionTransformer", image_size=32, patch_size=8, mlp_ratio=2.0, ls_init_value=0.3),
-        alone=0,
-        mlps=0,
+        alone=0, mlps=0,
     ),
-    "open_clip, text": Known(
-        partial(open_clip_tower, "TextTransformer", context_length=12, vocab_size=50),
-        alone=0,
-        mlps=0,
-        patches=False,
-        inputs=words,
-    ),
-    "open_clip, padded text": Known(
-        partial(open_clip_tower, "TextTransformer", context_length=12, vocab_size=50, embed_cls=True),
-        alone=0,
-        mlps=0,
-        patches=False,
-        inputs=words,
-    ),
+    "open_clip, text": text_tower(),
+    "open_clip, padded text": text_tower(embed_cls=True),
     "DINOv2's repository": Known(model_of_dinov2),
     "DINOv2's repository, SwiGLU": Known(partial(model_of_dinov2, dinov2_layout.SwiGLUFFN)),
     "DINOv2's repository, SwiGLUFused": Known(partial(model_of_dinov2, dinov2_layout.SwiGLUFFNFused)),
     "DINOv3's repository": Known(partial(model_of_dinov3, dinov3_layout.Mlp)),
     "DINOv3's repository, SwiGLU": Known(partial(model_of_dinov3, dinov3_layout.SwiGLUFFN)),
-}
+}  # fmt: skip
 MODELS: dict[str, Known] = {**TIMM, **EVA, **GRIDS, **TRANSFORMERS, **FAMILIES, **TOWERS, **OTHERS}
 
 

@@ -120,7 +120,7 @@ def grid_of_transformers(name: str, implementation: str = "eager", **options: An
 
 
 def open_clip_tower(kind: str, **options: Any) -> nn.Module:
-    """Return a block of the tower "VisionTransformer" or "TextTransformer", and what is around it."""
+    """Return a tower of one block, of the class VisionTransformer, TextTransformer or MultimodalTransformer."""
     transformer = import_library("open_clip.transformer")
     return getattr(transformer, kind)(width=64, layers=1, heads=4, **options).eval()
 

@@ -119,8 +119,8 @@ class Calls(TorchDispatchMode):
 
 
 def allocated_on_gpu() -> int:
-    """Return the bytes that tensors have there. The thread of autograd holds the last ones of a backward pass for some
-    microseconds after that has returned, and lets go of them before it begins another."""
+    """Return the bytes of all tensors on the GPU. For some microseconds after a backward pass has returned, autograd's
+    thread holds the last tensors of it; it releases them before it begins another pass."""
     nothing = torch.zeros(0, device="cuda", requires_grad=True)
     with torch.enable_grad():
         (nothing * 1).backward(nothing.detach())
